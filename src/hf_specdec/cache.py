@@ -1,0 +1,233 @@
+"""The static key-value cache: one preallocated buffer for all layers, in which a tree is tried and its path kept.
+
+Three verbs: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
+tokens of row b sit in slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` for every row,
+so that appending is one contiguous copy even where rows have accepted different numbers of tokens. Every layer
+holds the full length, sliding-window layers too: their window is in the mask (`masks.py`).
+
+The only file that knows transformers' caches. Before: `target.py`. See docs/cache.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_specdec.errors import CacheCapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Shape and place of one layer's keys and values, without batch and length."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    device: torch.device
+
+
+CacheLayout = tuple[LayerLayout | None, ...]
+"""One entry per layer of the model; None where the layer shares another layer's keys and values."""
+
+
+class KeyValueBuffer:
+    """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of one shape."""
+
+    def __init__(self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor) -> None:
+        def allocate(like: Tensor) -> Tensor:
+            batch, heads, _, dim = like.shape
+            return like.new_empty(num_layers, batch, heads, capacity, dim)
+
+        self.keys, self.values = allocate(key_states), allocate(value_states)
+        self.num_taken = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every layer of the buffer has been handed out."""
+        return self.num_taken == self.keys.shape[0]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next free layer's keys `[B, H, S, Dk]` and values `[B, H, S, Dv]`."""
+        self.num_taken += 1
+        return self.keys[self.num_taken - 1], self.values[self.num_taken - 1]
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots within each row, all layers at once; the gather makes a copy, so ranges may overlap.
+
+        Args:
+            sources, targets: `[B, P]` slots.
+        """
+        rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
+        for states in (self.keys, self.values):
+            # advanced indices around a slice: the indexed result is [B, P, n, H, D] on both sides
+            states[:, rows, :, targets] = states[:, rows, :, sources]
+
+    def move_uniform(self, sources: Tensor, start: int) -> None:
+        """`move` for rows that agree: slots `sources [P]` to `start .. start+P-1`."""
+        for states in (self.keys, self.values):
+            states[:, :, :, start : start + len(sources)] = states.index_select(3, sources)
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer's view of the cache's buffer, in the shape transformers' attention expects."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, layout: LayerLayout | None) -> None:
+        super().__init__()
+        self.cache = cache
+        self.layout = layout
+        self.end = 0  # slots written, committed or not
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take this layer's share of the buffer at the first forward, which knows batch size and dtype."""
+        self.keys, self.values = self.cache.allocate(self.layout, key_states, value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append T tokens and return everything written so far: `[B, H, end, D]` views of the buffer."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin, self.end = self.end, self.end + key_states.shape[-2]
+        if self.end > self.cache.capacity:
+            raise CacheCapacityError(
+                f"The key-value cache has {self.cache.capacity} slots, this forward needs {self.end}.",
+                "Raise SpeculativeConfig.max_cache_length or leave it None.",
+            )
+        self.keys[:, :, begin : self.end] = key_states
+        self.values[:, :, begin : self.end] = value_states
+        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset that transformers' own masks (at prefill) must have."""
+        return self.end + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Slots written so far."""
+        return self.end
+
+    def get_max_length(self) -> int:
+        """Slots there are."""
+        return self.cache.capacity
+
+    def get_max_cache_shape(self) -> int:
+        """The name transformers 5.17 has for `get_max_length`."""
+        return self.cache.capacity
+
+
+class TreeCache(Cache):
+    """The target's key-value cache during speculation, and the drafter's.
+
+    Bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`, see `num_bytes`.
+
+    Args:
+        layout: One entry per layer, from `target.inspect_target`; layers of one layout share one buffer. A layer
+            whose first keys do not fit its layout gets a buffer of its own.
+        capacity: Slots per row.
+    """
+
+    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int) -> None:
+        super().__init__(layers=[TreeLayer(self, entry) for entry in layout])
+        self.layout = tuple(layout)
+        self.capacity = capacity
+        self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
+        self.buffers: list[KeyValueBuffer] = []
+        self._open: dict[LayerLayout, KeyValueBuffer] = {}
+
+    @property
+    def start(self) -> int:
+        """The slot at which the next tree is appended."""
+        return max(self.lengths, default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
+
+    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's share `[B, H, capacity, D]` of the buffer for its layout."""
+        actual = layer_layout(key_states, value_states)
+        if layout != actual:
+            own = KeyValueBuffer(1, self.capacity, key_states, value_states)
+            self.buffers.append(own)
+            return own.take()
+        buffer = self._open.get(actual)
+        if buffer is None or buffer.is_full:
+            buffer = KeyValueBuffer(self.layout.count(actual), self.capacity, key_states, value_states)
+            self._open[actual] = buffer
+            self.buffers.append(buffer)
+        return buffer.take()
+
+    def commit(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Keep one path per row of what was appended since the last commit, in place; forget the rest.
+
+        Args:
+            path: `[B, P]` appended nodes in order, counted from `start`; entries past the count are ignored.
+            counts: Number of nodes kept in each row.
+
+        Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
+        """
+        start, lengths = self.start, self.lengths or [0] * len(counts)
+        kept = max(counts)
+        if kept:
+            nodes = path[:, :kept].clamp(min=0)
+            if len(set(lengths)) == 1 and len(counts) == 1:
+                self._move_uniform(nodes[0], start)
+            else:
+                firsts = torch.tensor(lengths, device=path.device)
+                targets = firsts[:, None] + torch.arange(kept, device=path.device)
+                for buffer in self.buffers:
+                    # rows that keep fewer write past their length: those slots are masked until rewritten
+                    buffer.move((nodes + start).to(buffer.keys.device), targets.to(buffer.keys.device))
+        self.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        self._rewind()
+
+    def commit_all(self, batch_size: int) -> None:
+        """Keep everything that was appended, in every row (a prompt)."""
+        end = max(layer.end for layer in self.layers)
+        self.lengths = [end] * batch_size
+
+    def rollback(self) -> None:
+        """Forget everything appended since the last commit."""
+        self._rewind()
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay."""
+        self.lengths = []
+        self._rewind()
+
+    def to_dynamic(self, config: object) -> DynamicCache:
+        """The committed tokens as transformers' own cache, to go on with plain `generate()` (rows of one length)."""
+        dynamic = DynamicCache(config=config)
+        for index, layer in enumerate(self.layers):
+            if layer.is_initialized:
+                dynamic.update(layer.keys[:, :, : self.start].clone(), layer.values[:, :, : self.start].clone(), index)
+        return dynamic
+
+    def _move_uniform(self, nodes: Tensor, start: int) -> None:
+        if torch.equal(nodes, torch.arange(len(nodes), device=nodes.device)):
+            return  # the path is where it belongs already
+        for buffer in self.buffers:
+            buffer.move_uniform((nodes + start).to(buffer.keys.device), start)
+
+    def _rewind(self) -> None:
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.end = self.start
+
+
+def layer_layout(key_states: Tensor, value_states: Tensor) -> LayerLayout:
+    """The layout of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
+    return LayerLayout(key_states.shape[1], key_states.shape[-1], value_states.shape[-1], key_states.device)
+
+
+def measured_layout(cache: TreeCache) -> CacheLayout:
+    """The layout of a cache that has been through a forward."""
+    return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)

@@ -1,0 +1,212 @@
+"""What a user may set: `SpeculativeConfig` and `AdaptiveConfig`. Validated on creation, JSON in and out, no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from hf_specdec.errors import InvalidConfigError
+
+Acceptance = Literal["auto", "greedy", "rejection", "typical", "nucleus"]
+Compile = Literal["auto", "none", "cuda_graph", "compile"]
+Choice = tuple[int, ...]
+
+
+def validate_choices(choices: Iterable[Any]) -> list[Choice]:
+    """Check a choice list and sort it level by level.
+
+    A choice is a path of ranks: `(0, 2)` is the third best child of the best child of the root (the notation of
+    Medusa's `medusa_choices` and of vLLM's `speculative_token_tree`).
+
+    Returns:
+        The choices sorted by depth, then by rank.
+
+    Raises:
+        InvalidConfigError: Empty list or path, a negative or non-integer rank, a duplicate, a path whose parent
+            is missing.
+    """
+    paths: list[Choice] = []
+    for choice in choices:
+        if not isinstance(choice, list | tuple) or not choice:
+            raise InvalidConfigError(
+                f"A tree is a list of non-empty paths of ranks such as [(0,), (0, 0), (1,)], got the entry {choice!r}."
+            )
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in choice):
+            raise InvalidConfigError(f"The ranks of a tree path must be integers >= 0, got {choice!r}.")
+        paths.append(tuple(choice))
+    if not paths:
+        raise InvalidConfigError("A tree needs at least one path, got an empty list.")
+    known = set(paths)
+    if len(known) != len(paths):
+        repeated = next(path for path in paths if paths.count(path) > 1)
+        raise InvalidConfigError(f"The tree path {repeated} occurs twice.", "List every node once.")
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise InvalidConfigError(f"The tree path {path} has no parent.", f"Add {path[:-1]} to the list.")
+    return sorted(paths, key=lambda path: (len(path), path))
+
+
+def _known_fields(cls: type, values: Mapping[str, Any]) -> None:
+    """Refuse unknown field names, naming the nearest known one."""
+    known = [field.name for field in fields(cls)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise InvalidConfigError(
+                f"{cls.__name__} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+            )
+
+
+def _require(condition: bool, expected: str, name: str, value: Any) -> None:
+    if not condition:
+        raise InvalidConfigError(f"`{name}` must be {expected}, got {value!r}.")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveConfig:
+    """How the drafted depth follows the measured acceptance.
+
+    Args:
+        candidate_steps: Depths to choose from, ascending.
+        ema_alpha: Weight of the newest acceptance in its moving average.
+        update_interval: Target forwards between two decisions.
+        warmup_batches: Target forwards before the first decision.
+        down_hysteresis, up_hysteresis: Distance the average must pass before the depth falls or rises.
+    """
+
+    candidate_steps: tuple[int, ...] = (1, 3, 7)
+    ema_alpha: float = 0.2
+    update_interval: int = 5
+    warmup_batches: int = 10
+    down_hysteresis: float = -0.25
+    up_hysteresis: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.candidate_steps, list | tuple), "a list of depths", "candidate_steps",
+                 self.candidate_steps)  # fmt: skip
+        steps = tuple(self.candidate_steps)
+        object.__setattr__(self, "candidate_steps", steps)
+        _require(
+            bool(steps) and all(_is_int(s) and s >= 1 for s in steps) and list(steps) == sorted(set(steps)),
+            "ascending depths >= 1", "candidate_steps", steps,
+        )  # fmt: skip
+        _require(_is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1, "in (0, 1]", "ema_alpha", self.ema_alpha)
+        for name in ("update_interval", "warmup_batches"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, "an integer >= 1", name, value)
+        for name in ("down_hysteresis", "up_hysteresis"):
+            _require(_is_number(getattr(self, name)), "a number", name, getattr(self, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-serialisable."""
+        return {**asdict(self), "candidate_steps": list(self.candidate_steps)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
+        """
+        _known_fields(cls, values)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How to draft, verify and accept. `None` leaves a field to the drafter, which documents its default.
+
+    Args:
+        method: A method name, the name of a registered drafter, or `"auto"` (the best of what is loaded).
+        num_steps: Drafted depth.
+        top_k: Branching per expanded node.
+        num_draft_tokens: Nodes verified per step, root included.
+        tree: `"dynamic"`, `"static"`, or a list of choice paths such as `[(0,), (0, 0), (1,)]`.
+        acceptance: `"auto"` is lossless: greedy when not sampling, else rejection.
+        posterior_threshold, posterior_alpha: Typical acceptance keeps a token x iff
+            `p(x) > min(threshold, alpha * exp(-H(p)))`.
+        adaptive: `True` or an `AdaptiveConfig`.
+        compile: Static-shape runner; `"auto"` takes the fastest that is exact here.
+        max_cache_length: Slots of the static cache; None is prompt + max_new_tokens + tree.
+    """
+
+    method: str = "auto"
+    num_steps: int | None = None
+    top_k: int | None = None
+    num_draft_tokens: int | None = None
+    tree: Literal["dynamic", "static"] | tuple[Choice, ...] | None = None
+    acceptance: Acceptance = "auto"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    adaptive: bool | AdaptiveConfig | None = None
+    compile: Compile = "auto"
+    max_cache_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
+        for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length"):
+            value = getattr(self, name)
+            _require(value is None or (_is_int(value) and value >= 1), "an integer >= 1 or None", name, value)
+        for name, choices in (("acceptance", get_args(Acceptance)), ("compile", get_args(Compile))):
+            value = getattr(self, name)
+            _require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
+        for name in ("posterior_threshold", "posterior_alpha"):
+            value = getattr(self, name)
+            _require(_is_number(value) and 0 < value <= 1, "a number in (0, 1]", name, value)
+        if isinstance(self.tree, list | tuple):
+            object.__setattr__(self, "tree", tuple(validate_choices(self.tree)))
+        else:
+            _require(self.tree in (None, "dynamic", "static"), "'dynamic', 'static' or a list of paths", "tree",
+                     self.tree)  # fmt: skip
+        if isinstance(self.adaptive, Mapping):
+            object.__setattr__(self, "adaptive", AdaptiveConfig.from_dict(self.adaptive))
+        _require(
+            self.adaptive is None or isinstance(self.adaptive, bool | AdaptiveConfig),
+            "True, an AdaptiveConfig or None", "adaptive", self.adaptive,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-serialisable."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.tree, tuple):
+            values["tree"] = [list(path) for path in self.tree]
+        if isinstance(self.adaptive, AdaptiveConfig):
+            values["adaptive"] = self.adaptive.to_dict()
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
+        """
+        _known_fields(cls, values)
+        return cls(**values)
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """A config from anything `speculative=` takes: a method name, a dict of fields, or a config.
+
+        Raises:
+            InvalidConfigError: Any other type, or bad fields.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(method=value)
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise InvalidConfigError(
+            f"`speculative` must be None, a method name, a SpeculativeConfig or a dict of its fields, got {value!r}."
+        )

@@ -1,0 +1,15 @@
+"""The registry: one line per method that can be built without a checkpoint, and the names of all methods."""
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+
+TRAINING_FREE: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookupDrafter}
+"""Methods that need nothing loaded."""
+
+ALIASES = {"ngram": "prompt_lookup"}
+
+NEEDS_HEAD = ("eagle",)
+"""Methods that need `model.load_drafter(...)` or `model.add_drafter(...)` first."""
+
+PLANNED = ("medusa", "token_recycling", "lookahead", "draft_model", "early_exit", "mtp", "hybrid")
+"""Methods of the public contract that this version does not have yet."""

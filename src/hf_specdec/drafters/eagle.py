@@ -1,0 +1,340 @@
+"""EAGLE drafting: grow a tree of tokens level by level with the draft layer, and keep its likeliest nodes.
+
+Sources: EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for
+the dynamic tree. Entry t of the draft cache pairs the target's feature of x[t] with the embedding of x[t+1]. Entries
+from true features are committed; entries made while a tree grows are forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.accept import Acceptance
+from hf_specdec.cache import TreeCache
+from hf_specdec.config import Choice, SpeculativeConfig
+from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.masks import committed_slots
+from hf_specdec.target import Verification, lm_head_rows, text_config
+from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
+
+DEFAULT_NUM_STEPS = 4
+DEFAULT_TOP_K = 4
+DEFAULT_NUM_NODES = 16
+DEFAULT_CHOICES: tuple[Choice, ...] = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (2, 0),
+    (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1),
+)  # fmt: skip
+"""The static tree of `tree="static"` where the head brings none: wide at the top, deep below the best child."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleTreeShape:
+    """The tree one generation grows: a static one (choices), or a dynamic one (the other three)."""
+
+    num_steps: int
+    top_k: int
+    num_nodes: int
+    choices: tuple[Choice, ...] | None
+
+
+class EagleDrafter(Drafter):
+    """Drafts with an EAGLE-1/2 head that shares the target's embedding and lm_head.
+
+    Config fields: `tree` (`"dynamic"`, `"static"` or choices), `num_steps`, `top_k`, `num_draft_tokens`; what is None
+    comes from the head's config, else it is 4 steps, top 4, 16 nodes.
+
+    Args:
+        head: The draft layer; it is moved to the target's device and dtype when it is loaded for a model.
+    """
+
+    method = "eagle"
+    needs_features = True
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head = head.eval().requires_grad_(False)
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        """Compare sizes, then move the head next to the target's lm_head.
+
+        Raises:
+            DrafterMismatchError: Another hidden size or vocabulary, or no lm_head.
+        """
+        target, head = text_config(model), self.head.config
+        for name in ("hidden_size", "vocab_size"):
+            if getattr(target, name) != getattr(head, name):
+                raise DrafterMismatchError(
+                    f"This EAGLE head has {name} {getattr(head, name)}, the target {type(model).__name__} has "
+                    f"{getattr(target, name)}.",
+                    f"It was trained for {head.base_model_name_or_path or 'another model'}: load it on that one.",
+                )
+        lm_head = model.get_output_embeddings()
+        if lm_head is None:
+            raise DrafterMismatchError(f"{type(model).__name__} has no lm_head that an EAGLE head could share.")
+        device = next((parameter.device for parameter in lm_head.parameters()), model.device)
+        self.head.to(device=device, dtype=model.dtype)
+
+    def shape(self, config: SpeculativeConfig) -> EagleTreeShape:
+        """The tree that this config and the head's own defaults ask for.
+
+        Raises:
+            InvalidConfigError: A size that contradicts the choices.
+        """
+        defaults = self.head.config
+        tree = config.tree or defaults.tree
+        if tree == "static":
+            tree = DEFAULT_CHOICES if isinstance(defaults.tree, str) else defaults.tree
+        if tree != "dynamic":
+            choices = tuple(tuple(path) for path in tree)
+            size = len(choices) + 1
+            depth = max(map(len, choices))
+            for name, wanted, actual in (("num_draft_tokens", config.num_draft_tokens, size),
+                                         ("num_steps", config.num_steps, depth)):  # fmt: skip
+                if wanted not in (None, actual):
+                    raise InvalidConfigError(
+                        f"The static tree has {name} {actual}, got {name}={wanted}.", f"Leave {name} None."
+                    )
+            return EagleTreeShape(depth, 1 + max(max(path) for path in choices), size, choices)
+        num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
+        top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
+        wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
+        vocabulary = defaults.draft_vocab_size or defaults.vocab_size
+        if top_k > vocabulary:
+            raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {vocabulary} tokens.")
+        candidates = top_k + (num_steps - 1) * top_k**2
+        return EagleTreeShape(num_steps, top_k, min(wanted, 1 + candidates), None)
+
+    def num_nodes(self, config: SpeculativeConfig) -> int:
+        """Nodes of every tree."""
+        return self.shape(config).num_nodes
+
+    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+        """A session that has yet to read the prompt; its first `propose` does.
+
+        Raises:
+            UnsupportedGenerationError: A prompt of embeddings without ids.
+        """
+        if prompt.input_ids.shape[1] == 0:
+            raise UnsupportedGenerationError(
+                "An EAGLE head needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
+            )
+        return _EagleSession(self.head, model, prompt, self.shape(config))
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Drafted nodes of one depth that may be expanded, as the draft layer left them."""
+
+    features: Tensor  # [B, K, D] the head's own features at the nodes
+    log_probs: Tensor  # [B, K, W] of the W best children
+    tokens: Tensor  # [B, K, W] target ids of the children
+
+
+class _EagleSession(DraftSession):
+    def __init__(self, head: EagleHead, model: PreTrainedModel, prompt: Prompt, shape: EagleTreeShape) -> None:
+        if prompt.features is None:
+            raise ValueError("an EAGLE session needs the prompt's features")
+        self._head, self._shape, self._padding = head, shape, prompt.padding
+        self._embedding = model.get_input_embeddings()
+        self._lm_head: nn.Module = lm_head_rows(model, head.hot_token_ids)
+        self._hot_token_ids = head.hot_token_ids
+        scratch = max(shape.num_steps + 1, shape.num_steps * max(shape.num_nodes, shape.top_k))
+        self._cache = TreeCache([None], prompt.capacity + scratch)
+        self._static = None if shape.choices is None else StaticLevels.of(shape.choices, prompt.roots.device)
+        # entries to add next: features [B, T, D], the tokens after them [B, T], and how many are real in each row
+        self._features = prompt.features
+        self._tokens = torch.cat([prompt.input_ids[:, 1:], prompt.roots[:, None]], dim=-1)
+        self._counts = [prompt.input_ids.shape[1]] * len(prompt.roots)
+        self._roots = prompt.roots
+
+    def propose(self) -> TokenTree:
+        if self._shape.num_nodes == 1:
+            return TokenTree(self._roots[:, None], torch.full((1,), ROOT_PARENT, device=self._roots.device))
+        root = self._read_committed()
+        tree = self._grow_dynamic(root) if self._static is None else self._grow_static(root, self._static)
+        self._cache.rollback()
+        return tree
+
+    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
+        if verification.hidden is None:
+            raise ValueError("an EAGLE session needs the features of every verification")
+        path = acceptance.path.clamp(min=0)
+        rows = torch.arange(path.shape[0], device=path.device)[:, None]
+        self._features = verification.hidden[rows, path]
+        self._tokens = acceptance.tokens.clamp(min=0)
+        self._counts = acceptance.counts
+        self._roots = acceptance.next_token
+
+    # ------------------------------------------------------------------------------------------- the draft layer
+
+    def _read_committed(self) -> _Level:
+        """Append the newly committed entries from true features; the root's children come from the last of them."""
+        lengths = self._cache.lengths or [0] * len(self._counts)
+        width = self._tokens.shape[1]
+        causal = torch.ones(width, width, dtype=torch.bool, device=self._tokens.device).tril()[None]
+        entries = torch.arange(width, device=self._tokens.device)
+        if not self._cache.lengths and self._padding is not None:  # the prompt itself: its padding is no key
+            causal = causal & self._padding.valid[:, None] | torch.eye(width, dtype=torch.bool, device=causal.device)
+            positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
+            committed = None
+        else:
+            positions = self._first_positions(lengths) + entries
+            committed = lengths
+        features = self._run(self._tokens, self._features, positions, causal, committed)
+        self._cache.commit(entries.expand(len(self._counts), -1), self._counts)
+        last = torch.tensor([max(count - 1, 0) for count in self._counts], device=features.device)
+        return self._level(features[torch.arange(len(last), device=last.device), last][:, None])
+
+    def _run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor, lengths: Sequence[int] | None
+    ) -> Tensor:
+        """The head over T new entries that see `visible [B or 1, T, appended]` and what is committed."""
+        batch_size = tokens.shape[0]
+        mask = visible.expand(batch_size, -1, -1)
+        if lengths and max(lengths):
+            committed = committed_slots(lengths, self._padding, tokens.device)
+            mask = torch.cat([committed[:, None].expand(-1, tokens.shape[1], -1), mask], dim=-1)
+        device = self._head.device
+        output: Tensor = self._head(
+            self._embedding(tokens).to(device, self._head.dtype),
+            features.to(device, self._head.dtype),
+            positions.expand(batch_size, -1).to(device),
+            mask[:, None].to(device),
+            self._cache,
+        )
+        return output.to(tokens.device)
+
+    def _level(self, features: Tensor) -> _Level:
+        """Score the children of K nodes by the target's own lm_head."""
+        logits = self._lm_head(features.to(self._head.device, self._head.dtype)).to(features.device)
+        best, ids = logits.topk(self._shape.top_k, dim=-1)
+        log_probs = best.float() - logits.float().logsumexp(-1, keepdim=True)
+        tokens = ids if self._hot_token_ids is None else self._hot_token_ids.to(ids.device)[ids]
+        return _Level(features, log_probs, tokens)
+
+    def _expand(self, tokens: Tensor, parents: _Level, parent_index: Tensor, seen: Tensor, depth: int) -> _Level:
+        """One level deeper: nodes `tokens [B, K]` below `parent_index [B, K]` of the level above.
+
+        Args:
+            tokens: The nodes' tokens.
+            parents: The level they hang on.
+            parent_index: Their parents in it.
+            seen: `[B, K, appended]` bool, what each node sees of the entries appended while growing.
+            depth: Of the nodes; children of the root have 1.
+        """
+        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        lengths = self._cache.lengths
+        positions = self._first_positions(lengths) + (depth - 1)
+        features = self._run(
+            tokens, parents.features[rows, parent_index], positions.expand(-1, tokens.shape[1]), seen, lengths
+        )
+        return self._level(features)
+
+    def _first_positions(self, lengths: Sequence[int]) -> Tensor:
+        """`[B, 1]` position of the first entry after the committed ones."""
+        firsts = torch.tensor(lengths, device=self._tokens.device)[:, None]
+        return firsts if self._padding is None else firsts - self._padding.counts[:, None]
+
+    # ------------------------------------------------------------------------------------------- growing trees
+
+    def _grow_dynamic(self, root: _Level) -> TokenTree:
+        """EAGLE-2: expand the top k nodes of each level by cumulative log-probability, then keep the N-1 best of all.
+
+        A child's score never exceeds its parent's, and the stable sort prefers the earlier of equals, so parents
+        are always kept with their children.
+        """
+        k, batch_size = self._shape.top_k, root.tokens.shape[0]
+        rows = torch.arange(batch_size, device=root.tokens.device)[:, None]
+        scores, tokens = [root.log_probs[:, 0]], [root.tokens[:, 0]]  # candidates [B, k] of level 1
+        parents = [torch.full_like(root.tokens[:, 0], ROOT_PARENT)]
+        frontier = torch.arange(k, device=rows.device).expand(batch_size, -1)  # candidates to expand
+        level, parent_index = root, torch.zeros_like(frontier)
+        frontier_tokens, frontier_scores = tokens[0], scores[0]
+        seen = torch.zeros(batch_size, k, 0, dtype=torch.bool, device=rows.device)
+        eye = torch.eye(k, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
+        for depth in range(1, self._shape.num_steps):
+            seen = torch.cat([seen, eye], dim=-1)
+            level = self._expand(frontier_tokens, level, parent_index, seen, depth)
+            children = level.log_probs + frontier_scores[:, :, None]  # [B, k, k]
+            first = sum(candidates.shape[1] for candidates in scores)
+            scores.append(children.flatten(1))
+            tokens.append(level.tokens.flatten(1))
+            parents.append(frontier.repeat_interleave(k, dim=1))
+            frontier_scores, best = scores[-1].topk(k, dim=-1)
+            frontier, parent_index = first + best, best // k
+            frontier_tokens = tokens[-1][rows, best]
+            seen = seen[rows, parent_index]
+        return self._rerank(torch.cat(scores, -1), torch.cat(tokens, -1), torch.cat(parents, -1))
+
+    def _rerank(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> TokenTree:
+        """The best `num_nodes - 1` of M candidates `[B, M]`, in their order of growth, with parents renumbered."""
+        rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
+        kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self._shape.num_nodes - 1]
+        kept = kept.sort(dim=-1).values
+        # place[c + 1] is the node of candidate c; candidate -1 is the root, node 0
+        place = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.long, device=scores.device)
+        place[rows, kept + 1] = torch.arange(1, kept.shape[1] + 1, device=scores.device)
+        return TokenTree(
+            tokens=torch.cat([self._roots[:, None], tokens[rows, kept]], dim=-1),
+            parents=torch.cat([torch.full_like(rows, ROOT_PARENT), place[rows, parents[rows, kept] + 1]], dim=-1),
+        )
+
+    def _grow_static(self, root: _Level, static: StaticLevels) -> TokenTree:
+        """EAGLE-1: the nodes are given as ranks; expand those that have children."""
+        batch_size = root.tokens.shape[0]
+        tokens, level = [self._roots[:, None]], root
+        seen = torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=root.tokens.device)
+        for depth, step in enumerate(static.steps, start=1):
+            tokens.append(level.tokens[:, step.parents, step.ranks])
+            if len(step.expanded):
+                count = len(step.expanded)
+                own = torch.eye(count, dtype=torch.bool, device=seen.device).expand(batch_size, -1, -1)
+                parent_index = step.parents[step.expanded]
+                seen = torch.cat([seen[:, parent_index], own], dim=-1)
+                level = self._expand(
+                    tokens[-1][:, step.expanded], level, parent_index.expand(batch_size, -1), seen, depth
+                )
+        return TokenTree(torch.cat(tokens, dim=-1), static.node_parents)
+
+
+@dataclass(frozen=True, slots=True)
+class _StaticStep:
+    """One level of a static tree."""
+
+    parents: Tensor  # [K] which expanded node of the level above each node hangs on
+    ranks: Tensor  # [K] which of its children
+    expanded: Tensor  # [E] nodes of this level that have children
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLevels:
+    """A choice list as index tensors, level by level."""
+
+    node_parents: Tensor  # [N] of the whole tree
+    steps: tuple[_StaticStep, ...]
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
+        """From choices sorted by depth."""
+        steps = []
+        expanded: list[Choice] = [()]
+        for depth in range(1, max(map(len, choices)) + 1):
+            level = [path for path in choices if len(path) == depth]
+            inner = [path for path in level if any(longer[:-1] == path for longer in choices)]
+            steps.append(
+                _StaticStep(
+                    torch.tensor([expanded.index(path[:-1]) for path in level], device=device),
+                    torch.tensor([path[-1] for path in level], device=device),
+                    torch.tensor([level.index(path) for path in inner], dtype=torch.long, device=device),
+                )
+            )
+            expanded = inner
+        return cls(torch.tensor(choice_parents(choices), device=device), tuple(steps))

@@ -1,0 +1,136 @@
+"""Prompt lookup: what followed the last time the text ended like this? Training-free, on the host.
+
+Source: Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding); here the suffix
+match is the longest one, the latest occurrence comes first, several continuations form one tree, and the tree grows
+with the length of the match: a long match is a copy in progress, a short one an accident.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.accept import Acceptance
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.target import Verification
+from hf_specdec.tree import TokenTree, merge_chains, stack_trees
+
+DEFAULT_NUM_NODES = 32
+DEFAULT_NUM_CONTINUATIONS = 2
+NODES_PER_MATCHED_TOKEN = 4
+"""Nodes granted per token of the match: 4 nodes cost what 1 costs (measured, bf16 on CPU: docs/benchmarks.md)."""
+LONGEST_COUNTED_MATCH = 64
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts continuations found in the prompt and in the output so far. Takes any model.
+
+    Config fields: `num_draft_tokens` caps the tree (default 32), `num_steps` the length of a continuation (default:
+    the tree's size), `top_k` the number of continuations (default 2). `tree` means nothing to it.
+    """
+
+    method = "prompt_lookup"
+
+    def num_nodes(self, config: SpeculativeConfig) -> int:
+        """The cap; a tree is smaller where the match is short, and is the root alone where there is none."""
+        if config.tree is not None:
+            raise InvalidConfigError(
+                f"The tree of 'prompt_lookup' follows from the matches it finds, got tree={config.tree!r}.",
+                "Set num_draft_tokens, num_steps or top_k instead.",
+            )
+        return config.num_draft_tokens or DEFAULT_NUM_NODES
+
+    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+        """Index the prompt of every row."""
+        return _PromptLookupSession(
+            prompt,
+            num_nodes=self.num_nodes(config),
+            num_steps=config.num_steps or self.num_nodes(config),
+            num_continuations=config.top_k or DEFAULT_NUM_CONTINUATIONS,
+        )
+
+
+class _PromptLookupSession(DraftSession):
+    def __init__(self, prompt: Prompt, *, num_nodes: int, num_steps: int, num_continuations: int) -> None:
+        self._device = prompt.roots.device
+        self._num_nodes, self._num_steps, self._num_continuations = num_nodes, num_steps, num_continuations
+        valid = torch.ones_like(prompt.input_ids, dtype=torch.bool) if prompt.padding is None else prompt.padding.valid
+        self._texts = [
+            SuffixIndex([*row[keep].tolist(), root])
+            for row, keep, root in zip(prompt.input_ids, valid, prompt.roots.tolist(), strict=True)
+        ]
+
+    def propose(self) -> TokenTree:
+        return stack_trees([self._row_tree(text) for text in self._texts], self._device)
+
+    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
+        for text, tokens in zip(self._texts, acceptance.emitted, strict=True):
+            text.extend(tokens)
+
+    def _row_tree(self, text: SuffixIndex) -> tuple[list[int], list[int]]:
+        matches = text.longest_matches(self._num_continuations)
+        longest = matches[0][1] if matches else 0
+        budget = min(self._num_nodes, 1 + NODES_PER_MATCHED_TOKEN * longest)
+        chains = (text.tokens[end : end + self._num_steps] for end, _ in matches)
+        return merge_chains(text.tokens[-1], _share(chains, len(matches), budget - 1), budget)
+
+
+def _share(chains: Iterator[list[int]], num_chains: int, budget: int) -> Iterator[list[int]]:
+    """The first chain may take three quarters of the nodes where others follow, the others what is left."""
+    for index, chain in enumerate(chains):
+        yield chain[: budget * 3 // 4] if index == 0 and num_chains > 1 else chain
+
+
+class SuffixIndex:
+    """A growing text that finds where its own end occurred before.
+
+    Example: in [1, 2, 3, 1, 2] the end [1, 2] occurred before position 2, so token 3 is what may follow.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens: list[int] = []
+        self._after_token: defaultdict[int, list[int]] = defaultdict(list)
+        self._after_pair: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int] | tuple[int, ...]) -> None:
+        """Append tokens."""
+        begin = len(self.tokens)
+        self.tokens.extend(tokens)
+        # position p is indexed under the tokens before it, as soon as it is known what stands there
+        for position in range(max(begin, 1), len(self.tokens)):
+            self._after_token[self.tokens[position - 1]].append(position)
+        for position, pair in enumerate(pairwise(self.tokens[max(begin - 2, 0) : -1]), start=max(begin, 2)):
+            self._after_pair[pair].append(position)
+
+    def longest_matches(self, limit: int) -> list[tuple[int, int]]:
+        """Where the longest suffixes of the text ended before.
+
+        Returns:
+            At most `limit` pairs (position that follows, matched tokens): longest first, then latest first, each
+            with another following token.
+        """
+        tokens = self.tokens
+        positions = self._after_pair.get((tokens[-2], tokens[-1]), []) if len(tokens) > 1 else []
+        positions = positions or self._after_token.get(tokens[-1], [])
+        found = sorted(((self._match_length(position), position) for position in positions), reverse=True)
+        matches: list[tuple[int, int]] = []
+        for length, position in found:
+            if all(tokens[position] != tokens[other] for other, _ in matches):
+                matches.append((position, length))
+                if len(matches) == limit:
+                    break
+        return matches
+
+    def _match_length(self, position: int) -> int:
+        tokens, length = self.tokens, 1
+        limit = min(position, LONGEST_COUNTED_MATCH)
+        while length < limit and tokens[position - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length

@@ -1,0 +1,40 @@
+"""The error tree. Each text says what was expected, what came and what to do; nothing here knows torch."""
+
+from __future__ import annotations
+
+
+class SpeculativeDecodingError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        message: What was expected and what came.
+        hint: What to do about it; appended to the text.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} {hint}".rstrip())
+        self.hint = hint
+
+
+class UnsupportedModelError(SpeculativeDecodingError):
+    """The target's forward cannot verify a tree of tokens (recurrent state, alibi, encoder-decoder, ...)."""
+
+
+class UnsupportedGenerationError(SpeculativeDecodingError):
+    """A `generate()` option that cannot be kept together with `speculative=`; raised before any work."""
+
+
+class DrafterMismatchError(SpeculativeDecodingError):
+    """A drafter that does not fit this target: sizes, vocabulary, tensors, or not loaded at all."""
+
+
+class CheckpointFormatError(SpeculativeDecodingError):
+    """A head's files cannot be read: no known layout, broken file, missing or unknown tensors."""
+
+
+class InvalidConfigError(SpeculativeDecodingError, ValueError):
+    """A configuration value or field name that means nothing."""
+
+
+class CacheCapacityError(SpeculativeDecodingError):
+    """The preallocated key-value cache has too few slots for the prompt, the answer and one tree."""

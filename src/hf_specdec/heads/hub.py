@@ -1,0 +1,111 @@
+"""Load a head from a directory or the Hub, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+
+from hf_specdec.errors import CheckpointFormatError, SpeculativeDecodingError
+from hf_specdec.heads.eagle import EagleConfig, EagleHead
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+def load_head(repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> EagleHead:
+    """Read a head in this package's own layout (safetensors and `config.json`).
+
+    Args:
+        repo_or_path: A local directory or a Hub id.
+        revision: Branch, tag or commit on the Hub.
+        token: Hub token; None uses the stored one.
+
+    Returns:
+        The head, in the dtype it was stored in.
+
+    Raises:
+        CheckpointFormatError: No such repository or directory, no known layout, a broken file, missing or unknown
+            tensors or tensors of another shape.
+    """
+    folder = _fetch(repo_or_path, revision, token)
+    config = _read_config(folder)
+    tensors = _read_tensors(folder / WEIGHTS_NAME)
+    try:
+        head = EagleHead(config)
+    except SpeculativeDecodingError:
+        raise
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
+        raise CheckpointFormatError(f"{folder / 'config.json'} describes no EAGLE head: {error}.") from error
+    wanted = head.state_dict()
+    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    shapes = [
+        f"{name} {tuple(tensors[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() & tensors.keys())
+        if tensors[name].shape != wanted[name].shape
+    ]
+    problems = [
+        f"{kind}: {', '.join(names)}"
+        for kind, names in (("missing tensors", missing), ("unknown tensors", unknown), ("wrong shapes", shapes))
+        if names
+    ]
+    if problems:
+        raise CheckpointFormatError(f"{folder / WEIGHTS_NAME} does not fit its config. {'; '.join(problems)}.")
+    head.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+    head.load_state_dict(tensors)
+    _check_hot_tokens(head, folder)
+    return head.eval()
+
+
+def _fetch(repo_or_path: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    folder = Path(repo_or_path)
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(str(repo_or_path), revision=revision, token=token,
+                                      allow_patterns=["config.json", WEIGHTS_NAME]))  # fmt: skip
+    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalEntryNotFoundError, OSError) as e:
+        raise CheckpointFormatError(
+            f"There is no head at {str(repo_or_path)!r}: it is no local directory, and the Hub says: {e}",
+            "Give a directory with config.json and model.safetensors, or a Hub id.",
+        ) from e
+
+
+def _read_config(folder: Path) -> EagleConfig:
+    path = folder / "config.json"
+    try:
+        fields: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error}.", "A head needs a config.json.") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind != EagleConfig.model_type:
+        raise CheckpointFormatError(
+            f"{path} has model_type {kind!r}, expected {EagleConfig.model_type!r}.",
+            "This version reads heads saved by hf_specdec; other published layouts are not read yet.",
+        )
+    try:
+        return EagleConfig.from_dict(fields)
+    except Exception as error:  # transformers' validation raises classes of its own
+        raise CheckpointFormatError(f"{path} describes no EAGLE head: {error}.") from error
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error}.") from error
+
+
+def _check_hot_tokens(head: EagleHead, folder: Path) -> None:
+    ids = head.hot_token_ids
+    if ids is None:
+        return
+    if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= head.config.vocab_size:
+        raise CheckpointFormatError(
+            f"{folder / WEIGHTS_NAME}: d2t must give ascending target ids below {head.config.vocab_size}."
+        )

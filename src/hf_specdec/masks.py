@@ -1,0 +1,143 @@
+"""Tree and cache state to attention masks and position ids: who may see whom, in the form the model wants.
+
+A node sees the committed tokens of its row, its ancestors and itself; sliding-window and chunked layers see less.
+transformers counts windows in *slots*; a node's slot is the one it would have in a plain generation, root slot
+plus depth, not the one it happens to be written to. Knows no model. Before: `tree.py`. After: `target.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+LayerKind = Literal["full", "sliding", "chunked"]
+Masks = Tensor | dict[str, Tensor]
+
+LAYER_KINDS: Mapping[str, LayerKind] = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+}
+"""The layer types of transformers' configurations that attend to plain keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLayout:
+    """The masks one model needs: per layer type a kind and its size (window or chunk, in slots)."""
+
+    layers: tuple[tuple[str, LayerKind, int], ...]
+    additive: bool  # eager attention adds the mask to the scores; sdpa takes a bool mask, True = attend
+
+    @classmethod
+    def of(cls, text_config: Any) -> MaskLayout:
+        """The rule of transformers' `create_masks_for_generate`."""
+        sizes = {
+            "full": 0,
+            "sliding": getattr(text_config, "sliding_window", None) or 0,
+            "chunked": getattr(text_config, "attention_chunk_size", None) or 0,
+        }
+        types = sorted(set(getattr(text_config, "layer_types", None) or ()))
+        if not types:
+            types = ["sliding_attention" if sizes["sliding"] else
+                     "chunked_attention" if sizes["chunked"] else "full_attention"]  # fmt: skip
+        additive = text_config._attn_implementation == "eager"
+        return cls(tuple((name, LAYER_KINDS[name], sizes[LAYER_KINDS[name]]) for name in types), additive)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPadding:
+    """Where the prompt of each row is padding; None where nowhere."""
+
+    valid: Tensor  # [B, P] bool, True for tokens
+    counts: Tensor  # [B] padded slots
+    left: Tensor  # [B] padded slots before the first token
+
+    @classmethod
+    def of(cls, attention_mask: Tensor | None) -> PromptPadding | None:
+        """From the 2D mask `[B, P]` of a prompt; None for None and for a mask without zeros."""
+        if attention_mask is None or bool((attention_mask != 0).all()):
+            return None
+        valid = attention_mask != 0
+        return cls(valid, (~valid).sum(-1), valid.int().argmax(-1))
+
+
+def position_ids(depths: Tensor, lengths: Sequence[int], padding: PromptPadding | None) -> Tensor:
+    """`[B, N]` positions: tokens before the root (padding does not count) plus depth.
+
+    Example: 5 committed tokens of which 2 are padding, depths [0, 1, 1, 2] give [3, 4, 4, 5].
+    """
+    firsts = torch.tensor(lengths, device=depths.device)
+    if padding is not None:
+        firsts = firsts - padding.counts
+    return firsts[:, None] + depths
+
+
+def committed_slots(lengths: Sequence[int], padding: PromptPadding | None, device: torch.device) -> Tensor:
+    """`[B, start]` bool: the slots that hold a committed token of the row, start the longest row's length.
+
+    Example: lengths [2, 3] give rows 110 and 111.
+    """
+    slots = torch.arange(max(lengths), device=device)
+    committed = slots < torch.tensor(lengths, device=device)[:, None]
+    if padding is not None:
+        committed[:, : padding.valid.shape[1]] &= padding.valid
+    return committed
+
+
+def tree_masks(
+    layout: MaskLayout,
+    ancestors: Tensor,
+    lengths: Sequence[int],
+    padding: PromptPadding | None,
+    dtype: torch.dtype,
+) -> Masks:
+    """The masks of one verify forward: `[B, 1, N, start + N]` per layer type, start the longest row's length.
+
+    Args:
+        layout: What the model needs.
+        ancestors: `[B or 1, N, N]` bool, from `TokenTree.ancestor_mask`.
+        lengths: Committed tokens of each row.
+        padding: The prompt's padding.
+        dtype: Of additive masks.
+
+    Returns:
+        One tensor where all layers are of one type, else a dict keyed by layer type.
+
+    Example: 2 committed tokens, root with one child: rows 1110 and 1111.
+    """
+    device, start = ancestors.device, max(lengths)
+    firsts = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
+    slots = torch.arange(start, device=device)
+    committed = committed_slots(lengths, padding, device)
+    depths = ancestors.sum(-1) - 1
+    queries = (firsts + depths)[:, :, None]  # [B, N, 1] the slots of a plain generation
+    keys = torch.cat([slots.expand(len(lengths), -1), queries[:, :, 0]], dim=-1)[:, None]  # [B, 1, start + N]
+    num_nodes = ancestors.shape[-1]
+    full = torch.cat(
+        [
+            committed[:, None].expand(-1, num_nodes, -1),
+            ancestors.expand(len(lengths), -1, -1),
+        ],
+        dim=-1,
+    )  # [B, N, start + N]
+    left = torch.zeros_like(firsts[:, :, None]) if padding is None else padding.left[:, None, None]
+
+    def restrict(kind: LayerKind, size: int) -> Tensor:
+        if kind == "sliding":
+            return full & (queries - keys < size)
+        if kind == "chunked":
+            return full & ((queries - left) // size == (keys - left) // size)
+        return full
+
+    def in_form(mask: Tensor) -> Tensor:
+        mask = mask[:, None]
+        if not layout.additive:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+    masks = {name: in_form(restrict(kind, size)) for name, kind, size in layout.layers}
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,326 @@
+"""`SpeculativeGenerationMixin`: hooks speculation into transformers' own `generate()`.
+
+`generate()` prepares everything as always; four of its inner methods are extended, and a call without
+`speculative` goes straight to the originals. Before: the user. After: `decode.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import decode, options
+from hf_specdec.cache import TreeCache
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters import ALIASES, NEEDS_HEAD, PLANNED, TRAINING_FREE
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.errors import (
+    CacheCapacityError,
+    DrafterMismatchError,
+    InvalidConfigError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from hf_specdec.heads.hub import load_head
+from hf_specdec.sampling import Transcript
+from hf_specdec.stats import SpeculationStats
+from hf_specdec.target import TargetFacts, fingerprint, inspect_target
+
+CAPACITY_TIER = 64
+"""Cache capacities are rounded up to a multiple of this many slots."""
+
+STATE = "_speculation"
+"""The one entry this package keeps in a model's `__dict__`; no parameter, buffer or module."""
+
+
+class SpeculationState:
+    """What attaching adds to a model: its drafters, what the probe found, and the last call's statistics."""
+
+    def __init__(self) -> None:
+        self.drafters: dict[str, Drafter] = {}
+        self.facts: TargetFacts | None = None
+        self.last: SpeculationStats | None = None
+
+
+class SpeculativeGenerationMixin:
+    """Adds `speculative=` to `generate()`, and the methods that load drafters.
+
+    Use it on a loaded model, `SpeculativeGenerationMixin.attach(model)`, or as a base class before a transformers
+    model class: `class SpecLlama(SpeculativeGenerationMixin, LlamaForCausalLM): ...`.
+    """
+
+    # ------------------------------------------------------------------------------------------- attach, detach
+
+    @staticmethod
+    def attach(model: Any) -> Any:
+        """Make a loaded model speculative; the same object is returned, `isinstance` of its class and of the mixin.
+
+        Args:
+            model: A decoder-only transformers model, or a PEFT model around one. Attaching twice changes nothing.
+
+        Raises:
+            UnsupportedModelError: The model cannot verify a tree of tokens; it is left as it was.
+        """
+        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+            SpeculativeGenerationMixin.attach(model.get_base_model())
+            return model
+        if isinstance(model, SpeculativeGenerationMixin):
+            return model
+        facts = inspect_target(model)
+        base: Any = type(model)
+        model.__class__ = _speculative_class(base)
+        _state(model).facts = facts
+        return model
+
+    @staticmethod
+    def detach(model: Any) -> Any:
+        """Undo `attach`: the model is exactly what it was; its drafters are forgotten.
+
+        Raises:
+            UnsupportedModelError: The mixin is a base class of the model's own class.
+        """
+        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
+            SpeculativeGenerationMixin.detach(model.get_base_model())
+            return model
+        if isinstance(model, SpeculativeGenerationMixin):
+            if type(model) is not _speculative_class(type(model).__mro__[2]):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has the mixin as a base class of its own.", "Only attach() can be undone."
+                )
+            model.__class__ = type(model).__mro__[2]
+            model.__dict__.pop(STATE, None)
+        return model
+
+    # ------------------------------------------------------------------------------------------- drafters
+
+    @property
+    def drafters(self) -> dict[str, Drafter]:
+        """The registered drafters by name (a copy)."""
+        return dict(_state(self).drafters)
+
+    @property
+    def last_speculation(self) -> SpeculationStats | None:
+        """Statistics of the last speculative `generate()` on this model."""
+        return _state(self).last
+
+    def load_drafter(
+        self, repo_or_path: str | Path, *, name: str | None = None, revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> Drafter:  # fmt: skip
+        """Load a head, check it against this model and register it.
+
+        Args:
+            repo_or_path: A local directory or a Hub id.
+            name: The name to call it by in `speculative=`; None is its method's name.
+            revision: Branch, tag or commit on the Hub.
+            token: Hub token.
+
+        Raises:
+            CheckpointFormatError: The files are no head.
+            DrafterMismatchError: The head was made for another model.
+        """
+        return self.add_drafter(EagleDrafter(load_head(repo_or_path, revision=revision, token=token)), name)
+
+    def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
+        """Check a drafter against this model and register it.
+
+        Args:
+            drafter: Any drafter, your own included.
+            name: The name to call it by; None is its method's name.
+
+        Raises:
+            DrafterMismatchError: It was made for another model, or is no drafter.
+        """
+        if not isinstance(drafter, Drafter):
+            raise DrafterMismatchError(
+                f"A drafter is an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
+            )
+        drafter.check_target(self)
+        _state(self).drafters[name or drafter.method] = drafter
+        return drafter
+
+    def remove_drafter(self, name: str) -> Drafter:
+        """Forget a drafter and return it.
+
+        Raises:
+            DrafterMismatchError: There is none of that name.
+        """
+        drafters = _state(self).drafters
+        if name not in drafters:
+            raise DrafterMismatchError(f"There is no drafter {name!r}.", f"Registered: {sorted(drafters) or 'none'}.")
+        return drafters.pop(name)
+
+    # ------------------------------------------------------------------------------------------- generate()'s hooks
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Carry `speculative` on this call's own copy of the configuration; nobody else's is written to."""
+        given = "speculative" in kwargs
+        speculative = kwargs.pop("speculative", None)
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
+        if not given:
+            speculative = getattr(prepared, "speculative", None)
+            if speculative is None:
+                speculative = getattr(self.generation_config, "speculative", None)  # type: ignore[attr-defined]
+        prepared.speculative = speculative
+        return prepared, model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
+        """Refuse here, before any work, what speculation cannot keep."""
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
+        if generation_config.speculative is None:
+            return
+        config = SpeculativeConfig.of(generation_config.speculative)
+        drafter = self._drafter_for(config)
+        drafter.num_nodes(config)  # its own view of the fields
+        options.check_mode(generation_mode, generation_config, generation_mode_kwargs)
+        options.check_settings(config)
+        options.rule_for(config, generation_config)
+        _check_facts(self)
+        generation_config.speculative = config
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
+        batch_size: int, max_cache_length: int,
+    ) -> bool | None:  # fmt: skip
+        """Preallocate one static cache for the prompt, the answer and a tree."""
+        if generation_config.speculative is None:
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        options.check_inputs(model_kwargs)
+        config: SpeculativeConfig = generation_config.speculative
+        needed = max_cache_length + 1 + self._drafter_for(config).num_nodes(config)
+        if config.max_cache_length is not None and config.max_cache_length < needed:
+            raise CacheCapacityError(
+                f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {config.max_cache_length}.",
+                "Raise it, or leave it None; or shorten the prompt or max_new_tokens.",
+            )
+        capacity = config.max_cache_length or -(-needed // CAPACITY_TIER) * CAPACITY_TIER
+        model_kwargs["past_key_values"] = TreeCache(_check_facts(self).cache_layout, capacity)
+        return None
+
+    def _sample(
+        self, input_ids: Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig, synced_gpus: bool = False, streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Plain decoding, or the speculative loop."""
+        config: SpeculativeConfig | None = getattr(generation_config, "speculative", None)
+        if config is None:
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        options.check_prompt(input_ids, model_kwargs)
+        options.check_processors(logits_processor, input_ids.shape[0])
+        device = input_ids.device
+        cache: TreeCache = model_kwargs["past_key_values"]
+        call = decode.Call(
+            model=self,
+            drafter=self._drafter_for(config),
+            config=config,
+            rule=options.rule_for(config, generation_config),
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            streamer=streamer,
+            has_unfinished=lambda finished: self._has_unfinished_sequences(  # type: ignore[attr-defined]
+                finished, synced_gpus, device=device
+            ),
+        )
+        transcript = Transcript(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            max_length=generation_config.max_length,
+            do_sample=generation_config.do_sample,
+            keep_logits=bool(
+                generation_config.return_dict_in_generate
+                and (generation_config.output_scores or generation_config.output_logits)
+            ),
+        )
+        stats = decode.speculate(call, cache, transcript)
+        _state(self).last = stats
+        return decode.output(call, cache, transcript, stats)
+
+    def _drafter_for(self, config: SpeculativeConfig) -> Drafter:
+        """The drafter a config names: a registered one first, then a training-free method.
+
+        Raises:
+            InvalidConfigError: Unknown name.
+            DrafterMismatchError: A method whose head is not loaded.
+            UnsupportedGenerationError: A method of a later version.
+        """
+        registered = _state(self).drafters
+        name = ALIASES.get(config.method, config.method)
+        if name == "auto":
+            name = next((method for method in NEEDS_HEAD if method in registered), "prompt_lookup")
+        if name in registered:
+            return registered[name]
+        if name in TRAINING_FREE:
+            return TRAINING_FREE[name]()
+        if name in NEEDS_HEAD:
+            raise DrafterMismatchError(
+                f"speculative={name!r} needs a head, and none is loaded on this model.",
+                "Call model.load_drafter(path_or_hub_id) first.",
+            )
+        known = ", ".join(map(repr, sorted({"auto", *TRAINING_FREE, *ALIASES, *NEEDS_HEAD, *registered})))
+        if name in PLANNED:
+            raise UnsupportedGenerationError(f"The method {name!r} is not in this version.", f"There are: {known}.")
+        raise InvalidConfigError(f"There is no method or drafter {config.method!r}.", f"There are: {known}.")
+
+
+# ----------------------------------------------------------------------------------------------- the class swap
+
+
+@functools.cache
+def _speculative_class(base: type) -> type:
+    """The subclass that `attach` swaps in; it keeps the name that transformers and pipelines go by."""
+    return type(
+        base.__name__,
+        (SpeculativeGenerationMixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+         "__reduce_ex__": _reduce_attached},
+    )  # fmt: skip
+
+
+def _reduce_attached(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Pickle by base class: the swapped-in class has no importable name of its own."""
+    return _new_attached, (type(self).__mro__[2],), self.__dict__
+
+
+def _new_attached(base: type) -> Any:
+    cls: Any = _speculative_class(base)
+    return cls.__new__(cls)
+
+
+def _state(model: Any) -> SpeculationState:
+    state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
+    return state
+
+
+# ----------------------------------------------------------------------------------------------- checks
+
+
+def _check_facts(model: PreTrainedModel) -> TargetFacts:
+    """What the probe found, anew where dtype, device or attention have changed since."""
+    state = _state(model)
+    if state.facts is None or state.facts.fingerprint != fingerprint(model):
+        state.facts = inspect_target(model)
+    return state.facts

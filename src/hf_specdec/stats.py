@@ -1,0 +1,116 @@
+"""What one speculative generation did and where its time went. Filled by `decode.py` alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts and seconds of one `generate()` call.
+
+    Seconds are wall-clock on the host; on an accelerator a stage's work may finish in a later stage, only
+    `total_seconds` is exact there.
+
+    Args:
+        method: The drafter's name.
+        num_target_forwards: Verify forwards; the prefill is not counted.
+        num_generated_tokens: Emitted tokens of all rows.
+        num_drafted_tokens: Verified nodes of all unfinished rows, roots not counted.
+        accepted_per_step: One list per row: accepted drafted tokens + 1 for each target forward the row took part in.
+    """
+
+    method: str = ""
+    num_target_forwards: int = 0
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    accepted_per_step: list[list[int]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @contextmanager
+    def time(self, stage: Stage) -> Iterator[None]:
+        """Add the wall-clock seconds of the block to a stage."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"{stage}_seconds"
+            setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau: tokens per target forward and row, correction or bonus included, the prefill's first token excluded.
+
+        1.0 is plain decoding. The convention of the EAGLE papers and of Spec-Bench. 0.0 where no forward ran.
+        """
+        steps = [length for row in self.accepted_per_step for length in row]
+        return sum(steps) / len(steps) if steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of forwards that accepted at least 1, 2, ... drafted tokens; its sum is tau - 1."""
+        steps = [length for row in self.accepted_per_step for length in row]
+        return [sum(length > depth for length in steps) / len(steps) for depth in range(1, max(steps, default=1))]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all rows per second of the whole call, prefill included."""
+        return self.num_generated_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and property as plain values, JSON-serialisable."""
+        derived = ("mean_accepted_length", "acceptance_by_depth", "tokens_per_second")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def __repr__(self) -> str:
+        depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth) or "-"
+        return (
+            f"SpeculationStats({self.method}: {self.num_generated_tokens} tokens in {self.num_target_forwards} target "
+            f"forwards, tau {self.mean_accepted_length:.2f}, {self.tokens_per_second:.1f} tokens/s; "
+            f"acceptance by depth {depths}; draft {self.draft_seconds:.2f} s, verify {self.verify_seconds:.2f} s, "
+            f"accept {self.accept_seconds:.2f} s of {self.total_seconds:.2f} s)"
+        )
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks."""
+        rows = {
+            "tokens": self.num_generated_tokens,
+            "target forwards": self.num_target_forwards,
+            "tau": f"{self.mean_accepted_length:.2f}",
+            "tokens/s": f"{self.tokens_per_second:.1f}",
+            "acceptance by depth": " ".join(f"{share:.2f}" for share in self.acceptance_by_depth),
+            "draft / verify / accept / total": f"{self.draft_seconds:.2f} / {self.verify_seconds:.2f} / "
+            f"{self.accept_seconds:.2f} / {self.total_seconds:.2f} s",
+        }
+        body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
+        return f"<table><caption>{self.method}</caption>{body}</table>"
+
+    def plot(self) -> Axes:
+        """Histogram of accepted lengths; needs matplotlib (`pip install hf-specdec[notebooks]`).
+
+        Returns:
+            The matplotlib axes.
+        """
+        from matplotlib import pyplot  # an optional dependency, used here alone
+
+        steps = [length for row in self.accepted_per_step for length in row]
+        axes: Axes = pyplot.figure(figsize=(5, 3)).gca()
+        axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
+        axes.set_xlabel("tokens per target forward")
+        axes.set_ylabel("forwards")
+        axes.set_title(f"{self.method}: tau = {self.mean_accepted_length:.2f}")
+        return axes

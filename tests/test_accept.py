@@ -1,0 +1,208 @@
+"""Acceptance rules: worked cases, the device path against the walk, and exact enumeration of the sampled output."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from hf_specdec.accept import follow, greedy, rejection
+from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.sampling import Transcript
+from hf_specdec.tree import TokenTree
+
+VOCAB = 5
+
+
+class Nothing(LogitsProcessor):
+    """A processor that changes nothing, but makes the choice depend on the prefix."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def transcript(
+    rows: int = 1, *, do_sample: bool = False, max_length: int = 100, eos: list[int] | None = None, walk: bool = False
+) -> Transcript:
+    """A transcript of prompt [4, 3] whose root 0 has been emitted in every row."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    if eos:
+        criteria.append(EosTokenCriteria(eos))
+    text = Transcript(
+        torch.tensor([[4, 3]] * rows), LogitsProcessorList([Nothing()] if walk else []), criteria,
+        max_length=max_length, do_sample=do_sample,
+    )  # fmt: skip
+    for row in range(rows):
+        text.record(row, 0)
+    return text
+
+
+def says(*tokens: int) -> torch.Tensor:
+    """Logits `[1, N, V]` whose argmax at node i is tokens[i]."""
+    return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 9
+
+
+#   0 ─ 1 ─ 3        tokens of the nodes: root 0, then 1 and 2 below it, 3 below 1
+#     └ 2
+TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
+
+
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize(
+    ("target", "path", "emitted"),
+    [
+        ((4, 0, 0, 0), [0], (4,)),  # nothing accepted: a correction
+        ((1, 4, 0, 0), [0, 1], (1, 4)),  # one accepted, then a correction
+        ((1, 3, 0, 2), [0, 1, 3], (1, 3, 2)),  # everything accepted: a bonus
+        ((2, 3, 4, 0), [0, 2], (2, 4)),  # the second child
+    ],
+)
+def test_worked_cases(target: tuple[int, ...], path: list[int], emitted: tuple[int, ...], walk: bool) -> None:
+    text = transcript(walk=walk)
+    acceptance = greedy(TREE, says(*target), text)
+    assert acceptance.path.tolist() == [path]
+    assert acceptance.emitted == (emitted,)
+    assert acceptance.tokens.tolist() == [list(emitted)]
+    assert acceptance.num_accepted.tolist() == [len(path) - 1]
+    assert acceptance.next_token.tolist() == [emitted[-1]]
+    assert text.new_tokens == [[0, *emitted]]
+
+
+@pytest.mark.parametrize("walk", [False, True])
+def test_a_row_ends_inside_an_accepted_run(walk: bool) -> None:
+    text = transcript(walk=walk, eos=[1])
+    acceptance = greedy(TREE, says(1, 3, 0, 2), text)
+    assert acceptance.emitted == ((1,),)
+    assert acceptance.path.tolist() == [[0]]
+    assert text.finished == [True]
+    after = greedy(TREE, says(1, 3, 0, 2), text)
+    assert after.emitted == ((),)
+    assert after.counts == [0]
+    assert (after.path == -1).all()
+
+
+@pytest.mark.parametrize("walk", [False, True])
+def test_max_length_cuts_the_run(walk: bool) -> None:
+    text = transcript(walk=walk, max_length=5)  # prompt 2, root 1: two more fit
+    assert greedy(TREE, says(1, 3, 0, 2), text).emitted == ((1, 3),)
+    assert text.finished == [True]
+
+
+def test_token_zero_is_a_token() -> None:
+    """Peers pad paths with id 0 and accept it where the target says 0."""
+    text = transcript()
+    tree = TokenTree(torch.tensor([[3, 0]]), torch.tensor([-1, 0]))
+    assert greedy(tree, says(0, 0), text).emitted == ((0, 0),)
+    padded = TokenTree(torch.tensor([[3, 0]]), torch.tensor([-1, -1]))
+    assert greedy(padded, says(0, 0), transcript()).emitted == ((0,),)
+
+
+@st.composite
+def trees_with_logits(draw: st.DrawFn) -> tuple[TokenTree, torch.Tensor]:
+    rows, size = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    parents, tokens = [], []
+    for _ in range(rows):
+        seen: set[tuple[int, int]] = set()
+        row_parents, row_tokens = [-1], [0]
+        for node in range(1, size):
+            parent, token = draw(st.integers(-1, node - 1)), draw(st.integers(0, VOCAB - 1))
+            parent = -1 if (parent, token) in seen else parent  # a duplicate becomes padding
+            seen.add((parent, token))
+            row_parents.append(parent)
+            row_tokens.append(token)
+        parents.append(row_parents)
+        tokens.append(row_tokens)
+    choices = [[draw(st.integers(0, VOCAB - 1)) for _ in range(size)] for _ in range(rows)]
+    logits = torch.nn.functional.one_hot(torch.tensor(choices), VOCAB).float()
+    return TokenTree(torch.tensor(tokens), torch.tensor(parents)), logits
+
+
+@settings(max_examples=200)
+@given(trees_with_logits())
+def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -> None:
+    tree, logits = case
+    rows = len(tree.tokens)
+    fast, slow = greedy(tree, logits, transcript(rows)), follow(tree, logits, transcript(rows))
+    assert fast.emitted == slow.emitted
+    assert fast.path.tolist() == slow.path.tolist()
+
+
+def exact_distribution(root_logits: dict[tuple[int, ...], torch.Tensor], length: int) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation under one-token-at-a-time sampling."""
+    return {
+        tokens: float(
+            torch.stack([root_logits[tokens[:i]].double().softmax(-1)[tokens[i]] for i in range(length)]).prod()
+        )
+        for tokens in itertools.product(range(VOCAB), repeat=length)
+    }
+
+
+def sampled_pairs(bias: float, draws: int) -> tuple[Counter[tuple[int, ...]], dict[tuple[int, ...], float]]:
+    """Two emitted tokens, sampled through a tree again and again, and their exact distribution.
+
+    Args:
+        bias: Probability of cheating: a drafted child is taken whatever the target says (a planted bug).
+    """
+    torch.manual_seed(0)
+    logits = {prefix: torch.randn(VOCAB) for n in range(2) for prefix in itertools.product(range(VOCAB), repeat=n)}
+    at_nodes = torch.stack([logits[()], logits[(1,)], logits[(2,)], torch.zeros(VOCAB)])[None]
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(draws):
+        text = transcript(do_sample=True)
+        rejection(TREE, at_nodes, text)
+        tokens = text.new_tokens[0][1:]
+        if bias and torch.rand(()) < bias:
+            tokens = [1, *tokens[1:]]
+        while len(tokens) < 2:
+            tokens.append(int(torch.multinomial(logits[tuple(tokens)].softmax(-1), 1)))
+        counts[tuple(tokens[:2])] += 1
+    return counts, exact_distribution(logits, 2)
+
+
+def chi_square(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
+    total = sum(counts.values())
+    return sum((counts[key] - total * p) ** 2 / (total * p) for key, p in exact.items())
+
+
+CRITICAL = 51.2
+"""Chi-square, 24 degrees of freedom (5 x 5 pairs), p = 0.001."""
+
+
+def test_rejection_samples_the_targets_distribution() -> None:
+    counts, exact = sampled_pairs(0.0, 30_000)
+    assert chi_square(counts, exact) < CRITICAL
+
+
+def test_the_check_catches_a_planted_bias() -> None:
+    """The same check with 3 % of cheated acceptances must fail, or it proves nothing."""
+    counts, exact = sampled_pairs(0.03, 30_000)
+    assert chi_square(counts, exact) > CRITICAL
+
+
+def test_rejection_draws_once_per_emitted_token() -> None:
+    logits = torch.randn(1, 4, VOCAB, generator=torch.Generator().manual_seed(3))
+    for seed in range(20):
+        torch.manual_seed(seed)
+        emitted = rejection(TREE, logits, transcript(do_sample=True)).emitted[0]
+        after = torch.rand(())
+        torch.manual_seed(seed)
+        for _ in emitted:
+            torch.multinomial(torch.ones(1, VOCAB), 1)
+        assert torch.equal(after, torch.rand(()))
+
+
+def test_sampled_trees_need_their_own_rule() -> None:
+    tree = TokenTree(TREE.tokens, TREE.parents, torch.full((1, 4, VOCAB), 1 / VOCAB))
+    with pytest.raises(UnsupportedGenerationError, match="sampled drafts"):
+        rejection(tree, torch.zeros(1, 4, VOCAB), transcript(do_sample=True))

@@ -1,0 +1,279 @@
+"""The EAGLE drafter: what the head sees, and the trees it grows, against a slow recomputation without any cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from hf_specdec import (
+    DrafterMismatchError,
+    EagleConfig,
+    EagleHead,
+    InvalidConfigError,
+    SpeculativeConfig,
+    SpeculativeGenerationMixin,
+    UnsupportedGenerationError,
+)
+from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
+from hf_specdec.target import FeatureTap, lm_head_rows
+from hf_specdec.training import capture_features
+
+IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))
+MASK = torch.ones_like(IDS)
+for _row, _padding in ((1, 4), (2, 9)):
+    IDS[_row, :_padding] = 0
+    MASK[_row, :_padding] = 0
+
+
+def random_head(model: Any, seed: int = 0, **fields: Any) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+    if head.config.draft_vocab_size:
+        ids = torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values
+        head.set_hot_token_ids(ids)
+    return head
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "deepseek_v3", "cohere2"])
+@pytest.mark.parametrize("tree", ["dynamic", "static", [(0,), (1,), (0, 0), (1, 0), (1, 0, 1)]])
+def test_equal_to_plain_generate(name: str, tree: Any) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
+    try:
+        model.add_drafter(EagleDrafter(random_head(model)))
+        for ids, mask in ((IDS[:1], MASK[:1]), (IDS, MASK)):
+            options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+            plain = model.generate(ids, **options)
+            assert torch.equal(plain, model.generate(ids, speculative={"method": "eagle", "tree": tree}, **options))
+    finally:
+        SpeculativeGenerationMixin.detach(model)
+
+
+class Recorder:
+    """Wraps a drafter's sessions: keeps every proposed tree with the texts it was proposed for."""
+
+    def __init__(self, drafter: EagleDrafter, ids: Tensor) -> None:
+        self.trees: list[tuple[list[list[int]], Any]] = []
+        start = drafter.start
+
+        def recording_start(model: Any, prompt: Any, config: SpeculativeConfig) -> Any:
+            session = start(model, prompt, config)
+            texts = [
+                [token for token, real in zip(row, mask, strict=True) if real]
+                for row, mask in zip(ids.tolist(), (ids != 0).tolist(), strict=True)
+            ]
+            propose, observe = session.propose, session.observe
+            for text, root in zip(texts, prompt.roots.tolist(), strict=True):
+                text.append(root)
+
+            def recording_propose() -> Any:
+                tree = propose()
+                self.trees.append(([list(text) for text in texts], tree))
+                return tree
+
+            def recording_observe(acceptance: Any, verification: Any) -> None:
+                for text, tokens in zip(texts, acceptance.emitted, strict=True):
+                    text.extend(tokens)
+                observe(acceptance, verification)
+
+            session.propose, session.observe = recording_propose, recording_observe
+            return session
+
+        drafter.start = recording_start  # type: ignore[method-assign]
+
+
+class SlowEagle:
+    """The head by definition: true features of a text, then its own, all recomputed for every path."""
+
+    def __init__(self, model: Any, head: EagleHead, text: list[int]) -> None:
+        self.model, self.head, self.text = model, head, text
+        with FeatureTap(model) as tap, torch.no_grad():
+            model(input_ids=torch.tensor([text[:-1]]), use_cache=False)
+        self.features = tap.take()[0]
+
+    @torch.no_grad()
+    def children(self, path: list[int]) -> Tensor:
+        """`[Vd]` log-probabilities of what follows the text and the drafted path."""
+        tokens, features = [*self.text[1:], *path], self.features
+        embeddings = self.model.get_input_embeddings()(torch.tensor([tokens]))
+        for length in range(len(self.text) - 1, len(tokens) + 1):
+            positions = torch.arange(length)[None]
+            predicted = self.head(embeddings[:, :length], features[None, :length], positions)
+            if length < len(tokens):
+                features = torch.cat([features, predicted[0, -1:]])
+        lm_head = lm_head_rows(self.model, self.head.hot_token_ids)
+        return lm_head(predicted[0, -1]).log_softmax(-1)
+
+    def best_children(self, path: list[int], k: int) -> list[tuple[float, int]]:
+        scores, ids = self.children(path).topk(k)
+        if self.head.hot_token_ids is not None:
+            ids = self.head.hot_token_ids[ids]
+        return list(zip(scores.tolist(), ids.tolist(), strict=True))
+
+
+def slow_dynamic_tree(slow: SlowEagle, num_steps: int, k: int, num_nodes: int) -> set[tuple[int, ...]]:
+    """EAGLE-2 in words: expand the k best of each level, then keep the best nodes of all."""
+    candidates: list[tuple[float, tuple[int, ...]]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for _ in range(num_steps):
+        level = [
+            (score + gain, (*path, token))
+            for score, path in frontier
+            for gain, token in slow.best_children(list(path), k)
+        ]
+        candidates += level
+        frontier = sorted(level, reverse=True)[:k]
+    return {path for _, path in sorted(candidates, reverse=True)[: num_nodes - 1]}
+
+
+def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
+    """Token paths of a row's drafted nodes."""
+    parents = tree.parents.expand(tree.tokens.shape)[row].tolist()
+    tokens = tree.tokens[row].tolist()
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        paths[node] = (*paths[parents[node]], tokens[node])
+    return set(paths.values()) - {()}
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_dynamic_trees_equal_the_definition(name: str, draft_vocab_size: int | None) -> None:
+    """Every tree of a ragged, padded batch equals the one recomputed for its row alone, features included."""
+    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
+    try:
+        head = random_head(model, draft_vocab_size=draft_vocab_size)
+        drafter = EagleDrafter(head)
+        recorder = Recorder(drafter, IDS)
+        model.add_drafter(drafter)
+        config = {"method": "eagle", "num_steps": 3, "top_k": 3, "num_draft_tokens": 10}
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=8, do_sample=False, speculative=config)
+        assert len(recorder.trees) > 3
+        for texts, tree in recorder.trees:
+            tree.validate()
+            for row in range(3):
+                if len(texts[row]) < 14 + 8 - 9 * (row == 2) - 4 * (row == 1):
+                    slow = slow_dynamic_tree(SlowEagle(model, head, texts[row]), 3, 3, 10)
+                    assert paths_of(tree, row) == slow
+    finally:
+        SpeculativeGenerationMixin.detach(model)
+
+
+def test_static_trees_equal_the_definition(llama: Any) -> None:
+    head = random_head(llama)
+    drafter = EagleDrafter(head)
+    recorder = Recorder(drafter, IDS[:1])
+    llama.add_drafter(drafter)
+    llama.generate(IDS[:1], max_new_tokens=10, do_sample=False, speculative={"method": "eagle", "tree": "static"})
+    assert len(recorder.trees) > 3
+    for texts, tree in recorder.trees:
+        slow = SlowEagle(llama, head, texts[0])
+        wanted: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        for choice in DEFAULT_CHOICES:
+            parent = wanted[choice[:-1]]
+            wanted[choice] = (*parent, slow.best_children(list(parent), choice[-1] + 1)[-1][1])
+        assert paths_of(tree, 0) == set(wanted.values()) - {()}
+
+
+def test_features_of_training_and_inference_are_the_same_tensors(llama: Any) -> None:
+    """What `capture_features` stores equals what sessions see, prompt and accepted tokens alike."""
+    drafter = EagleDrafter(random_head(llama))
+    seen: list[Tensor] = []
+    start = drafter.start
+
+    def spying_start(model: Any, prompt: Any, config: SpeculativeConfig) -> Any:
+        session = start(model, prompt, config)
+        seen.append(prompt.features[0])
+        observe = session.observe
+
+        def spying_observe(acceptance: Any, verification: Any) -> None:
+            seen.append(verification.hidden[0, acceptance.path[0]])
+            observe(acceptance, verification)
+
+        session.observe = spying_observe
+        return session
+
+    drafter.start = spying_start  # type: ignore[method-assign]
+    llama.add_drafter(drafter)
+    answer = llama.generate(IDS[:1], max_new_tokens=20, do_sample=False, speculative="eagle")[0].tolist()
+    (captured,) = capture_features(llama, [(answer[:14], answer[14:])])
+    inference = torch.cat(seen)
+    torch.testing.assert_close(inference, captured.features[: len(inference)], atol=1e-6, rtol=1e-5)
+    assert len(inference) > 28
+
+
+def test_a_head_of_another_model_is_refused(llama: Any) -> None:
+    for fields in ({"hidden_size": 64}, {"vocab_size": 97}):
+        head = EagleHead(EagleConfig.for_target(llama.config, **fields))
+        with pytest.raises(DrafterMismatchError, match=next(iter(fields))):
+            llama.add_drafter(EagleDrafter(head))
+    assert llama.drafters == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tree": "static", "num_draft_tokens": 5}, "num_draft_tokens 16, got num_draft_tokens=5"),
+        ({"tree": [(0,)], "num_steps": 2}, "num_steps 1, got num_steps=2"),
+        ({"top_k": 97}, "exceeds the draft vocabulary"),
+    ],
+)
+def test_contradictory_fields_are_refused(llama: Any, fields: dict[str, Any], message: str) -> None:
+    llama.add_drafter(EagleDrafter(random_head(llama)))
+    with pytest.raises(InvalidConfigError, match=message):
+        llama.generate(IDS[:1], max_new_tokens=4, speculative={"method": "eagle", **fields})
+
+
+def test_a_tree_of_the_root_alone_is_plain_decoding(llama: Any) -> None:
+    llama.add_drafter(EagleDrafter(random_head(llama)))
+    plain = llama.generate(IDS[:1], max_new_tokens=9, do_sample=False)
+    speculative = {"method": "eagle", "num_draft_tokens": 1}
+    assert torch.equal(plain, llama.generate(IDS[:1], max_new_tokens=9, do_sample=False, speculative=speculative))
+    assert llama.last_speculation.mean_accepted_length == 1.0
+
+
+def test_embeddings_without_ids_are_refused(llama: Any) -> None:
+    llama.add_drafter(EagleDrafter(random_head(llama)))
+    embeddings = llama.get_input_embeddings()(IDS[:1])
+    with pytest.raises(UnsupportedGenerationError, match="token ids"):
+        llama.generate(inputs_embeds=embeddings, max_new_tokens=4, speculative="eagle")
+    plain = llama.generate(inputs_embeds=embeddings, max_new_tokens=12, do_sample=False)
+    lookup = llama.generate(inputs_embeds=embeddings, max_new_tokens=12, do_sample=False, speculative="prompt_lookup")
+    assert torch.equal(plain, lookup)
+
+
+def test_chunked_prefill_keeps_all_features(llama: Any) -> None:
+    llama.add_drafter(EagleDrafter(random_head(llama)))
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": MASK[:1]}
+    plain = llama.generate(IDS[:1], **options)
+    assert torch.equal(plain, llama.generate(IDS[:1], speculative="eagle", **options))
+    tau = llama.last_speculation.accepted_per_step
+    assert torch.equal(plain, llama.generate(IDS[:1], speculative="eagle", prefill_chunk_size=5, **options))
+    assert llama.last_speculation.accepted_per_step == tau
+
+
+def test_an_unusual_lm_head_is_run_whole(llama: Any) -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.inner(hidden)
+
+    ids, hidden = torch.tensor([3, 5, 90]), torch.randn(2, 4, 32)
+    plain = llama.get_output_embeddings()
+    cut = lm_head_rows(llama, ids)(hidden)
+    llama.set_output_embeddings(Wrapped(plain))
+    try:
+        torch.testing.assert_close(lm_head_rows(llama, ids)(hidden), cut)
+    finally:
+        llama.set_output_embeddings(plain)
+    torch.testing.assert_close(cut, plain(hidden)[..., ids])

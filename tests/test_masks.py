@@ -1,0 +1,100 @@
+"""Masks and positions against one slot at a time, for every layer kind, with ragged rows and padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_specdec.masks import MaskLayout, PromptPadding, position_ids, tree_masks
+from hf_specdec.tree import TokenTree
+from reference import path_to_root
+
+PARENTS = [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, -1]]
+LENGTHS = [9, 12]
+PROMPT = torch.tensor([[0, 0, 1, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
+def layout_of(kind: str, size: int, additive: bool = False) -> MaskLayout:
+    return MaskLayout(((f"{kind}_attention", kind, size),), additive)  # type: ignore[arg-type]
+
+
+def slow_sees(kind: str, size: int, row: int, node: int, slot: int) -> bool:
+    """Whether a node sees a slot, from the definitions."""
+    start, length = max(LENGTHS), LENGTHS[row]
+    path = path_to_root(PARENTS[row], node)
+    query = length + len(path) - 1
+    if slot < start:
+        if slot >= length or (slot < PROMPT.shape[1] and PROMPT[row, slot] == 0):
+            return False
+        key = slot
+    else:
+        if slot - start not in path:
+            return False
+        key = length + len(path_to_root(PARENTS[row], slot - start)) - 1
+    left = int(PROMPT[row].argmax())
+    if kind == "sliding":
+        return query - key < size
+    if kind == "chunked":
+        return (query - left) // size == (key - left) // size
+    return True
+
+
+@pytest.mark.parametrize(("kind", "size"), [("full", 0), ("sliding", 3), ("sliding", 8), ("chunked", 4)])
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks_equal_the_definition(kind: str, size: int, additive: bool) -> None:
+    tree = TokenTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor(PARENTS))
+    padding = PromptPadding.of(PROMPT)
+    mask = tree_masks(layout_of(kind, size, additive), tree.ancestor_mask(), LENGTHS, padding, torch.float32)
+    assert isinstance(mask, torch.Tensor)
+    assert mask.shape == (2, 1, 5, 12 + 5)
+    if additive:
+        assert mask.dtype == torch.float32
+        assert set(mask.unique().tolist()) == {0.0, torch.finfo(torch.float32).min}
+        mask = mask == 0
+    for row in range(2):
+        for node in range(5):
+            wanted = [slow_sees(kind, size, row, node, slot) for slot in range(17)]
+            assert mask[row, 0, node].tolist() == wanted, (row, node)
+    assert mask.any(-1).all()
+
+
+def test_positions_count_tokens_not_slots() -> None:
+    depths = torch.tensor([[0, 1, 1, 2]])
+    assert position_ids(depths, [5], None).tolist() == [[5, 6, 6, 7]]
+    padding = PromptPadding.of(torch.tensor([[0, 0, 1, 1, 1]]))
+    assert position_ids(depths, [5], padding).tolist() == [[3, 4, 4, 5]]
+
+
+def test_a_prompt_without_padding_has_none() -> None:
+    assert PromptPadding.of(None) is None
+    assert PromptPadding.of(torch.ones(2, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, [("full_attention", "full", 0)]),
+        ({"sliding_window": 8}, [("sliding_attention", "sliding", 8)]),
+        ({"attention_chunk_size": 8}, [("chunked_attention", "chunked", 8)]),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+            [("full_attention", "full", 0), ("sliding_attention", "sliding", 4)],
+        ),
+    ],
+)
+def test_layout_follows_the_configuration(fields: dict[str, object], wanted: list[object]) -> None:
+    layout = MaskLayout.of(SimpleNamespace(_attn_implementation="sdpa", **fields))
+    assert list(layout.layers) == wanted
+    assert not layout.additive
+    assert MaskLayout.of(SimpleNamespace(_attn_implementation="eager")).additive
+
+
+def test_models_of_several_layer_types_get_a_mask_each() -> None:
+    layout = MaskLayout((("full_attention", "full", 0), ("sliding_attention", "sliding", 2)), False)
+    tree = TokenTree(torch.zeros(1, 1, dtype=torch.long), torch.tensor([-1]))
+    masks = tree_masks(layout, tree.ancestor_mask(), [3], None, torch.float32)
+    assert isinstance(masks, dict)
+    assert masks["full_attention"][0, 0].int().tolist() == [[1, 1, 1, 1]]
+    assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1]]

@@ -1,0 +1,459 @@
+"""Attach and detach, the options of generate(), outputs, streams, interruptions, threads."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import zoo
+from hf_specdec import (
+    CacheCapacityError,
+    DrafterMismatchError,
+    InvalidConfigError,
+    SpeculationStats,
+    SpeculativeConfig,
+    SpeculativeGenerationMixin,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from reference import OracleDrafter
+
+IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
+GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+
+
+def with_oracle(model: Any, pattern: str = "sometimes", ids: torch.Tensor = IDS, **options: Any) -> torch.Tensor:
+    """Register a drafter that knows the plain greedy answer, and return that answer."""
+    plain = model.generate(ids, **{**GREEDY, "attention_mask": torch.ones_like(ids), **options})
+    model.add_drafter(OracleDrafter(plain[:, ids.shape[1] :], pattern, zoo.VOCAB_SIZE))
+    return plain
+
+
+# ------------------------------------------------------------------------------------------------- attach, detach
+
+
+def test_attach_returns_the_same_object_of_both_classes() -> None:
+    model = zoo.build("qwen2")
+    plain_class, keys = type(model), set(model.__dict__)
+    config, state = model.generation_config.to_dict(), list(model.state_dict())
+    attached = SpeculativeGenerationMixin.attach(model)
+    assert attached is model
+    assert SpeculativeGenerationMixin.attach(model) is model
+    assert isinstance(model, plain_class)
+    assert isinstance(model, SpeculativeGenerationMixin)
+    assert type(model).__name__ == plain_class.__name__
+    assert type(model).__module__ == plain_class.__module__
+    assert model.generation_config.to_dict() == config
+    assert list(model.state_dict()) == state
+    assert SpeculativeGenerationMixin.detach(model) is model
+    assert type(model) is plain_class
+    assert set(model.__dict__) == keys
+    assert not model._forward_hooks
+
+
+def test_attached_models_save_reload_copy_and_pickle(llama: Any, tmp_path: Path) -> None:
+    plain = with_oracle(llama)
+    llama.save_pretrained(tmp_path)
+    assert not any("specul" in path.read_text() for path in tmp_path.glob("*.json"))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reloaded) is LlamaForCausalLM
+    assert torch.equal(plain, reloaded.generate(IDS, **GREEDY))
+    for twin in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+        assert type(twin) is type(llama)
+        assert torch.equal(plain, twin.generate(IDS, speculative="oracle", **GREEDY))
+        assert twin.drafters["oracle"] is not llama.drafters["oracle"]
+
+
+def test_the_mixin_is_a_base_class_too(tmp_path: Path) -> None:
+    class SpeculativeLlama(SpeculativeGenerationMixin, LlamaForCausalLM):
+        pass
+
+    zoo.build("llama").save_pretrained(tmp_path)
+    model: Any = SpeculativeLlama.from_pretrained(tmp_path)
+    plain = with_oracle(model, eos_token_id=None)
+    assert torch.equal(plain, model.generate(IDS, speculative="oracle", eos_token_id=None, **GREEDY))
+    with pytest.raises(UnsupportedModelError, match="base class of its own"):
+        SpeculativeGenerationMixin.detach(model)
+
+
+def test_training_mode_survives_the_probe() -> None:
+    model = copy.deepcopy(zoo.build("llama")).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    SpeculativeGenerationMixin.attach(model)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_model_moved_to_another_dtype_after_attaching(llama: Any) -> None:
+    model = copy.deepcopy(llama).double()
+    plain = with_oracle(model)
+    assert torch.equal(plain, model.generate(IDS, speculative="oracle", **GREEDY))
+
+
+def test_encoder_decoders_and_strangers_are_refused() -> None:
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=32, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        SpeculativeGenerationMixin.attach(t5)
+    with pytest.raises(UnsupportedModelError, match="not a transformers model"):
+        SpeculativeGenerationMixin.attach(torch.nn.Linear(2, 2))
+
+
+def test_peft_models_attach_around_the_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, target_modules=["up_proj", "down_proj"], init_lora_weights=False
+    )
+    wrapped = SpeculativeGenerationMixin.attach(peft.get_peft_model(copy.deepcopy(zoo.build("llama")), config))
+    plain = wrapped.generate(input_ids=IDS, **GREEDY)
+    wrapped.add_drafter(OracleDrafter(plain[:, 20:], "sometimes", zoo.VOCAB_SIZE))
+    assert torch.equal(plain, wrapped.generate(input_ids=IDS, speculative="oracle", **GREEDY))
+    with wrapped.disable_adapter():
+        base = wrapped.generate(input_ids=IDS, **GREEDY)
+        assert torch.equal(base, wrapped.generate(input_ids=IDS, speculative="oracle", **GREEDY))
+    assert not torch.equal(base, plain)
+
+
+def test_transformers_hooks_have_the_signatures_we_extend() -> None:
+    wanted = {
+        "_sample": ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus",
+                    "streamer", "model_kwargs"],
+        "_prepare_cache_for_generation": ["self", "generation_config", "model_kwargs", "generation_mode", "batch_size",
+                                          "max_cache_length"],
+        "_validate_generation_mode": ["self", "generation_mode", "generation_config", "generation_mode_kwargs"],
+        "_prefill": ["self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"],
+    }  # fmt: skip
+    for name, parameters in wanted.items():
+        assert list(inspect.signature(getattr(GenerationMixin, name)).parameters) == parameters
+    assert next(iter(inspect.signature(GenerationMixin._prepare_generation_config).parameters)) == "self"
+
+
+# ------------------------------------------------------------------------------------------------- how to ask for it
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    ["oracle", {"method": "oracle"}, SpeculativeConfig("oracle"), SpeculativeConfig("oracle", num_draft_tokens=3)],
+)
+def test_every_form_of_the_argument(llama: Any, speculative: Any) -> None:
+    plain = with_oracle(llama)
+    assert torch.equal(plain, llama.generate(IDS, speculative=speculative, **GREEDY))
+    assert llama.last_speculation.method == "oracle"
+
+
+def test_generation_configs_carry_it(llama: Any) -> None:
+    plain = with_oracle(llama)
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0, speculative="oracle")
+    assert torch.equal(plain, llama.generate(IDS, generation_config=config))
+    assert llama.last_speculation.num_generated_tokens == 16
+    llama.generation_config.speculative = {"method": "prompt_lookup"}
+    try:
+        assert torch.equal(plain, llama.generate(IDS, **GREEDY))
+        assert llama.last_speculation.method == "prompt_lookup"
+        assert torch.equal(plain, llama.generate(IDS, speculative=None, **GREEDY))
+    finally:
+        del llama.generation_config.speculative
+
+
+def test_a_replaced_generation_config_changes_nothing(llama: Any) -> None:
+    plain, before = with_oracle(llama), llama.generation_config
+    llama.generation_config = GenerationConfig(pad_token_id=0)
+    try:
+        assert torch.equal(plain, llama.generate(IDS, speculative="oracle", **GREEDY))
+    finally:
+        llama.generation_config = before
+
+
+def test_auto_takes_what_there_is(llama: Any) -> None:
+    llama.generate(IDS, speculative="auto", **GREEDY)
+    assert llama.last_speculation.method == "prompt_lookup"
+    llama.generate(IDS, speculative="ngram", **GREEDY)
+    assert llama.last_speculation.method == "prompt_lookup"
+
+
+def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
+    oracle = OracleDrafter(IDS, "always", zoo.VOCAB_SIZE)
+    assert llama.add_drafter(oracle, "mine") is oracle
+    assert llama.drafters == {"mine": oracle}
+    assert llama.remove_drafter("mine") is oracle
+    with pytest.raises(DrafterMismatchError, match="no drafter 'mine'"):
+        llama.remove_drafter("mine")
+    with pytest.raises(DrafterMismatchError, match="got str"):
+        llama.add_drafter("eagle")
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"speculative": "eagel"}, InvalidConfigError, "no method or drafter 'eagel'"),
+        ({"speculative": "eagle"}, DrafterMismatchError, "needs a head"),
+        ({"speculative": "medusa"}, UnsupportedGenerationError, "not in this version"),
+        ({"speculative": {"num_drafts": 3}}, InvalidConfigError, "Did you mean 'num_draft_tokens'"),
+        ({"speculative": {"num_draft_tokens": 0}}, InvalidConfigError, "integer >= 1"),
+        ({"speculative": {"tree": [(0, 1)]}}, InvalidConfigError, "no parent"),
+        ({"speculative": 7}, InvalidConfigError, "got 7"),
+        ({"speculative": "prompt_lookup", "num_beams": 2}, UnsupportedGenerationError, "beam search"),
+        ({"speculative": "prompt_lookup", "num_beams": 2, "do_sample": True}, UnsupportedGenerationError, "beam"),
+        ({"speculative": "prompt_lookup", "prompt_lookup_num_tokens": 3}, UnsupportedGenerationError, "assisted"),
+        ({"speculative": "prompt_lookup", "use_cache": False}, UnsupportedGenerationError, "use_cache"),
+        ({"speculative": "prompt_lookup", "past_key_values": DynamicCache()}, UnsupportedGenerationError, "handed in"),
+        ({"speculative": {"method": "prompt_lookup", "compile": "compile"}}, UnsupportedGenerationError, "compile"),
+        ({"speculative": {"method": "prompt_lookup", "adaptive": True}}, UnsupportedGenerationError, "adaptive"),
+        ({"speculative": {"method": "prompt_lookup", "acceptance": "typical"}}, UnsupportedGenerationError, "typical"),
+        ({"speculative": {"method": "prompt_lookup", "acceptance": "rejection"}}, UnsupportedGenerationError, "do_s"),
+        ({"speculative": {"method": "prompt_lookup", "max_cache_length": 30}}, CacheCapacityError, "need 68"),
+        ({"speculative": "prompt_lookup", "return_dict_in_generate": True, "output_hidden_states": True},
+         UnsupportedGenerationError, "output_hidden_states"),
+        ({"speculative": "prompt_lookup", "token_type_ids": torch.zeros_like(IDS)}, ValueError, "token_type_ids"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_clear_error_and_changes_nothing(
+    llama: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    plain, keys = llama.generate(IDS, **GREEDY), set(llama.__dict__)
+    with pytest.raises(error, match=message):
+        llama.generate(IDS, **{**GREEDY, **options})
+    assert set(llama.__dict__) == keys
+    assert not llama.model._forward_hooks
+    assert torch.equal(plain, llama.generate(IDS, **GREEDY))
+    assert torch.equal(plain, llama.generate(IDS, speculative="prompt_lookup", **GREEDY))
+
+
+def test_an_assistant_model_and_speculative_exclude_each_other(llama: Any) -> None:
+    with pytest.raises(UnsupportedGenerationError, match="assisted"):
+        llama.generate(IDS, speculative="prompt_lookup", assistant_model=zoo.build("llama"), **GREEDY)
+
+
+def test_an_empty_prompt_is_refused(llama: Any) -> None:
+    empty = torch.zeros(1, 0, dtype=torch.long)
+    with pytest.raises((UnsupportedGenerationError, ValueError)):
+        llama.generate(empty, max_new_tokens=4, speculative="prompt_lookup", attention_mask=torch.ones_like(empty))
+
+
+class CustomProcessor(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_processors_that_may_couple_rows_need_a_batch_of_one(llama: Any) -> None:
+    custom = LogitsProcessorList([CustomProcessor()])
+    plain = with_oracle(llama)
+    assert torch.equal(plain, llama.generate(IDS, speculative="oracle", logits_processor=custom, **GREEDY))
+    pair = {**GREEDY, "attention_mask": torch.ones(2, 20)}
+    with pytest.raises(UnsupportedGenerationError, match="CustomProcessor"):
+        llama.generate(IDS.expand(2, -1), speculative="oracle", logits_processor=custom, **pair)
+
+
+# ------------------------------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        {"min_new_tokens": 12, "eos_token_id": list(range(3, 40))},
+        {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [10, 11]},
+        {"forced_eos_token_id": 9},
+        {"max_length": 30, "max_new_tokens": None},
+        {"guidance_scale": 1.5},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [t for t in range(96) if (t + len(ids)) % 3]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("pattern", ["always", "sometimes"])
+def test_processors_see_the_exact_prefix(llama: Any, options: dict[str, Any], pattern: str) -> None:
+    plain = with_oracle(llama, pattern, **options)
+    speculative = llama.generate(IDS, speculative="oracle", **{**GREEDY, **options})
+    assert torch.equal(plain, speculative)
+    assert llama.last_speculation.mean_accepted_length > 1
+
+
+class StopsAfter(StoppingCriteria):
+    """Ends after a number of calls: one call per token, or the ids differ."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.full((input_ids.shape[0],), self.left <= 0)
+
+
+def test_custom_criteria_are_asked_once_per_token(llama: Any) -> None:
+    with_oracle(llama, "always")
+    for calls in (1, 5, 9):
+        answers = [
+            llama.generate(IDS, stopping_criteria=StoppingCriteriaList([StopsAfter(calls)]), speculative=s, **GREEDY)
+            for s in (None, "oracle")
+        ]
+        assert torch.equal(*answers)
+        assert answers[0].shape[1] == 20 + calls
+
+
+def test_num_return_sequences_and_batches_of_processors(llama: Any) -> None:
+    options = {**GREEDY, "repetition_penalty": 1.3}
+    plain = llama.generate(IDS.expand(2, -1), **{**options, "attention_mask": torch.ones(2, 20)})
+    llama.add_drafter(OracleDrafter(plain[:, 20:], "always", zoo.VOCAB_SIZE))
+    speculative = llama.generate(
+        IDS.expand(2, -1), speculative="oracle", **{**options, "attention_mask": torch.ones(2, 20)}
+    )
+    assert torch.equal(plain, speculative)
+    torch.manual_seed(0)
+    many = llama.generate(IDS, speculative="prompt_lookup", max_new_tokens=8, do_sample=True, num_return_sequences=3)
+    assert many.shape == (3, 28)
+
+
+# ------------------------------------------------------------------------------------------------- what comes back
+
+
+def test_the_output_object_has_transformers_fields(llama: Any) -> None:
+    with_oracle(llama)
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+               "repetition_penalty": 1.2}  # fmt: skip
+    plain, speculative = llama.generate(IDS, **options), llama.generate(IDS, speculative="oracle", **options)
+    assert isinstance(speculative, type(plain))
+    assert torch.equal(plain.sequences, speculative.sequences)
+    for name in ("scores", "logits"):
+        assert len(getattr(speculative, name)) == 16
+        torch.testing.assert_close(torch.cat(getattr(speculative, name)), torch.cat(getattr(plain, name)))
+    assert isinstance(speculative.speculation, SpeculationStats)
+    assert speculative.speculation is llama.last_speculation
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_the_returned_cache_continues_plainly(name: str) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
+    try:
+        plain = with_oracle(model)
+        first = model.generate(IDS, speculative="oracle", return_dict_in_generate=True, **GREEDY)
+        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+        more = torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=-1)
+        wanted = model.generate(more, max_new_tokens=10, do_sample=False)
+        got = model.generate(more, past_key_values=first.past_key_values, max_new_tokens=10, do_sample=False)
+        assert torch.equal(wanted, got)
+        assert torch.equal(first.sequences, plain)
+    finally:
+        SpeculativeGenerationMixin.detach(model)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self, fail_after: int | None = None) -> None:
+        self.received: list[list[int]] = []
+        self.ended, self.fail_after = 0, fail_after
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.fail_after is not None and len(self.received) == self.fail_after:
+            raise KeyboardInterrupt
+        self.received.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_streamers_get_what_plain_gives_them(llama: Any, batch_size: int) -> None:
+    ids = torch.cat([IDS, IDS.flip(-1), IDS + 1])[:batch_size]
+    plain = with_oracle(llama, ids=ids)
+    eos = [int(plain[0, 25]), int(plain[-1, 30])]
+    options = {**GREEDY, "attention_mask": torch.ones_like(ids), "eos_token_id": eos}
+    streams = [Recorder(), Recorder()]
+    for stream, speculative in zip(streams, (None, "oracle"), strict=True):
+        llama.generate(ids, streamer=stream, speculative=speculative, **options)
+    assert streams[0].received == streams[1].received
+    assert streams[1].ended == 1
+
+
+class Raises(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 24:
+            raise RuntimeError("processor")
+        return scores
+
+
+class RaisesToo(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] > 24:
+            raise RuntimeError("criterion")
+        return torch.full((input_ids.shape[0],), False)
+
+
+@pytest.mark.parametrize(
+    ("error", "options"),
+    [
+        (KeyboardInterrupt, lambda: {"streamer": Recorder(fail_after=5)}),
+        (RuntimeError, lambda: {"logits_processor": LogitsProcessorList([Raises()])}),
+        (RuntimeError, lambda: {"stopping_criteria": StoppingCriteriaList([RaisesToo()])}),
+    ],
+)
+def test_an_interrupted_generation_leaves_the_model_usable_and_plain(llama: Any, error: Any, options: Any) -> None:
+    plain = with_oracle(llama)
+    llama.drafters["oracle"].needs_features = True
+    with pytest.raises(error):
+        llama.generate(IDS, speculative="oracle", **options(), **GREEDY)
+    assert not llama.model._forward_hooks
+    assert torch.equal(plain, llama.generate(IDS, **GREEDY))
+    assert torch.equal(plain, llama.generate(IDS, speculative="oracle", **GREEDY))
+
+
+def test_two_threads_generate_at_once(llama: Any) -> None:
+    prompts = [IDS, IDS.flip(-1)]
+    answers = [llama.generate(ids, **{**GREEDY, "max_new_tokens": 40}) for ids in prompts]
+    for row, answer in enumerate(answers):
+        llama.add_drafter(OracleDrafter(answer[:, 20:], "sometimes", zoo.VOCAB_SIZE), f"oracle{row}")
+        llama.drafters[f"oracle{row}"].needs_features = True
+    results: dict[int, torch.Tensor] = {}
+
+    def work(row: int) -> None:
+        for _ in range(5):
+            results[row] = llama.generate(prompts[row], speculative=f"oracle{row}", **{**GREEDY, "max_new_tokens": 40})
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for row, answer in enumerate(answers):
+        assert torch.equal(results[row], answer)
+
+
+def test_statistics_add_up(llama: Any) -> None:
+    ids = torch.cat([IDS, IDS.flip(-1)])
+    plain = with_oracle(llama, ids=ids)
+    llama.generate(ids, speculative="oracle", **{**GREEDY, "attention_mask": torch.ones_like(ids)})
+    stats = llama.last_speculation
+    assert stats.num_generated_tokens == 2 * (plain.shape[1] - 20)
+    assert [1 + sum(row) for row in stats.accepted_per_step] == [16, 16]
+    assert max(map(len, stats.accepted_per_step)) == stats.num_target_forwards
+    steps = sum(map(len, stats.accepted_per_step))
+    assert stats.mean_accepted_length == pytest.approx(30 / steps)
+    assert sum(stats.acceptance_by_depth) == pytest.approx(stats.mean_accepted_length - 1)
+    stages = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds + stats.prefill_seconds
+    assert 0 < stages < stats.total_seconds
+    assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second
+    assert "tau" in repr(stats)
+    assert "<table>" in stats._repr_html_()

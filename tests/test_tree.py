@@ -1,0 +1,106 @@
+"""The tree's derived facts against recursive definitions, and the notation of choice lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_specdec.config import validate_choices
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.tree import TokenTree, choice_parents, chosen_path, merge_chains, stack_trees
+from reference import path_to_root
+
+
+@st.composite
+def random_parents(draw: st.DrawFn) -> list[int]:
+    size = draw(st.integers(1, 40))
+    return [-1, *(draw(st.integers(-1, node - 1)) for node in range(1, size))]
+
+
+def tree_of(parents: list[int]) -> TokenTree:
+    return TokenTree(torch.arange(len(parents))[None], torch.tensor(parents))
+
+
+@given(random_parents())
+def test_ancestors_and_depths_equal_the_walk_to_the_root(parents: list[int]) -> None:
+    tree = tree_of(parents)
+    tree.validate()
+    mask, depths = tree.ancestor_mask()[0], tree.depths()[0]
+    for node in range(len(parents)):
+        path = path_to_root(parents, node)
+        assert mask[node].nonzero().flatten().tolist() == sorted(path)
+        assert depths[node] == len(path) - 1
+
+
+@given(random_parents(), st.data())
+def test_chosen_path_is_the_walk_in_order(parents: list[int], data: st.DataObject) -> None:
+    tree = tree_of(parents)
+    node = data.draw(st.integers(0, len(parents) - 1))
+    path = chosen_path(tree, tree.ancestor_mask()[:, node])[0]
+    assert path[path >= 0].tolist() == path_to_root(parents, node)
+    assert (path[(path >= 0).sum() :] == -1).all()
+
+
+def test_docstring_examples() -> None:
+    tree = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
+    assert tree.ancestor_mask()[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    on_path = torch.tensor([[True, True, False, True]])
+    assert chosen_path(tree, on_path).tolist() == [[0, 1, 3, -1]]
+    assert choice_parents([(0,), (1,), (0, 0)]) == [-1, 0, 0, 1]
+    assert merge_chains(5, [[7, 8], [7, 9]], 10) == ([5, 7, 8, 9], [-1, 0, 1, 1])
+
+
+def test_merge_chains_keeps_the_budget_and_the_order() -> None:
+    assert merge_chains(5, [[1, 2, 3], [4]], 3) == ([5, 1, 2], [-1, 0, 1])
+    assert merge_chains(5, [], 3) == ([5], [-1])
+
+
+def test_rows_of_different_sizes_are_padded_with_nodes_on_no_path() -> None:
+    tree = stack_trees([([5, 6], [-1, 0]), ([7], [-1])], torch.device("cpu"))
+    tree.validate()
+    assert tree.tokens.tolist() == [[5, 6], [7, 7]]
+    assert tree.parents.tolist() == [[-1, 0], [-1, -1]]
+    assert tree.ancestor_mask()[1].int().tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([[1, 2]], [-1], "parents must be"),
+        ([[1, 2]], [0, 0], "node 0"),
+        ([[1, 2, 3]], [-1, 2, 0], "precede"),
+        ([[1, 2]], [-1, -2], "precede"),
+    ],
+)
+def test_validate_names_what_is_wrong(tokens: list[list[int]], parents: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenTree(torch.tensor(tokens), torch.tensor(parents)).validate()
+
+
+def test_validate_checks_draft_probs() -> None:
+    with pytest.raises(ValueError, match="draft_probs"):
+        TokenTree(torch.tensor([[1, 2]]), torch.tensor([-1, 0]), torch.ones(1, 3, 5)).validate()
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([], "at least one path"),
+        ([(0,), (0,)], "occurs twice"),
+        ([(0, 0)], "no parent"),
+        ([(0,), ()], "non-empty"),
+        ([(-1,)], "integers >= 0"),
+        ([(0.5,)], "integers >= 0"),
+        ([(True,)], "integers >= 0"),
+        ([3], "non-empty paths"),
+    ],
+)
+def test_malformed_choice_lists_are_refused(choices: list[object], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        validate_choices(choices)
+
+
+def test_choices_are_sorted_by_level() -> None:
+    assert validate_choices([[0, 0], [1], [0]]) == [(0,), (1,), (0, 0)]
