@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import click
 import torch
 import transformers
 import typer
@@ -143,10 +142,12 @@ def main() -> None:
         sys.exit(app(standalone_mode=False) or 0)
     except SpeculativeDecodingError as error:
         _fail(str(error))
-    except click.ClickException as error:
+    except typer.BadParameter as error:
         _fail(error.format_message())
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except typer.TyperException as error:
+        _fail(str(error))
 
 
 def _fail(message: str) -> None:

@@ -1,0 +1,91 @@
+"""The house rules that a machine can check: who imports whom, sizes, words that must not occur."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
+ROWS = {
+    0: ["config", "errors"],
+    1: ["tree", "masks", "sampling", "stats"],
+    2: ["target", "cache", "accept", "heads.eagle", "drafters.base"],
+    3: ["drafters.prompt_lookup", "drafters.eagle"],
+    4: ["decode", "drafters", "heads.hub", "options"],
+    5: ["mixin", "training.eagle", "training.features", "training"],
+    6: ["demo", "bench", "cli", "", "__main__"],
+}
+"""A row imports lower rows, or its own; the graph has no cycle. The public `__init__` is the empty name."""
+ROW_OF = {name: row for row, names in ROWS.items() for name in names}
+TRAINING_MAY_NOT_IMPORT = {"decode", "accept", "cache", "mixin", "drafters", "drafters.eagle"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hf_specdec":
+            module = (node.module or "").removeprefix("hf_specdec").removeprefix(".")
+            for alias in node.names:
+                name = f"{module}.{alias.name}".removeprefix(".")
+                found.add(name if name in ROW_OF else module)
+    return found
+
+
+def test_every_module_has_its_row() -> None:
+    assert {module_name(path) for path in FILES} - {"heads"} == set(ROW_OF)
+
+
+def test_imports_point_one_way() -> None:
+    graph = {module_name(path): imports_of(path) for path in FILES}
+    for name, imported in graph.items():
+        for other in imported:
+            assert ROW_OF[other] <= ROW_OF.get(name, 2), f"{name} imports {other}"
+        if name.startswith("training"):
+            assert not imported & TRAINING_MAY_NOT_IMPORT, name
+    seen: dict[str, int] = {}
+
+    def visit(name: str) -> None:
+        assert seen.get(name) != 1, f"import cycle through {name}"
+        if name not in seen:
+            seen[name] = 1
+            for other in graph[name] - {name}:
+                visit(other)
+            seen[name] = 2
+
+    for name in graph:
+        visit(name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_small_on_purpose(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    assert "cuda" not in text.replace("cuda_graph", "").lower(), "devices come from tensors"
+    for node in ast.walk(ast.parse(text)):
+        assert not isinstance(node, ast.Global)
+        if isinstance(node, ast.Call):
+            assert getattr(node.func, "id", "") != "print"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= 75, f"{node.name} has {lines} lines"
+
+
+def test_imports_stand_at_the_top() -> None:
+    """A deferred import is of an optional dependency, in the one file that needs it."""
+    deferred = {
+        (module_name(path), getattr(node, "module", None))
+        for path in FILES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert deferred == {("stats", "matplotlib")}

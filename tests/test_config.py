@@ -1,0 +1,67 @@
+"""Configurations: what they take, what they refuse, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hf_specdec import AdaptiveConfig, InvalidConfigError, SpeculativeConfig
+
+
+def test_json_round_trip() -> None:
+    config = SpeculativeConfig(
+        "eagle", num_steps=3, top_k=2, tree=[(0, 0), (0,)], adaptive=AdaptiveConfig(candidate_steps=[1, 2])
+    )
+    assert config.tree == ((0,), (0, 0))
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert AdaptiveConfig.from_dict(json.loads(json.dumps(AdaptiveConfig().to_dict()))) == AdaptiveConfig()
+
+
+def test_defaults_are_the_contract() -> None:
+    assert SpeculativeConfig().to_dict() == {
+        "method": "auto", "num_steps": None, "top_k": None, "num_draft_tokens": None, "tree": None,
+        "acceptance": "auto", "posterior_threshold": 0.09, "posterior_alpha": 0.3, "adaptive": None,
+        "compile": "auto", "max_cache_length": None,
+    }  # fmt: skip
+    assert AdaptiveConfig().to_dict() == {
+        "candidate_steps": [1, 3, 7], "ema_alpha": 0.2, "update_interval": 5, "warmup_batches": 10,
+        "down_hysteresis": -0.25, "up_hysteresis": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": ""}, "method name"),
+        ({"method": 3}, "method name"),
+        ({"num_steps": 0}, "integer >= 1"),
+        ({"top_k": 1.5}, "integer >= 1"),
+        ({"num_draft_tokens": True}, "integer >= 1"),
+        ({"max_cache_length": -1}, "integer >= 1"),
+        ({"tree": "deep"}, "'dynamic', 'static' or a list"),
+        ({"tree": []}, "at least one path"),
+        ({"acceptance": "lenient"}, "one of 'auto', 'greedy'"),
+        ({"compile": True}, "one of 'auto', 'none'"),
+        ({"posterior_threshold": 0}, "number in"),
+        ({"posterior_alpha": "0.3"}, "number in"),
+        ({"adaptive": 3}, "AdaptiveConfig"),
+        ({"adaptive": {"candidate_step": [1]}}, "Did you mean 'candidate_steps'"),
+        ({"adaptive": {"candidate_steps": [3, 1]}}, "ascending"),
+        ({"adaptive": {"candidate_steps": 3}}, "list of depths"),
+        ({"adaptive": {"ema_alpha": 0}}, "ema_alpha"),
+        ({"adaptive": {"update_interval": 0}}, "update_interval"),
+        ({"adaptive": {"up_hysteresis": "x"}}, "up_hysteresis"),
+        ({"nm_steps": 2}, "Did you mean 'num_steps'"),
+    ],
+)
+def test_what_means_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message) as caught:
+        SpeculativeConfig.from_dict(fields)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SpeculativeConfig().method = "eagle"  # type: ignore[misc]
