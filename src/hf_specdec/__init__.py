@@ -1,5 +1,6 @@
 """Lossless speculative decoding for Hugging Face transformers: `model.generate(..., speculative="eagle")`."""
 
+from hf_specdec.auto import AutoSpeculativeModelForCausalLM
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.errors import (
     CacheCapacityError,
@@ -17,6 +18,7 @@ from hf_specdec.stats import SpeculationStats
 
 __all__ = [
     "AdaptiveConfig",
+    "AutoSpeculativeModelForCausalLM",
     "CacheCapacityError",
     "CheckpointFormatError",
     "DrafterMismatchError",

@@ -112,7 +112,7 @@ class SpeculativeGenerationMixin:
 
     def load_drafter(
         self, repo_or_path: str | Path, *, name: str | None = None, revision: str | None = None,
-        token: str | bool | None = None,
+        token: str | bool | None = None, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
         """Load a head, check it against this model and register it.
 
@@ -121,12 +121,13 @@ class SpeculativeGenerationMixin:
             name: The name to call it by in `speculative=`; None is its method's name.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
+            **kwargs: Further arguments of `huggingface_hub.snapshot_download`, e.g. `cache_dir`.
 
         Raises:
             CheckpointFormatError: The files are no head.
             DrafterMismatchError: The head was made for another model.
         """
-        return self.add_drafter(EagleDrafter(load_head(repo_or_path, revision=revision, token=token)), name)
+        return self.add_drafter(EagleDrafter(load_head(repo_or_path, revision=revision, token=token, **kwargs)), name)
 
     def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
         """Check a drafter against this model and register it.
@@ -194,7 +195,7 @@ class SpeculativeGenerationMixin:
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
         """Preallocate one static cache for the prompt, the answer and a tree."""
-        if generation_config.speculative is None:
+        if getattr(generation_config, "speculative", None) is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )

@@ -279,7 +279,8 @@ class Target:
         """
         if self.tap is not None and generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
             # an int lets some models (gemma4) skip prompt positions in upper layers; a tensor keeps them all
-            length = model_kwargs.get("inputs_embeds", input_ids).shape[1]
+            embeddings = model_kwargs.get("inputs_embeds")
+            length = (input_ids if embeddings is None else embeddings).shape[1]
             model_kwargs["logits_to_keep"] = torch.tensor([length - 1], device=input_ids.device)
         outputs = self.model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
         self.cache.commit_all(outputs.logits.shape[0])

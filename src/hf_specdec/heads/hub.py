@@ -17,13 +17,16 @@ from hf_specdec.heads.eagle import EagleConfig, EagleHead
 WEIGHTS_NAME = "model.safetensors"
 
 
-def load_head(repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> EagleHead:
+def load_head(
+    repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None, **kwargs: Any
+) -> EagleHead:
     """Read a head in this package's own layout (safetensors and `config.json`).
 
     Args:
         repo_or_path: A local directory or a Hub id.
         revision: Branch, tag or commit on the Hub.
         token: Hub token; None uses the stored one.
+        **kwargs: Further arguments of `huggingface_hub.snapshot_download`, e.g. `cache_dir`.
 
     Returns:
         The head, in the dtype it was stored in.
@@ -32,7 +35,7 @@ def load_head(repo_or_path: str | Path, *, revision: str | None = None, token: s
         CheckpointFormatError: No such repository or directory, no known layout, a broken file, missing or unknown
             tensors or tensors of another shape.
     """
-    folder = _fetch(repo_or_path, revision, token)
+    folder = _fetch(repo_or_path, {**kwargs, "revision": revision, "token": token})
     config = _read_config(folder)
     tensors = _read_tensors(folder / WEIGHTS_NAME)
     try:
@@ -61,13 +64,13 @@ def load_head(repo_or_path: str | Path, *, revision: str | None = None, token: s
     return head.eval()
 
 
-def _fetch(repo_or_path: str | Path, revision: str | None, token: str | bool | None) -> Path:
+def _fetch(repo_or_path: str | Path, download: dict[str, Any]) -> Path:
     folder = Path(repo_or_path)
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(str(repo_or_path), revision=revision, token=token,
-                                      allow_patterns=["config.json", WEIGHTS_NAME]))  # fmt: skip
+        patterns = ["config.json", WEIGHTS_NAME]
+        return Path(snapshot_download(str(repo_or_path), allow_patterns=patterns, **download))
     except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalEntryNotFoundError, OSError) as e:
         raise CheckpointFormatError(
             f"There is no head at {str(repo_or_path)!r}: it is no local directory, and the Hub says: {e}",

@@ -1,0 +1,97 @@
+"""Where a step's time goes: the two models' forwards, and everything else.
+
+    python benchmarks/step_time.py --prompts questions.jsonl --json benchmarks/results/step_time.json
+
+Shares are of the decoding time (prefill excluded), summed over the prompts; medians over the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from hf_specdec import bench, demo
+from hf_specdec.drafters import eagle
+
+
+class Clock:
+    """Adds up the wall-clock seconds spent in modules."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    def watch(self, module, name):
+        begins = []
+
+        def before(*_):
+            begins.append(time.perf_counter())
+
+        def after(*_):
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begins.pop()
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--questions", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, tokenizer = demo.load_model(None, None, torch.bfloat16)
+    clock = Clock()
+    clock.watch(model, "target")
+    clock.watch(model.drafters["eagle"].head, "head")
+    rows_of = eagle.lm_head_rows
+    eagle.lm_head_rows = lambda *arguments: clock.watch(rows_of(*arguments), "draft lm_head")
+    clock.watch(model.get_input_embeddings(), "embedding")
+
+    document = {"environment": bench.environment(model)}
+    questions = bench.read_questions(options.prompts, limit=options.questions)
+    for method in ("eagle", "prompt_lookup"):
+        rounds = []
+        for _ in range(options.rounds):
+            totals = {}
+            for question in questions:
+                clock.seconds = {}
+                inputs = demo.encode(tokenizer, question.turns[0], model.device)
+                model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method)
+                stats, inside = model.last_speculation, clock.seconds
+                step = stats.total_seconds - stats.prefill_seconds
+                target = inside["target"] - stats.prefill_seconds
+                head = inside.get("head", 0.0) + inside.get("draft lm_head", 0.0)
+                parts = {
+                    "decoding": step, "target forward": target, "head and its lm_head": head,
+                    "draft, rest": stats.draft_seconds - head, "verify, rest": stats.verify_seconds - target,
+                    "accept": stats.accept_seconds, "commit": stats.commit_seconds,
+                    "loop": step - stats.draft_seconds - stats.verify_seconds - stats.accept_seconds
+                    - stats.commit_seconds, "steps": stats.num_target_forwards,
+                }  # fmt: skip
+                for name, value in parts.items():
+                    totals[name] = totals.get(name, 0.0) + value
+            rounds.append(totals)
+        steps = rounds[0].pop("steps")
+        shares = {name: statistics.median(r[name] / r["decoding"] for r in rounds) for name in rounds[0]}
+        outside = statistics.median(
+            1 - (r["target forward"] + r["head and its lm_head"]) / r["decoding"] for r in rounds
+        )
+        document[method] = {
+            "shares": shares, "outside_the_forwards": outside,
+            "milliseconds_per_step": 1000 * statistics.median(r["decoding"] for r in rounds) / steps,
+        }  # fmt: skip
+        print(method, json.dumps(document[method], indent=1), flush=True)
+    options.json.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

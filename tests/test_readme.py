@@ -1,0 +1,63 @@
+"""The README is true: its example runs, its links and files exist, the drafter of docs/drafters.md works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_specdec
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def code_block(text: str, after: str) -> str:
+    return text[text.index(after) :].split("```python\n", 1)[1].split("```", 1)[0]
+
+
+@pytest.mark.slow
+def test_the_example_runs(
+    small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As printed, from the repository's root; the Hub id stands for the packaged model."""
+    monkeypatch.chdir(ROOT)
+    for factory in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
+        load = factory.from_pretrained
+        monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
+    exec(code_block(README, "<!-- example -->"), {})
+    assert "tau" in capsys.readouterr().out
+
+
+def test_links_and_files_exist() -> None:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
+    for name in re.findall(r"`(\w+\.py|\w+/)`", README[README.index("## How it is built") :]):
+        assert (ROOT / "src" / "hf_specdec" / name).exists(), name
+
+
+def test_the_first_screen_is_short() -> None:
+    before_code = README[: README.index("```python")]
+    assert len(before_code.splitlines()) < 15
+    assert len(code_block(README, "<!-- example -->").splitlines()) <= 12
+
+
+def test_the_drafter_of_the_docs_works(llama: Any) -> None:
+    code = code_block((ROOT / "docs" / "drafters.md").read_text(), "# Write your own")
+    ids = torch.tensor([[5, 6, 7]])
+    plain = llama.generate(ids, max_new_tokens=20, do_sample=False)
+    scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": ids}}
+    exec(code, scope)
+    assert torch.equal(plain, llama.generate(ids, max_new_tokens=20, do_sample=False, speculative="repeat"))
+    assert llama.last_speculation.method == "repeat"
+
+
+def test_public_names_are_documented() -> None:
+    assert sorted(hf_specdec.__all__) == hf_specdec.__all__
+    for name in hf_specdec.__all__:
+        assert getattr(hf_specdec, name).__doc__
