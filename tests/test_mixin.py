@@ -197,6 +197,8 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
     oracle = OracleDrafter(IDS, "always", zoo.VOCAB_SIZE)
     assert llama.add_drafter(oracle, "mine") is oracle
     assert llama.drafters == {"mine": oracle}
+    llama.generate(IDS, speculative="oracle", **GREEDY)  # by its method as well as by its name
+    assert llama.last_speculation.method == "oracle"
     assert llama.remove_drafter("mine") is oracle
     with pytest.raises(DrafterMismatchError, match="no drafter 'mine'"):
         llama.remove_drafter("mine")

@@ -29,6 +29,7 @@ class Acceptance:
     tokens: Tensor  # [B, P] long, tokens emitted by this step: accepted ones, then correction or bonus
     num_accepted: Tensor  # [B] long, drafted tokens kept
     next_token: Tensor  # [B] long, the last emitted token: the next root
+    nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
     emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
 
     @property
@@ -51,6 +52,7 @@ class Acceptance:
             tokens=padded(emitted),
             num_accepted=torch.tensor([max(len(path) - 1, 0) for path in paths], device=device),
             next_token=torch.tensor(following, device=device),
+            nodes=tuple(map(tuple, paths)),
             emitted=tuple(map(tuple, emitted)),
         )
 

@@ -56,21 +56,15 @@ class KeyValueBuffer:
         self.num_taken += 1
         return self.keys[self.num_taken - 1], self.values[self.num_taken - 1]
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots within each row, all layers at once; the gather makes a copy, so ranges may overlap.
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots within their rows, all layers at once; the gather makes a copy, so ranges may overlap.
 
         Args:
-            sources, targets: `[B, P]` slots.
+            rows, sources, targets: `[M]` one entry per moved token.
         """
-        rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
         for states in (self.keys, self.values):
-            # advanced indices around a slice: the indexed result is [B, P, n, H, D] on both sides
+            # advanced indices around a slice: the indexed result is [M, n, H, D] on both sides
             states[:, rows, :, targets] = states[:, rows, :, sources]
-
-    def move_uniform(self, sources: Tensor, start: int) -> None:
-        """`move` for rows that agree: slots `sources [P]` to `start .. start+P-1`."""
-        for states in (self.keys, self.values):
-            states[:, :, :, start : start + len(sources)] = states.index_select(3, sources)
 
 
 class TreeLayer(CacheLayerMixin):
@@ -165,28 +159,25 @@ class TreeCache(Cache):
             self.buffers.append(buffer)
         return buffer.take()
 
-    def commit(self, path: Tensor, counts: Sequence[int]) -> None:
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of what was appended since the last commit, in place; forget the rest.
 
         Args:
-            path: `[B, P]` appended nodes in order, counted from `start`; entries past the count are ignored.
-            counts: Number of nodes kept in each row.
+            paths: Per row the appended nodes that are kept, in order, counted from `start`; empty keeps none.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """
-        start, lengths = self.start, self.lengths or [0] * len(counts)
-        kept = max(counts)
-        if kept:
-            nodes = path[:, :kept].clamp(min=0)
-            if len(set(lengths)) == 1 and len(counts) == 1:
-                self._move_uniform(nodes[0], start)
-            else:
-                firsts = torch.tensor(lengths, device=path.device)
-                targets = firsts[:, None] + torch.arange(kept, device=path.device)
-                for buffer in self.buffers:
-                    # rows that keep fewer write past their length: those slots are masked until rewritten
-                    buffer.move((nodes + start).to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        start, lengths = self.start, self.lengths or [0] * len(paths)
+        moved = [
+            (row, start + node, length + place)
+            for row, (path, length) in enumerate(zip(paths, lengths, strict=True))
+            for place, node in enumerate(path)
+            if start + node != length + place
+        ]
+        if moved:
+            for buffer in self.buffers:
+                buffer.move(*torch.tensor(moved, device=buffer.keys.device).unbind(-1))
+        self.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         self._rewind()
 
     def commit_all(self, batch_size: int) -> None:
@@ -210,12 +201,6 @@ class TreeCache(Cache):
             if layer.is_initialized:
                 dynamic.update(layer.keys[:, :, : self.start].clone(), layer.values[:, :, : self.start].clone(), index)
         return dynamic
-
-    def _move_uniform(self, nodes: Tensor, start: int) -> None:
-        if torch.equal(nodes, torch.arange(len(nodes), device=nodes.device)):
-            return  # the path is where it belongs already
-        for buffer in self.buffers:
-            buffer.move_uniform((nodes + start).to(buffer.keys.device), start)
 
     def _rewind(self) -> None:
         for layer in self.layers:

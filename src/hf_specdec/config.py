@@ -48,15 +48,26 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
     return sorted(paths, key=lambda path: (len(path), path))
 
 
-def _known_fields(cls: type, values: Mapping[str, Any]) -> None:
-    """Refuse unknown field names, naming the nearest known one."""
-    known = [field.name for field in fields(cls)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-            raise InvalidConfigError(
-                f"{cls.__name__} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
-            )
+class _Fields:
+    """Dictionaries in, with the nearest known name where a field is unknown."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
+        """
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise InvalidConfigError(
+                    f"{cls.__name__} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+                )
+        return cls(**values)
 
 
 def _require(condition: bool, expected: str, name: str, value: Any) -> None:
@@ -73,7 +84,7 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveConfig:
+class AdaptiveConfig(_Fields):
     """How the drafted depth follows the measured acceptance.
 
     Args:
@@ -111,19 +122,9 @@ class AdaptiveConfig:
         """Plain values, JSON-serialisable."""
         return {**asdict(self), "candidate_steps": list(self.candidate_steps)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`.
-
-        Raises:
-            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
-        """
-        _known_fields(cls, values)
-        return cls(**values)
-
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
+class SpeculativeConfig(_Fields):
     """How to draft, verify and accept. `None` leaves a field to the drafter, which documents its default.
 
     Args:
@@ -183,16 +184,6 @@ class SpeculativeConfig:
         if isinstance(self.adaptive, AdaptiveConfig):
             values["adaptive"] = self.adaptive.to_dict()
         return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`.
-
-        Raises:
-            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
-        """
-        _known_fields(cls, values)
-        return cls(**values)
 
     @classmethod
     def of(cls, value: Any) -> Self:

@@ -77,7 +77,7 @@ def speculate(call: Call, cache: TreeCache, transcript: Transcript) -> Speculati
                 acceptance = call.rule(tree, verification.logits, transcript)
                 roots = acceptance.next_token
             with stats.time("commit"):
-                cache.commit(acceptance.path, acceptance.counts)
+                cache.commit(acceptance.nodes)
             transcript.stream(call.streamer, pad_token_id)
             stats.num_target_forwards += 1
             stats.num_drafted_tokens += sum(active) * (tree.num_nodes - 1)

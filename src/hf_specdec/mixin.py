@@ -271,9 +271,13 @@ class SpeculativeGenerationMixin:
         registered = _state(self).drafters
         name = ALIASES.get(config.method, config.method)
         if name == "auto":
-            name = next((method for method in NEEDS_HEAD if method in registered), "prompt_lookup")
+            methods = {drafter.method for drafter in registered.values()}
+            name = next((method for method in NEEDS_HEAD if method in methods), "prompt_lookup")
         if name in registered:
             return registered[name]
+        of_method = [drafter for drafter in registered.values() if drafter.method == name]
+        if of_method:
+            return of_method[0]
         if name in TRAINING_FREE:
             return TRAINING_FREE[name]()
         if name in NEEDS_HEAD:

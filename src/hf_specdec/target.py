@@ -206,10 +206,9 @@ def _probe(model: PreTrainedModel) -> CacheLayout:
     try:
         chain = TokenTree(prompt, torch.arange(-1, prompt.shape[1] - 1, device=model.device))
         target.verify(chain)
-        cache.commit(torch.arange(prompt.shape[1], device=model.device)[None], [prompt.shape[1]])
+        cache.commit([range(prompt.shape[1])])
         logits = target.verify(tree).logits[0]
-        path = torch.tensor([[0, 1, 3]], device=model.device)
-        cache.commit(path, [3])
+        cache.commit([[0, 1, 3]])
         root = TokenTree(tree.tokens[:, 2:3], torch.tensor([-1], device=model.device))
         continued = target.verify(root).logits[0, 0]
         wanted = {

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.accept import Acceptance
 from hf_specdec.cache import TreeCache
-from hf_specdec.config import Choice, SpeculativeConfig
+from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.eagle import EagleHead
@@ -86,31 +86,34 @@ class EagleDrafter(Drafter):
         """The tree that this config and the head's own defaults ask for.
 
         Raises:
-            InvalidConfigError: A size that contradicts the choices.
+            InvalidConfigError: A size that contradicts the choices, or more children than there are draft tokens.
         """
         defaults = self.head.config
         tree = config.tree or defaults.tree
         if tree == "static":
             tree = DEFAULT_CHOICES if isinstance(defaults.tree, str) else defaults.tree
-        if tree != "dynamic":
-            choices = tuple(tuple(path) for path in tree)
-            size = len(choices) + 1
-            depth = max(map(len, choices))
-            for name, wanted, actual in (("num_draft_tokens", config.num_draft_tokens, size),
-                                         ("num_steps", config.num_steps, depth)):  # fmt: skip
+        if tree == "dynamic":
+            num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
+            top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
+            wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
+            candidates = top_k + (num_steps - 1) * top_k**2
+            shape = EagleTreeShape(num_steps, top_k, min(wanted, 1 + candidates), None)
+        else:
+            choices = tuple(validate_choices(tree))
+            top_k = 1 + max(max(path) for path in choices)
+            shape = EagleTreeShape(max(map(len, choices)), top_k, len(choices) + 1, choices)
+            for name, wanted, actual in (
+                ("num_draft_tokens", config.num_draft_tokens, shape.num_nodes),
+                ("num_steps", config.num_steps, shape.num_steps),
+            ):
                 if wanted not in (None, actual):
                     raise InvalidConfigError(
                         f"The static tree has {name} {actual}, got {name}={wanted}.", f"Leave {name} None."
                     )
-            return EagleTreeShape(depth, 1 + max(max(path) for path in choices), size, choices)
-        num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
-        top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
-        wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
         vocabulary = defaults.draft_vocab_size or defaults.vocab_size
-        if top_k > vocabulary:
-            raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {vocabulary} tokens.")
-        candidates = top_k + (num_steps - 1) * top_k**2
-        return EagleTreeShape(num_steps, top_k, min(wanted, 1 + candidates), None)
+        if shape.top_k > vocabulary:
+            raise InvalidConfigError(f"`top_k` {shape.top_k} exceeds the draft vocabulary of {vocabulary} tokens.")
+        return shape
 
     def num_nodes(self, config: SpeculativeConfig) -> int:
         """Nodes of every tree."""
@@ -177,37 +180,43 @@ class _EagleSession(DraftSession):
 
     def _read_committed(self) -> _Level:
         """Append the newly committed entries from true features; the root's children come from the last of them."""
-        lengths = self._cache.lengths or [0] * len(self._counts)
-        width = self._tokens.shape[1]
-        causal = torch.ones(width, width, dtype=torch.bool, device=self._tokens.device).tril()[None]
-        entries = torch.arange(width, device=self._tokens.device)
-        if not self._cache.lengths and self._padding is not None:  # the prompt itself: its padding is no key
-            causal = causal & self._padding.valid[:, None] | torch.eye(width, dtype=torch.bool, device=causal.device)
+        width, device = self._tokens.shape[1], self._tokens.device
+        entries = torch.arange(width, device=device)
+        lengths = self._cache.lengths
+        positions = self._first_positions(lengths or [0] * len(self._counts)) + entries
+        visible = None
+        if lengths:
+            visible = (entries[:, None] >= entries)[None]
+        elif self._padding is not None:  # the prompt itself: its padding is no key
+            behind = entries[:, None] - entries
+            visible = (behind >= 0) & self._padding.valid[:, None] | (behind == 0)
             positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
-            committed = None
-        else:
-            positions = self._first_positions(lengths) + entries
-            committed = lengths
-        features = self._run(self._tokens, self._features, positions, causal, committed)
-        self._cache.commit(entries.expand(len(self._counts), -1), self._counts)
-        last = torch.tensor([max(count - 1, 0) for count in self._counts], device=features.device)
-        return self._level(features[torch.arange(len(last), device=last.device), last][:, None])
+        features = self._run(self._tokens, self._features, positions, visible)
+        self._cache.commit([range(count) for count in self._counts])
+        last = torch.tensor([max(count - 1, 0) for count in self._counts], device=device)
+        return self._level(features[torch.arange(len(last), device=device), last][:, None])
 
-    def _run(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor, lengths: Sequence[int] | None
-    ) -> Tensor:
-        """The head over T new entries that see `visible [B or 1, T, appended]` and what is committed."""
-        batch_size = tokens.shape[0]
-        mask = visible.expand(batch_size, -1, -1)
-        if lengths and max(lengths):
-            committed = committed_slots(lengths, self._padding, tokens.device)
-            mask = torch.cat([committed[:, None].expand(-1, tokens.shape[1], -1), mask], dim=-1)
-        device = self._head.device
+    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        """The head over T new entries.
+
+        Args:
+            tokens, features, positions: `[B, T]`, `[B, T, D]`, `[B or 1, T]`.
+            visible: `[B or 1, T, appended]` bool, what each sees of the entries appended since the last commit; all
+                see what is committed. None is plain causal, for a prompt without padding.
+        """
+        batch_size, device = tokens.shape[0], self._head.device
+        mask = None
+        if visible is not None:
+            mask = visible.expand(batch_size, -1, -1)
+            if self._cache.lengths:
+                committed = committed_slots(self._cache.lengths, self._padding, tokens.device)
+                mask = torch.cat([committed[:, None].expand(-1, tokens.shape[1], -1), mask], dim=-1)
+            mask = mask[:, None].to(device)
         output: Tensor = self._head(
             self._embedding(tokens).to(device, self._head.dtype),
             features.to(device, self._head.dtype),
             positions.expand(batch_size, -1).to(device),
-            mask[:, None].to(device),
+            mask,
             self._cache,
         )
         return output.to(tokens.device)
@@ -231,12 +240,9 @@ class _EagleSession(DraftSession):
             depth: Of the nodes; children of the root have 1.
         """
         rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        lengths = self._cache.lengths
-        positions = self._first_positions(lengths) + (depth - 1)
-        features = self._run(
-            tokens, parents.features[rows, parent_index], positions.expand(-1, tokens.shape[1]), seen, lengths
-        )
-        return self._level(features)
+        positions = self._first_positions(self._cache.lengths) + (depth - 1)
+        features = parents.features[rows, parent_index]
+        return self._level(self._run(tokens, features, positions.expand(-1, tokens.shape[1]), seen))
 
     def _first_positions(self, lengths: Sequence[int]) -> Tensor:
         """`[B, 1]` position of the first entry after the committed ones."""
