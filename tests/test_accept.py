@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     EosTokenCriteria,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
 
-from hf_specdec.accept import follow, greedy, rejection
+from hf_specdec.accept import AcceptanceRule, follow, greedy, greedy_at_once, rejection
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.sampling import Transcript
 from hf_specdec.tree import TokenTree
@@ -25,22 +24,15 @@ from hf_specdec.tree import TokenTree
 VOCAB = 5
 
 
-class Nothing(LogitsProcessor):
-    """A processor that changes nothing, but makes the choice depend on the prefix."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
-
-
 def transcript(
-    rows: int = 1, *, do_sample: bool = False, max_length: int = 100, eos: list[int] | None = None, walk: bool = False
+    rows: int = 1, *, do_sample: bool = False, max_length: int = 100, eos: list[int] | None = None
 ) -> Transcript:
     """A transcript of prompt [4, 3] whose root 0 has been emitted in every row."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
     if eos:
         criteria.append(EosTokenCriteria(eos))
     text = Transcript(
-        torch.tensor([[4, 3]] * rows), LogitsProcessorList([Nothing()] if walk else []), criteria,
+        torch.tensor([[4, 3]] * rows), LogitsProcessorList(), criteria,
         max_length=max_length, do_sample=do_sample,
     )  # fmt: skip
     for row in range(rows):
@@ -58,7 +50,7 @@ def says(*tokens: int) -> torch.Tensor:
 TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
 
 
-@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
 @pytest.mark.parametrize(
     ("target", "path", "emitted"),
     [
@@ -68,9 +60,11 @@ TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
         ((2, 3, 4, 0), [0, 2], (2, 4)),  # the second child
     ],
 )
-def test_worked_cases(target: tuple[int, ...], path: list[int], emitted: tuple[int, ...], walk: bool) -> None:
-    text = transcript(walk=walk)
-    acceptance = greedy(TREE, says(*target), text)
+def test_worked_cases(
+    target: tuple[int, ...], path: list[int], emitted: tuple[int, ...], rule: AcceptanceRule
+) -> None:
+    text = transcript()
+    acceptance = rule(TREE, says(*target), text)
     assert acceptance.path.tolist() == [path]
     assert acceptance.emitted == (emitted,)
     assert acceptance.tokens.tolist() == [list(emitted)]
@@ -79,33 +73,41 @@ def test_worked_cases(target: tuple[int, ...], path: list[int], emitted: tuple[i
     assert text.new_tokens == [[0, *emitted]]
 
 
-@pytest.mark.parametrize("walk", [False, True])
-def test_a_row_ends_inside_an_accepted_run(walk: bool) -> None:
-    text = transcript(walk=walk, eos=[1])
-    acceptance = greedy(TREE, says(1, 3, 0, 2), text)
+@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
+    text = transcript(eos=[1])
+    acceptance = rule(TREE, says(1, 3, 0, 2), text)
     assert acceptance.emitted == ((1,),)
     assert acceptance.path.tolist() == [[0]]
     assert text.finished == [True]
-    after = greedy(TREE, says(1, 3, 0, 2), text)
+    after = rule(TREE, says(1, 3, 0, 2), text)
     assert after.emitted == ((),)
     assert after.counts == [0]
     assert (after.path == -1).all()
 
 
-@pytest.mark.parametrize("walk", [False, True])
-def test_max_length_cuts_the_run(walk: bool) -> None:
-    text = transcript(walk=walk, max_length=5)  # prompt 2, root 1: two more fit
-    assert greedy(TREE, says(1, 3, 0, 2), text).emitted == ((1, 3),)
+@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+def test_max_length_cuts_the_run(rule: AcceptanceRule) -> None:
+    text = transcript(max_length=5)  # prompt 2, root 1: two more fit
+    assert rule(TREE, says(1, 3, 0, 2), text).emitted == ((1, 3),)
     assert text.finished == [True]
 
 
-def test_token_zero_is_a_token() -> None:
+@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+def test_token_zero_is_a_token(rule: AcceptanceRule) -> None:
     """Peers pad paths with id 0 and accept it where the target says 0."""
     text = transcript()
     tree = TokenTree(torch.tensor([[3, 0]]), torch.tensor([-1, 0]))
-    assert greedy(tree, says(0, 0), text).emitted == ((0, 0),)
+    assert rule(tree, says(0, 0), text).emitted == ((0, 0),)
     padded = TokenTree(torch.tensor([[3, 0]]), torch.tensor([-1, -1]))
-    assert greedy(padded, says(0, 0), transcript()).emitted == ((0,),)
+    assert rule(padded, says(0, 0), transcript()).emitted == ((0,),)
+
+
+def test_ties_fall_to_the_first_token_as_in_plain_generate() -> None:
+    logits = torch.zeros(1, 4, VOCAB, dtype=torch.bfloat16)
+    logits[..., 2:] = 1
+    for rule in (greedy, greedy_at_once):
+        assert rule(TREE, logits, transcript()).emitted == ((2, 2),)
 
 
 @st.composite
@@ -133,7 +135,7 @@ def trees_with_logits(draw: st.DrawFn) -> tuple[TokenTree, torch.Tensor]:
 def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -> None:
     tree, logits = case
     rows = len(tree.tokens)
-    fast, slow = greedy(tree, logits, transcript(rows)), follow(tree, logits, transcript(rows))
+    fast, slow = greedy_at_once(tree, logits, transcript(rows)), follow(tree, logits, transcript(rows))
     assert fast.emitted == slow.emitted
     assert fast.path.tolist() == slow.path.tolist()
 

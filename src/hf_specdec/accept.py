@@ -64,11 +64,17 @@ AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Acceptance]
 def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
     """Keep the longest path whose every token is the target's argmax after its parent.
 
-    Equal to plain greedy decoding token for token. Without processors all nodes are decided at once on the
-    device; with processors, one node of the path after the other on its exact prefix.
+    Equal to plain greedy decoding token for token. On an accelerator every transfer to the host costs, so all nodes
+    are decided at once there; on the CPU every row of V logits costs, so only the nodes of the path are looked at.
+    Processors need the walk anyway: each is called on the exact prefix.
     """
-    if not transcript.is_prefix_free:
+    if logits.device.type == "cpu" or not transcript.is_prefix_free:
         return follow(tree, logits, transcript)
+    return greedy_at_once(tree, logits, transcript)
+
+
+def greedy_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+    """`greedy` for a choice that depends on a node's logits alone: on the device, with one transfer to the host."""
     choices = logits.argmax(-1)  # [B, N]
     ancestors = tree.ancestor_mask()
     parents = tree.parents.expand(tree.tokens.shape)

@@ -27,7 +27,7 @@ from hf_specdec.target import FeatureTap, Target, text_config
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
 
-@dataclass(slots=True)
+@dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """transformers' output of `generate()`, and what speculation did."""
 

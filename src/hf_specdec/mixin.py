@@ -251,10 +251,7 @@ class SpeculativeGenerationMixin:
             stopping_criteria,
             max_length=generation_config.max_length,
             do_sample=generation_config.do_sample,
-            keep_logits=bool(
-                generation_config.return_dict_in_generate
-                and (generation_config.output_scores or generation_config.output_logits)
-            ),
+            keep_logits=options.keeps_logits(generation_config, input_ids.shape[0]),
         )
         stats = decode.speculate(call, cache, transcript)
         _state(self).last = stats

@@ -123,6 +123,23 @@ def check_prompt(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
         raise UnsupportedGenerationError("The prompt is empty.", "Give at least one token, e.g. the BOS token.")
 
 
+def keeps_logits(generation_config: GenerationConfig, batch_size: int) -> bool:
+    """Whether scores or logits of every token are to be returned.
+
+    Raises:
+        UnsupportedGenerationError: For several rows, which reach a token at different steps.
+    """
+    wanted = [name for name in ("output_scores", "output_logits") if getattr(generation_config, name)]
+    if not generation_config.return_dict_in_generate or not wanted:
+        return False
+    if batch_size > 1:
+        raise UnsupportedGenerationError(
+            f"{' and '.join(wanted)} with `speculative` are kept at batch size 1, got {batch_size} rows.",
+            "Generate the rows one by one, or drop one of them.",
+        )
+    return True
+
+
 def check_processors(processors: LogitsProcessorList, batch_size: int) -> None:
     """Rows advance at different speeds, so a processor that couples rows or counts calls needs a batch of one."""
     if batch_size == 1:
