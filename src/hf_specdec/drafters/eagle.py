@@ -225,7 +225,8 @@ class _EagleSession(DraftSession):
         """Score the children of K nodes by the target's own lm_head."""
         logits = self._lm_head(features.to(self._head.device, self._head.dtype)).to(features.device)
         best, ids = logits.topk(self._shape.top_k, dim=-1)
-        log_probs = best.float() - logits.float().logsumexp(-1, keepdim=True)
+        # at most 0 also after rounding: no child may score above its parent
+        log_probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)
         tokens = ids if self._hot_token_ids is None else self._hot_token_ids.to(ids.device)[ids]
         return _Level(features, log_probs, tokens)
 
