@@ -126,6 +126,7 @@ def main():
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--parts", default="greedy,half,seeds,distribution,memory")
     parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--part-of", default="0:1", help="I:N runs every Nth question from the Ith, for N processes")
     parser.add_argument("--seed-questions", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, required=True)
@@ -133,7 +134,8 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    questions = bench.read_questions(options.prompts, limit=options.questions)
+    first, every = map(int, options.part_of.split(":"))
+    questions = bench.read_questions(options.prompts, limit=options.questions)[first::every]
     document = json.loads(options.json.read_text()) if options.json.exists() else {}
     for part in options.parts.split(","):
         dtype = torch.bfloat16 if part == "half" else torch.float32
@@ -141,7 +143,7 @@ def main():
         document[part] = {
             "greedy": lambda m, t: greedy(m, t, questions, options.max_new_tokens),
             "half": lambda m, t: greedy(m, t, questions, options.max_new_tokens),
-            "seeds": lambda m, t: seeds(m, t, questions[: options.seed_questions], 48),
+            "seeds": lambda m, t: seeds(m, t, questions[: options.seed_questions], 32),
             "distribution": lambda m, t: distribution(m, t, 4000),
             "memory": lambda m, t: memory(m, t, 200),
         }[part](model, tokenizer)

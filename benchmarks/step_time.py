@@ -19,19 +19,24 @@ from hf_specdec.drafters import eagle
 
 
 class Clock:
-    """Adds up the wall-clock seconds spent in modules."""
+    """Adds up the wall-clock seconds spent in modules; a module inside another watched one counts as part of it."""
 
     def __init__(self):
         self.seconds = {}
+        self.depth = 0
 
     def watch(self, module, name):
         begins = []
 
         def before(*_):
+            self.depth += 1
             begins.append(time.perf_counter())
 
         def after(*_):
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begins.pop()
+            elapsed = time.perf_counter() - begins.pop()
+            self.depth -= 1
+            if self.depth == 0:
+                self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -54,7 +59,7 @@ def main():
     clock.watch(model.drafters["eagle"].head, "head")
     rows_of = eagle.lm_head_rows
     eagle.lm_head_rows = lambda *arguments: clock.watch(rows_of(*arguments), "draft lm_head")
-    clock.watch(model.get_input_embeddings(), "embedding")
+    clock.watch(model.get_input_embeddings(), "draft embedding")
 
     document = {"environment": bench.environment(model)}
     questions = bench.read_questions(options.prompts, limit=options.questions)
@@ -69,9 +74,9 @@ def main():
                 stats, inside = model.last_speculation, clock.seconds
                 step = stats.total_seconds - stats.prefill_seconds
                 target = inside["target"] - stats.prefill_seconds
-                head = inside.get("head", 0.0) + inside.get("draft lm_head", 0.0)
+                head = sum(inside.get(name, 0.0) for name in ("head", "draft lm_head", "draft embedding"))
                 parts = {
-                    "decoding": step, "target forward": target, "head and its lm_head": head,
+                    "decoding": step, "target forward": target, "head, its embedding and lm_head": head,
                     "draft, rest": stats.draft_seconds - head, "verify, rest": stats.verify_seconds - target,
                     "accept": stats.accept_seconds, "commit": stats.commit_seconds,
                     "loop": step - stats.draft_seconds - stats.verify_seconds - stats.accept_seconds
@@ -83,7 +88,7 @@ def main():
         steps = rounds[0].pop("steps")
         shares = {name: statistics.median(r[name] / r["decoding"] for r in rounds) for name in rounds[0]}
         outside = statistics.median(
-            1 - (r["target forward"] + r["head and its lm_head"]) / r["decoding"] for r in rounds
+            1 - (r["target forward"] + r["head, its embedding and lm_head"]) / r["decoding"] for r in rounds
         )
         document[method] = {
             "shares": shares, "outside_the_forwards": outside,
