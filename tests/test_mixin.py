@@ -269,6 +269,8 @@ def test_processors_that_may_couple_rows_need_a_batch_of_one(llama: Any) -> None
     pair = {**GREEDY, "attention_mask": torch.ones(2, 20)}
     with pytest.raises(UnsupportedGenerationError, match="CustomProcessor"):
         llama.generate(IDS.expand(2, -1), speculative="oracle", logits_processor=custom, **pair)
+    with pytest.raises(UnsupportedGenerationError, match="EncoderRepetitionPenalty"):  # it holds all rows' prompts
+        llama.generate(IDS.expand(2, -1), speculative="oracle", encoder_repetition_penalty=1.2, **pair)
     with pytest.raises(UnsupportedGenerationError, match="output_scores"):
         llama.generate(
             IDS.expand(2, -1), speculative="oracle", output_scores=True, return_dict_in_generate=True, **pair

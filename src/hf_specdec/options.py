@@ -22,7 +22,7 @@ PASSED_ON = frozenset({
 """Model inputs that speculation keeps; anything else would have to grow with the answer."""
 
 ROWWISE_PROCESSORS = frozenset({
-    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
+    "EpsilonLogitsWarper",
     "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
     "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
