@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import threading
@@ -37,6 +38,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.cache import TreeCache
 from reference import OracleDrafter
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
@@ -447,6 +449,20 @@ def test_two_threads_generate_at_once(llama: Any) -> None:
         thread.join()
     for row, answer in enumerate(answers):
         assert torch.equal(results[row], answer)
+
+
+def test_a_call_leaves_no_cache_behind(llama: Any) -> None:
+    """Without the garbage collector's help: a cycle would keep whole caches alive until it runs."""
+    with_oracle(llama)
+    llama.drafters["oracle"].needs_features = True
+    gc.collect()
+    gc.disable()
+    try:
+        for options in (GREEDY, {**GREEDY, "return_dict_in_generate": True}):
+            llama.generate(IDS, speculative="oracle", **options)
+        assert not [thing for thing in gc.get_objects() if type(thing) is TreeCache]
+    finally:
+        gc.enable()
 
 
 def test_statistics_add_up(llama: Any) -> None:

@@ -67,20 +67,44 @@ class KeyValueBuffer:
             states[:, rows, :, targets] = states[:, rows, :, sources]
 
 
+class KeyValueStore:
+    """The buffers of one cache: layers of one layout share one; what does not fit its layout gets one of its own.
+
+    It knows none of the layers that draw on it, so that nothing but the cache keeps its memory alive.
+    """
+
+    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int) -> None:
+        self.layout, self.capacity = tuple(layout), capacity
+        self.buffers: list[KeyValueBuffer] = []
+        self._open: dict[LayerLayout, KeyValueBuffer] = {}
+
+    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """One layer's share `[B, H, capacity, D]` of the buffer for its layout."""
+        actual = layer_layout(key_states, value_states)
+        buffer = self._open.get(actual)
+        if layout != actual or buffer is None or buffer.is_full:
+            shared = self.layout.count(actual) if layout == actual else 1
+            buffer = KeyValueBuffer(shared, self.capacity, key_states, value_states)
+            self.buffers.append(buffer)
+            if layout == actual:
+                self._open[actual] = buffer
+        return buffer.take()
+
+
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the cache's buffer, in the shape transformers' attention expects."""
 
     is_sliding = False
 
-    def __init__(self, cache: TreeCache, layout: LayerLayout | None) -> None:
+    def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
         super().__init__()
-        self.cache = cache
+        self.store = store
         self.layout = layout
         self.end = 0  # slots written, committed or not
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take this layer's share of the buffer at the first forward, which knows batch size and dtype."""
-        self.keys, self.values = self.cache.allocate(self.layout, key_states, value_states)
+        self.keys, self.values = self.store.allocate(self.layout, key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -90,9 +114,9 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self.end = self.end, self.end + key_states.shape[-2]
-        if self.end > self.cache.capacity:
+        if self.end > self.store.capacity:
             raise CacheCapacityError(
-                f"The key-value cache has {self.cache.capacity} slots, this forward needs {self.end}.",
+                f"The key-value cache has {self.store.capacity} slots, this forward needs {self.end}.",
                 "Raise SpeculativeConfig.max_cache_length or leave it None.",
             )
         self.keys[:, :, begin : self.end] = key_states
@@ -109,11 +133,11 @@ class TreeLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Slots there are."""
-        return self.cache.capacity
+        return self.store.capacity
 
     def get_max_cache_shape(self) -> int:
         """The name transformers 5.17 has for `get_max_length`."""
-        return self.cache.capacity
+        return self.store.capacity
 
 
 class TreeCache(Cache):
@@ -128,12 +152,19 @@ class TreeCache(Cache):
     """
 
     def __init__(self, layout: Sequence[LayerLayout | None], capacity: int) -> None:
-        super().__init__(layers=[TreeLayer(self, entry) for entry in layout])
-        self.layout = tuple(layout)
-        self.capacity = capacity
+        self.store = KeyValueStore(layout, capacity)
+        super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
-        self.buffers: list[KeyValueBuffer] = []
-        self._open: dict[LayerLayout, KeyValueBuffer] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row."""
+        return self.store.capacity
+
+    @property
+    def buffers(self) -> list[KeyValueBuffer]:
+        """The buffers of all layers."""
+        return self.store.buffers
 
     @property
     def start(self) -> int:
@@ -144,20 +175,6 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         """Bytes allocated for keys and values."""
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
-
-    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's share `[B, H, capacity, D]` of the buffer for its layout."""
-        actual = layer_layout(key_states, value_states)
-        if layout != actual:
-            own = KeyValueBuffer(1, self.capacity, key_states, value_states)
-            self.buffers.append(own)
-            return own.take()
-        buffer = self._open.get(actual)
-        if buffer is None or buffer.is_full:
-            buffer = KeyValueBuffer(self.layout.count(actual), self.capacity, key_states, value_states)
-            self._open[actual] = buffer
-            self.buffers.append(buffer)
-        return buffer.take()
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of what was appended since the last commit, in place; forget the rest.
