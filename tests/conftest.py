@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,32 @@ def llama() -> Iterator[Any]:
     model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
     yield model
     SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.fixture
+def sure_llama() -> Any:
+    """A tiny Llama as sure of its choices as a trained model: a random one finds all tokens nearly alike."""
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model
+
+
+@pytest.fixture
+def talker() -> Any:
+    """A tiny model that ends its answers now and then."""
+    model = copy.deepcopy(zoo.build("llama"))
+    model.generation_config.eos_token_id = zoo.END
+    with torch.no_grad():
+        model.lm_head.weight[zoo.END] = model.lm_head.weight.mean(0) + 0.02
+    return model
+
+
+@pytest.fixture
+def saved(talker: Any, tmp_path: Path) -> Path:
+    talker.save_pretrained(tmp_path / "model")
+    zoo.chat_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from reference import OracleDrafter
 from test_medusa import random_heads
 
@@ -47,7 +48,7 @@ MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",
     "bloom", "qwen3_next", "lfm2", "gpt_neo",  # chains over transformers' own cache
 )  # fmt: skip
-DRAFTERS = ("never", "always", "sometimes", "sometimes", "prompt_lookup", "eagle", "eagle_static", "medusa")
+DRAFTERS = ("never", "always", "sometimes", "sometimes", "prompt_lookup", "eagle", "eagle_static", "eagle3", "medusa")
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 
 
@@ -98,14 +99,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def attached(name: str) -> Any:
-    """A tiny model with a random EAGLE head and random Medusa heads."""
+    """A tiny model with random EAGLE heads of both kinds and random Medusa heads."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
     torch.manual_seed(0)
-    head = EagleHead(EagleConfig.for_target(model.config, bias=True))
+    eagle = EagleHead(EagleConfig.for_target(model.config, bias=True))
+    eagle3 = Eagle3Head(Eagle3Config.for_target(model.config, norm_before_fc=True))
     with torch.no_grad():
-        for parameter in head.parameters():
+        for parameter in (*eagle.parameters(), *eagle3.parameters()):
             parameter.copy_(torch.randn_like(parameter) * 0.3)
-    model.add_drafter(EagleDrafter(head))
+    model.add_drafter(EagleDrafter(eagle))
+    model.add_drafter(EagleDrafter(eagle3), "eagle3")
     model.add_drafter(MedusaDrafter(random_heads(model)))
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 import zoo
 from hf_specdec import (
     DrafterMismatchError,
+    Eagle3Config,
+    Eagle3Head,
     EagleConfig,
     EagleHead,
     InvalidConfigError,
@@ -19,8 +22,8 @@ from hf_specdec import (
     UnsupportedGenerationError,
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
-from hf_specdec.target import FeatureTap, lm_head_rows
-from hf_specdec.training import capture_features
+from hf_specdec.target import LAST, lm_head_rows
+from hf_specdec.training import Conversation, capture_features
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -29,9 +32,22 @@ for _row, _padding in ((1, 4), (2, 9)):
     MASK[_row, :_padding] = 0
 
 
-def random_head(model: Any, seed: int = 0, **fields: Any) -> EagleHead:
+Head = EagleHead | Eagle3Head
+
+VERSION_3: list[dict[str, Any]] = [
+    {"version": 3, "draft_vocab_size": 40},
+    {"version": 3, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "qkv_bias": True},
+    {"version": 3, "fc_norm": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+]
+
+
+def random_head(model: Any, seed: int = 0, version: int = 1, **fields: Any) -> Head:
     torch.manual_seed(seed)
-    head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
+    head: Head
+    if version == 3:
+        head = Eagle3Head(Eagle3Config.for_target(model.config, **fields))
+    else:
+        head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
@@ -44,10 +60,11 @@ def random_head(model: Any, seed: int = 0, **fields: Any) -> EagleHead:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "deepseek_v3", "cohere2"])
 @pytest.mark.parametrize("tree", ["dynamic", "static", [(0,), (1,), (0, 0), (1, 0), (1, 0, 1)]])
-def test_equal_to_plain_generate(name: str, tree: Any) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_equal_to_plain_generate(name: str, tree: Any, version: int) -> None:
     model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
     try:
-        model.add_drafter(EagleDrafter(random_head(model)))
+        model.add_drafter(EagleDrafter(random_head(model, version=version)))
         for ids, mask in ((IDS[:1], MASK[:1]), (IDS, MASK)):
             options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
             plain = model.generate(ids, **options)
@@ -92,11 +109,13 @@ class Recorder:
 class SlowEagle:
     """The head by definition: true features of a text, then its own, all recomputed for every path."""
 
-    def __init__(self, model: Any, head: EagleHead, text: list[int]) -> None:
+    def __init__(self, model: Any, head: Head, text: list[int]) -> None:
         self.model, self.head, self.text = model, head, text
-        with FeatureTap(model) as tap, torch.no_grad():
-            model(input_ids=torch.tensor([text[:-1]]), use_cache=False)
-        self.features = tap.take()[0]
+        with torch.no_grad():
+            states = model(
+                input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True
+            ).hidden_states
+            self.features = head.fuse(torch.cat([states[layer] for layer in head.feature_layers], dim=-1))[0]
 
     @torch.no_grad()
     def children(self, path: list[int]) -> Tensor:
@@ -109,7 +128,7 @@ class SlowEagle:
             if length < len(tokens):
                 features = torch.cat([features, predicted[0, -1:]])
         lm_head = lm_head_rows(self.model, self.head.hot_token_ids)
-        return lm_head(predicted[0, -1]).log_softmax(-1)
+        return self.head.score(predicted[0, -1], lm_head).log_softmax(-1)
 
     def best_children(self, path: list[int], k: int) -> list[tuple[float, int]]:
         scores, ids = self.children(path).topk(k)
@@ -143,13 +162,13 @@ def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
     return set(paths.values()) - {()}
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, *VERSION_3], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_dynamic_trees_equal_the_definition(name: str, draft_vocab_size: int | None) -> None:
+def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -> None:
     """Every tree of a ragged, padded batch equals the one recomputed for its row alone, features included."""
     model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
     try:
-        head = random_head(model, draft_vocab_size=draft_vocab_size)
+        head = random_head(model, **fields)
         drafter = EagleDrafter(head)
         recorder = Recorder(drafter, IDS)
         model.add_drafter(drafter)
@@ -182,9 +201,10 @@ def test_static_trees_equal_the_definition(llama: Any) -> None:
         assert paths_of(tree, 0) == set(wanted.values()) - {()}
 
 
-def test_features_of_training_and_inference_are_the_same_tensors(llama: Any) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_features_of_training_and_inference_are_the_same_tensors(llama: Any, version: int, tmp_path: Path) -> None:
     """What `capture_features` stores equals what sessions see, prompt and accepted tokens alike."""
-    drafter = EagleDrafter(random_head(llama))
+    drafter = EagleDrafter(random_head(llama, version=version))
     seen: list[Tensor] = []
     start = drafter.start
 
@@ -194,7 +214,7 @@ def test_features_of_training_and_inference_are_the_same_tensors(llama: Any) -> 
         observe = session.observe
 
         def spying_observe(acceptance: Any, verification: Any) -> None:
-            seen.append(verification.hidden[0, acceptance.path[0]])
+            seen.append(verification.features[0, acceptance.path[0]])
             observe(acceptance, verification)
 
         session.observe = spying_observe
@@ -203,10 +223,24 @@ def test_features_of_training_and_inference_are_the_same_tensors(llama: Any) -> 
     drafter.start = spying_start  # type: ignore[method-assign]
     llama.add_drafter(drafter)
     answer = llama.generate(IDS[:1], max_new_tokens=20, do_sample=False, speculative="eagle")[0].tolist()
-    (captured,) = capture_features(llama, [(answer[:14], answer[14:])])
+    layers = tuple(dict.fromkeys((*drafter.feature_layers, LAST)))
+    conversation = Conversation.of(answer[:14], answer[14:])
+    captured = capture_features(llama, [conversation], tmp_path, layers=layers)[0]["features"]
     inference = torch.cat(seen)
-    torch.testing.assert_close(inference, captured.features[: len(inference)], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inference, captured[: len(inference), : inference.shape[1]], atol=1e-6, rtol=0)
     assert len(inference) > 28
+    assert captured.shape[1] == 32 * len(layers)
+
+
+def test_a_head_of_a_deeper_model_is_refused(llama: Any) -> None:
+    head = random_head(llama, version=3, eagle_aux_hidden_state_layer_ids=[1, 9])
+    with pytest.raises(DrafterMismatchError, match=r"hidden states 0 to \d, the head reads \[1, 9\]"):
+        llama.add_drafter(EagleDrafter(head))
+    for ids in (None, [], [2, 1], [1, 1], [-1, 2]):
+        with pytest.raises(InvalidConfigError, match="ascending"):
+            random_head(llama, version=3, eagle_aux_hidden_state_layer_ids=ids)
+    with pytest.raises(InvalidConfigError, match="exclude each other"):
+        random_head(llama, version=3, fc_norm=True, norm_before_fc=True)
 
 
 def test_a_head_of_another_model_is_refused(llama: Any) -> None:

@@ -73,9 +73,9 @@ def test_every_tensor_is_accounted_for(folder: Path, change: Any, message: str) 
         ({"model_type": "llama"}, CheckpointFormatError, "model_type 'llama'"),
         ({"hidden_size": 64}, CheckpointFormatError, "wrong shapes"),
         ({"hidden_size": "big"}, CheckpointFormatError, "describes no head"),
-        ({"num_attention_heads": 0}, CheckpointFormatError, "describes no head"),
+        ({"num_attention_heads": 0}, InvalidConfigError, "num_attention_heads"),
         ({"hidden_act": "nonsense"}, CheckpointFormatError, "describes no head"),
-        ({"eagle_version": 3}, InvalidConfigError, "eagle_version=3"),
+        ({"model_type": "hf_specdec_eagle3"}, InvalidConfigError, "eagle_aux_hidden_state_layer_ids"),
     ],
 )
 def test_configs_that_describe_no_head(folder: Path, fields: dict[str, Any], error: Any, message: str) -> None:

@@ -20,12 +20,12 @@ from hf_specdec import (
 )
 from hf_specdec.config import validate_choices
 from hf_specdec.drafters.base import Prompt
-from hf_specdec.drafters.medusa import PAPER_CHOICES, MedusaDrafter
+from hf_specdec.drafters.medusa import MedusaDrafter
+from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
 from hf_specdec.target import FeatureTap
-from hf_specdec.training import capture_features, train_medusa
-from hf_specdec.training.medusa import collate_sequences
+from hf_specdec.training import train_medusa
 from models import prompts
-from test_training import arguments
+from test_training import answered, arguments
 
 
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
@@ -106,10 +106,20 @@ def test_heads_start_as_the_targets_lm_head() -> None:
             torch.testing.assert_close(logits, wanted)
 
 
-def test_the_papers_tree_can_be_cut_anywhere() -> None:
-    assert len(PAPER_CHOICES) == 63
+@pytest.mark.parametrize("name", PAPER_TREES)
+def test_the_papers_trees_can_be_cut_anywhere(name: str) -> None:
+    tree = paper_tree(name)
+    assert len(tree) == 63
     for size in range(1, 64):
-        validate_choices(PAPER_CHOICES[:size])
+        validate_choices(tree[:size])
+
+
+def test_a_tree_for_every_model() -> None:
+    assert tree_for_model("lmsys/vicuna-13b-v1.3") == paper_tree("vicuna_13b_stage2") != paper_tree("mc_sim_7b_63")
+    assert tree_for_model("HuggingFaceH4/zephyr-7b-beta") == paper_tree("zephyr_stage2")
+    assert tree_for_model(None) == tree_for_model("gpt2") == paper_tree("mc_sim_7b_63")
+    with pytest.raises(InvalidConfigError, match="no paper tree"):
+        paper_tree("vicuna")
     drafter = MedusaDrafter(random_heads(zoo.build("llama")))
     assert drafter.num_nodes(SpeculativeConfig("medusa")) == 24
     assert drafter.num_nodes(SpeculativeConfig("medusa", num_draft_tokens=64)) == 64
@@ -149,33 +159,23 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
         MedusaHeads(MedusaConfig.for_target(llama.config, medusa_num_heads=0))
 
 
-def test_labels_are_answers_only() -> None:
-    rows = [
-        {"input_ids": torch.tensor([5, 6, 7]), "features": torch.zeros(3, 2), "prompt_length": 1},
-        {"input_ids": torch.tensor([8, 9]), "features": torch.zeros(2, 2), "prompt_length": 1},
-    ]
-    assert collate_sequences(rows)["labels"].tolist() == [[-100, 6, 7], [-100, 9, -100]]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"medusa_num_layers": 3}, {"shared_lm_head": False, "draft_vocab_size": 64}], ids=str
 )
 def test_overfitted_heads_are_accepted_to_the_bottom_of_their_tree(
-    tmp_path: Path, llama: Any, fields: dict[str, Any]
+    tmp_path: Path, sure_llama: Any, fields: dict[str, Any]
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, zoo.VOCAB_SIZE, (4, 8), generator=generator)
-    answers = llama.generate(ids, max_new_tokens=24, do_sample=False)
-    conversations = [(row[:8].tolist(), row[8:].tolist()) for row in answers]
-    heads = MedusaHeads(MedusaConfig.for_target(llama.config, medusa_num_heads=3, **fields))
+    ids, answers, talks = answered(sure_llama, 4, 24)
+    heads = MedusaHeads(MedusaConfig.for_target(sure_llama.config, medusa_num_heads=3, **fields))
     if heads.config.draft_vocab_size:
         seen = set(answers.flatten().tolist())
         ids_kept = sorted([*seen, *(t for t in range(zoo.VOCAB_SIZE) if t not in seen)][:64])
         heads.set_hot_token_ids(torch.tensor(ids_kept))
-    heads.start_from(llama.lm_head)
-    train_medusa(llama, heads, list(capture_features(llama, conversations)), arguments(tmp_path, 600))
-    llama.add_drafter(MedusaDrafter(heads))
-    speculative = llama.generate(ids, max_new_tokens=24, do_sample=False, speculative="medusa")
+    heads.start_from(sure_llama.lm_head)
+    train_medusa(sure_llama, heads, talks, arguments(tmp_path, 600))
+    sure_llama.add_drafter(MedusaDrafter(heads))
+    speculative = sure_llama.generate(ids, max_new_tokens=24, do_sample=False, speculative="medusa")
     assert torch.equal(speculative, answers)
-    assert llama.last_speculation.mean_accepted_length > 3.3
-    assert llama.last_speculation.acceptance_by_depth[2] > 0.8
+    assert sure_llama.last_speculation.mean_accepted_length > 3.3
+    assert sure_llama.last_speculation.acceptance_by_depth[2] > 0.8

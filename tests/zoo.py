@@ -9,7 +9,10 @@ import functools
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 96
@@ -219,3 +222,19 @@ def build(name: str) -> PreTrainedModel:
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
+
+
+USER, ASSISTANT, END = 90, 91, 92
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w90 ' if m.role == 'user' else 'w91 ' }}{{ m.content }} w92 {% endfor %}"
+    "{% if add_generation_prompt %}w91 {% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One word per token, w00 to w95, and a chat template of three of them."""
+    words = Tokenizer(WordLevel({f"w{i:02}": i for i in range(VOCAB_SIZE)}, unk_token="w01"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w00", unk_token="w01", eos_token="w92")
+    tokenizer.chat_template = template
+    return tokenizer

@@ -12,6 +12,7 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.mixin import SpeculativeGenerationMixin
@@ -23,6 +24,8 @@ __all__ = [
     "CacheCapacityError",
     "CheckpointFormatError",
     "DrafterMismatchError",
+    "Eagle3Config",
+    "Eagle3Head",
     "EagleConfig",
     "EagleHead",
     "InvalidConfigError",

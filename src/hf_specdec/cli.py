@@ -1,4 +1,7 @@
-"""The command line: `hf-specdec demo | generate | bench`. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: `hf-specdec demo | generate | bench`, and what `cli_training.py` adds.
+
+A user's mistake is one line on stderr and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from rich.table import Table
 from transformers import TextStreamer
 
 from hf_specdec import bench as benchmark
+from hf_specdec import cli_training
 from hf_specdec import demo as demonstration
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 
@@ -132,6 +136,11 @@ def bench(
         document = {"environment": benchmark.environment(lm), "summary": summary,
                     "measurements": [asdict(row) for row in rows]}  # fmt: skip
         output.write_text(json.dumps(document, indent=1))
+
+
+app.command()(cli_training.distill)
+app.command()(cli_training.tree)
+app.add_typer(cli_training.train, name="train")
 
 
 def main() -> None:

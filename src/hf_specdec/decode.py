@@ -61,7 +61,8 @@ def speculate(call: Call, cache: TreeCache | ChainCache, transcript: Transcript)
     layers = LayerOutputs(text_config(call.model), **call.layer_outputs)
     padding = PromptPadding.of(call.model_kwargs.get("attention_mask"))
     with stats.time("total"), ExitStack() as stack:
-        tap = stack.enter_context(FeatureTap(call.model)) if call.drafter.needs_features else None
+        read = call.drafter.feature_layers
+        tap = stack.enter_context(FeatureTap(call.model, read)) if read else None
         wanted = {f"output_{name}": True for name, asked in call.layer_outputs.items() if asked}
         target = Target(call.model, cache, padding, tap, wanted)
         with stats.time("prefill"):
@@ -72,7 +73,7 @@ def speculate(call: Call, cache: TreeCache | ChainCache, transcript: Transcript)
         stack.enter_context(call.model._optimize_model_for_decode())
         with stats.time("draft"):
             own = None if padding is None else padding.last(call.input_ids.shape[1])
-            prompt = Prompt(call.input_ids, own, roots, prefill.hidden, cache.capacity)
+            prompt = Prompt(call.input_ids, own, roots, prefill.features, cache.capacity)
             session = call.drafter.start(call.model, prompt, call.config)
         del prefill, prompt
         while call.has_unfinished(all(transcript.finished)):

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.cache import TreeCache
 from hf_specdec.chain_cache import ChainCache
-from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.masks import MaskLayout, Positions, PromptPadding, tree_masks
 from hf_specdec.tree import TokenTree
 
@@ -30,12 +30,16 @@ class Verification:
     """What one target forward says about a tree (N nodes) or about a prompt (its last position only: N = 1)."""
 
     logits: Tensor  # [B, N, V], the model's own dtype
-    hidden: Tensor | None  # [B, N, D] post-final-norm; a prompt: all P positions; None unless asked for
+    # [B, N, layers * D] the hidden states that the drafter reads; a prompt: of all P positions; None: it reads none
+    features: Tensor | None
     hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless asked for
     attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless asked for
 
 
 # ----------------------------------------------------------------------------------------------- parts of the model
+
+LAST = -1
+"""Index of the last hidden state, behind the final norm: what lm_head reads."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -56,8 +60,8 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache_params" if "cache_params" in parameters else "past_key_values"
 
 
-def find_backbone(model: PreTrainedModel) -> nn.Module:
-    """The module that holds the decoder layers and the final norm: its output is what lm_head reads.
+def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the decoder layers and the final norm, whose output is what lm_head reads; the layers.
 
     `base_model` and `get_decoder()` return the whole model for some architectures, so the parent of the first
     list of `num_hidden_layers` modules is taken, under `get_decoder()` first (a vision tower comes later).
@@ -70,7 +74,7 @@ def find_backbone(model: PreTrainedModel) -> nn.Module:
         for module in root.modules() if root is not None else ():
             for child in module.children():
                 if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                    return module
+                    return module, child
     raise UnsupportedModelError(
         f"{type(model).__name__} has no list of {num_layers} decoder layers to take features from."
     )
@@ -115,35 +119,72 @@ class _SelectedLogits(nn.Module):
 
 
 class FeatureTap:
-    """Context manager: keeps the backbone's last hidden states of this thread's forwards, then unhooks itself.
+    """Context manager: keeps hidden states of this thread's forwards, then unhooks itself.
 
     Two threads may generate on one model, so a hook ignores the forwards of any thread but its own.
+
+    Args:
+        model: The target.
+        layers: Which hidden states, counted as transformers' `hidden_states`: 0 is the embedding, i the output of
+            decoder layer i-1, and `LAST` (also the number of layers) the last one behind the final norm.
+
+    Raises:
+        DrafterMismatchError: The target has no such layer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._backbone = find_backbone(model)
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (LAST,)) -> None:
+        self._backbone, self._modules = find_backbone(model)
+        depth = len(self._modules)
+        if any(not LAST <= layer <= depth for layer in layers):
+            raise DrafterMismatchError(
+                f"{type(model).__name__} has hidden states 0 to {depth}, the head reads {list(layers)}.",
+                "It was trained for a deeper model.",
+            )
+        self._layers = [LAST if layer == depth else layer for layer in layers]
         self._thread = threading.get_ident()
-        self._kept: list[Tensor] = []
+        self.clear()
 
     def __enter__(self) -> FeatureTap:
-        self._handle = self._backbone.register_forward_hook(self._keep)
+        self._handles = [self._hook(layer) for layer in dict.fromkeys(self._layers)]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _hook(self, layer: int) -> Any:
+        def keep_input(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._keep(layer, inputs[0] if inputs else named["hidden_states"])
+
+        def keep_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not isinstance(output, Tensor):
+                output = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            self._keep(layer, output)
+
+        if layer == 0:
+            return self._modules[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        module = self._backbone if layer == LAST else self._modules[layer - 1]
+        return module.register_forward_hook(keep_output)
+
+    def _keep(self, layer: int, hidden: Tensor) -> None:
         if threading.get_ident() == self._thread:
-            self._kept.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+            self._kept[layer].append(hidden)
 
     def clear(self) -> None:
         """Forget what was kept: the forwards of others, such as a guidance processor's."""
-        self._kept = []
+        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
     def take(self) -> Tensor:
-        """`[B, T, D]` features of the forwards since the last call (several where a prompt came in chunks)."""
-        kept, self._kept = self._kept, []
-        return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        """`[B, T, len(layers) * D]` features since the last call (of several forwards where a prompt came in chunks).
+
+        The hidden states stand side by side in the order of `layers`, on the device of the last.
+        """
+        whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
+        self.clear()
+        if len(self._layers) == 1:
+            return whole[self._layers[0]]
+        device = whole[self._layers[-1]].device
+        return torch.cat([whole[layer].to(device) for layer in self._layers], dim=-1)
 
 
 # ----------------------------------------------------------------------------------------------- prefill and verify

@@ -7,6 +7,7 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 
 TRAINING_FREE: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookupDrafter}
@@ -14,7 +15,11 @@ TRAINING_FREE: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookupDrafter}
 
 ALIASES = {"ngram": "prompt_lookup"}
 
-HEAD_DRAFTERS: dict[type, Any] = {EagleHead: EagleDrafter, MedusaHeads: MedusaDrafter}
+HEAD_DRAFTERS: dict[type, Any] = {
+    EagleHead: EagleDrafter,
+    Eagle3Head: EagleDrafter,
+    MedusaHeads: MedusaDrafter,
+}
 """What drafts with a head, by the head's class."""
 
 NEEDS_HEAD = ("eagle", "medusa")

@@ -27,7 +27,7 @@ class Prompt:
     input_ids: Tensor  # [B, P] padding included; P = 0 where the prompt came as embeddings
     padding: PromptPadding | None
     roots: Tensor  # [B] first emitted tokens
-    features: Tensor | None  # [B, P, D] post-final-norm features, where the drafter asked for them
+    features: Tensor | None  # [B, P, layers * D] the hidden states that the drafter reads
     capacity: int  # committed tokens a row can come to have
 
 
@@ -48,11 +48,12 @@ class Drafter(ABC):
 
     Attributes:
         method: The method name it answers to.
-        needs_features: Whether it wants the target's post-final-norm features.
+        feature_layers: Which of the target's hidden states it reads, counted as transformers' `hidden_states`; -1 is
+            the last, behind the final norm. They come side by side, in `Prompt.features` and `Verification.features`.
     """
 
     method: str
-    needs_features: bool = False
+    feature_layers: tuple[int, ...] = ()
 
     @abstractmethod
     def num_nodes(self, config: SpeculativeConfig) -> int:

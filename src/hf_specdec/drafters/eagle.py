@@ -19,9 +19,11 @@ from hf_specdec.cache import TreeCache
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.masks import committed_slots
-from hf_specdec.target import Verification, lm_head_rows
+from hf_specdec.target import FeatureTap, Verification, lm_head_rows
 from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
 
 DEFAULT_NUM_STEPS = 4
@@ -47,7 +49,7 @@ class EagleTreeShape:
 
 
 class EagleDrafter(Drafter):
-    """Drafts with an EAGLE-1/2 head that shares the target's embedding and lm_head.
+    """Drafts with an EAGLE head: version 1/2, which shares the target's embedding and lm_head, or 3.
 
     Config fields: `tree` (`"dynamic"`, `"static"` or choices), `num_steps`, `top_k`, `num_draft_tokens`; what is None
     comes from the head's config, else it is 4 steps, top 4, 16 nodes.
@@ -57,18 +59,19 @@ class EagleDrafter(Drafter):
     """
 
     method = "eagle"
-    needs_features = True
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: EagleHead | Eagle3Head) -> None:
         self.head = head.eval().requires_grad_(False)
+        self.feature_layers = head.feature_layers
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the head next to the target's lm_head.
 
         Raises:
-            DrafterMismatchError: Another hidden size or vocabulary, or no lm_head.
+            DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
         """
         fit_head(self.head, model, "EAGLE head")
+        FeatureTap(model, self.feature_layers)
 
     def shape(self, config: SpeculativeConfig) -> EagleTreeShape:
         """The tree that this config and the head's own defaults ask for.
@@ -130,17 +133,19 @@ class _Level:
 
 
 class _EagleSession(DraftSession):
-    def __init__(self, head: EagleHead, model: PreTrainedModel, prompt: Prompt, shape: EagleTreeShape) -> None:
+    def __init__(
+        self, head: EagleHead | Eagle3Head, model: PreTrainedModel, prompt: Prompt, shape: EagleTreeShape
+    ) -> None:
         if prompt.features is None:
             raise ValueError("an EAGLE session needs the prompt's features")
         self._head, self._shape = head, shape
         self._embedding = model.get_input_embeddings()
-        self._lm_head: nn.Module = lm_head_rows(model, head.hot_token_ids)
+        self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids
         scratch = max(shape.num_steps + 1, shape.num_steps * max(shape.num_nodes, shape.top_k))
         self._cache = TreeCache([None], prompt.capacity + scratch)
         self._static = None if shape.choices is None else StaticLevels.of(shape.choices, prompt.roots.device)
-        # entries to add next: features [B, T, D], the tokens after them [B, T], and how many are real in each row
+        # entries to add next: features [B, T, layers * D], the tokens after them [B, T], how many are real in a row
         # a continued cache has no features of what it holds, and virtual tokens have no ids
         width = min(prompt.features.shape[1], prompt.input_ids.shape[1])
         self._features = prompt.features[:, -width:]
@@ -158,11 +163,11 @@ class _EagleSession(DraftSession):
         return tree
 
     def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        if verification.hidden is None:
+        if verification.features is None:
             raise ValueError("an EAGLE session needs the features of every verification")
         path = acceptance.path.clamp(min=0)
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
-        self._features = verification.hidden[rows, path]
+        self._features = verification.features[rows, path]
         self._tokens = acceptance.tokens.clamp(min=0)
         self._counts = acceptance.counts
         self._roots = acceptance.next_token
@@ -182,7 +187,8 @@ class _EagleSession(DraftSession):
             behind = entries[:, None] - entries
             visible = (behind >= 0) & self._padding.valid[:, None] | (behind == 0)
             positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
-        features = self._run(self._tokens, self._features, positions, visible)
+        fused = self._head.fuse(self._features.to(self._head.device, self._head.dtype))
+        features = self._run(self._tokens, fused, positions, visible)
         self._cache.commit([range(count) for count in self._counts])
         last = torch.tensor([max(count - 1, 0) for count in self._counts], device=device)
         return self._level(features[torch.arange(len(last), device=device), last][:, None])
@@ -207,14 +213,13 @@ class _EagleSession(DraftSession):
             self._embedding(tokens).to(device, self._head.dtype),
             features.to(device, self._head.dtype),
             positions.expand(batch_size, -1).to(device),
-            mask,
-            self._cache,
+            attend_over(self._cache, mask),
         )
         return output.to(tokens.device)
 
     def _level(self, features: Tensor) -> _Level:
         """Score the children of K nodes by the target's own lm_head."""
-        logits = self._lm_head(features.to(self._head.device, self._head.dtype)).to(features.device)
+        logits = self._head.score(features.to(self._head.device, self._head.dtype), self._lm_head).to(features.device)
         best, ids = logits.topk(self._shape.top_k, dim=-1)
         # at most 0 also after rounding: no child may score above its parent
         log_probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)

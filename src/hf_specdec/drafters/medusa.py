@@ -16,37 +16,28 @@ from transformers import PreTrainedModel
 from hf_specdec.accept import Acceptance
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
+from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target import Verification, lm_head_rows
+from hf_specdec.target import LAST, Verification, lm_head_rows
 from hf_specdec.tree import TokenTree, choice_parents
 
 DEFAULT_NUM_NODES = 24
-
-# `mc_sim_7b_63` of the reference repository: 63 nodes in the order in which they were found worth adding
-PAPER_CHOICES: tuple[Choice, ...] = (
-    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5),
-    (0, 0, 1), (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,),
-    (1, 0, 0), (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1), (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6),
-    (0, 3, 0), (5, 0), (1, 3), (0, 0, 7), (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2),
-    (2, 0, 0), (3, 1), (2, 2), (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1),
-    (1, 6), (0, 7, 0),
-)  # fmt: skip
-"""The paper's tree; its first n choices are a tree, too."""
 
 
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
-    Config fields: `tree` (`"static"` or choices; the heads' own, else the paper's list), and, to cut that list down,
-    `num_draft_tokens` (default: the heads' own, else 24), `num_steps` (depth) and `top_k` (children per node).
+    Config fields: `tree` (`"static"` or choices; the heads' own, else the authors' for the model), and, to cut that
+    list down, `num_draft_tokens` (default: the heads' own, else 24), `num_steps` (depth) and `top_k` (children per
+    node).
 
     Args:
         heads: The heads; they are moved next to the target's lm_head when they are loaded for a model.
     """
 
     method = "medusa"
-    needs_features = True
+    feature_layers = (LAST,)
 
     def __init__(self, heads: MedusaHeads) -> None:
         self.heads = heads.eval().requires_grad_(False)
@@ -69,7 +60,9 @@ class MedusaDrafter(Drafter):
         if config.tree == "dynamic":
             raise InvalidConfigError("Medusa's heads draft a static tree, got tree='dynamic'.", 'Use tree="static".')
         given = isinstance(config.tree, tuple)
-        tree: Sequence[Any] = config.tree if isinstance(config.tree, tuple) else own.tree or PAPER_CHOICES
+        tree: Sequence[Any] = (
+            config.tree if isinstance(config.tree, tuple) else own.tree or tree_for_model(own.base_model_name_or_path)
+        )
         size = config.num_draft_tokens or (None if given else own.num_draft_tokens or DEFAULT_NUM_NODES)
         depth = config.num_steps or (None if given else own.medusa_num_heads)
         paths = [tuple(path) for path in tree]
@@ -127,9 +120,11 @@ class _MedusaSession(DraftSession):
         return TokenTree(torch.cat([self._roots[:, None], tokens], dim=-1), self._parents)
 
     def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        if verification.hidden is None:
+        if verification.features is None:
             raise ValueError("a Medusa session needs the features of every verification")
-        last = torch.tensor([path[-1] if path else 0 for path in acceptance.nodes], device=verification.hidden.device)
+        last = torch.tensor(
+            [path[-1] if path else 0 for path in acceptance.nodes], device=verification.features.device
+        )
         rows = torch.arange(len(last), device=last.device)
-        self._features = verification.hidden[rows, last]
+        self._features = verification.features[rows, last]
         self._roots = acceptance.next_token

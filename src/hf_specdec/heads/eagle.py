@@ -4,7 +4,8 @@ Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Unce
 https://arxiv.org/abs/2401.15077); EAGLE-2 (https://arxiv.org/abs/2406.16858) uses the same weights.
 
 It knows neither trees nor the target: embeddings and features come in, features go out. The drafter
-(`drafters/eagle.py`) grows trees with it, `training/eagle.py` trains it; both call the same `forward`.
+(`drafters/eagle.py`) grows trees with it, `training/eagle.py` trains it; both call the same `forward`. EAGLE-3 answers
+to the same methods (`heads/eagle3.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.vocabulary import HotTokens
 
 
@@ -39,7 +40,6 @@ class EagleConfig(LlamaConfig):
 
     bias: bool = True
     qkv_bias: bool = False
-    eagle_version: int = 1
     draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     num_steps: int | None = None
@@ -66,6 +66,22 @@ class EagleConfig(LlamaConfig):
         return cls(**{**fields, "base_model_name_or_path": name, **overrides})
 
 
+class EagleLayer(nn.Module):
+    """A Llama decoder layer without the input norm; tensor names are Llama's."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, config.hidden_size, bias=config.qkv_bias)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`."""
+        hidden = hidden + self.self_attn(hidden, rotary, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
 class EagleHead(HotTokens, PreTrainedModel):
     """`f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`, with f the target's post-final-norm features.
 
@@ -75,56 +91,59 @@ class EagleHead(HotTokens, PreTrainedModel):
     Tensor names are those of the published checkpoints (`yuhuili/EAGLE-*`).
     """
 
+    shares_lm_head = True
     config_class = EagleConfig
     base_model_prefix = ""
-    _supports_sdpa = True
-    _no_split_modules = ("LlamaDecoderLayer",)
+    _no_split_modules = ("EagleLayer",)
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        if config.eagle_version != 1:
-            raise InvalidConfigError(
-                f"This version reads EAGLE-1/2 heads (eagle_version=1), got eagle_version={config.eagle_version}.",
-                "EAGLE-3 heads are not supported yet.",
-            )
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        layer = LlamaDecoderLayer(config, layer_idx=0)
-        layer.input_layernorm = nn.Identity()
-        if config.qkv_bias:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                projection = getattr(layer.self_attn, name)
-                setattr(layer.self_attn, name, nn.Linear(projection.in_features, projection.out_features))
-        self.layers = nn.ModuleList([layer])
+        self.layers = nn.ModuleList([EagleLayer(config)])
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Which of the target's hidden states it reads: the last, behind the final norm."""
+        return (-1,)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """What the target's features `[..., D]` are to this head: they are taken as they are."""
+        return features
+
     def forward(
         self,
         token_embeddings: Tensor,
-        features: Tensor,
+        hidden: Tensor,
         position_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        attend: Attend = attend_causally,
     ) -> Tensor:
         """Predict the next features.
 
         Args:
             token_embeddings: `[B, T, D]` the target's embeddings of x[t+1].
-            features: `[B, T, D]` the target's (or, below the first level, the head's own) features f[t].
+            hidden: `[B, T, D]` what `fuse` made of the target's features f[t], or, below the first level, the
+                head's own output there.
             position_ids: `[B, T]` the positions t of the features.
-            attention_mask: `[B, 1, T, S]` bool, True where attention is allowed; None for plain causal.
-            past_key_values: Key-value cache of one layer that is appended to.
+            attend: How the layer attends, see `heads/attention.py`.
 
         Returns:
             `[B, T, D]` predicted features f[t+1].
         """
-        hidden = self.fc(torch.cat([token_embeddings, features], dim=-1))
-        layer_output = self.layers[0](
-            hidden,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            position_embeddings=self.rotary_emb(hidden, position_ids),
-        )
-        return layer_output[0] if isinstance(layer_output, tuple) else layer_output
+        mixed = self.fc(torch.cat([token_embeddings, hidden], dim=-1))
+        output: Tensor = self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend)
+        return output
+
+    def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
+        """Logits `[..., Vd]` of the tokens after `hidden [..., D]`.
+
+        Args:
+            hidden: The head's output.
+            lm_head: The target's, over the draft vocabulary.
+        """
+        if lm_head is None:
+            raise ValueError("this head shares the target's lm_head: pass it")
+        logits: Tensor = lm_head(hidden)
+        return logits

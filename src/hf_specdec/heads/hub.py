@@ -13,13 +13,15 @@ from safetensors import SafetensorError, safe_open
 
 from hf_specdec.errors import CheckpointFormatError, SpeculativeDecodingError
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 
 WEIGHTS_NAME = "model.safetensors"
 
-Head = EagleHead | MedusaHeads
+Head = EagleHead | Eagle3Head | MedusaHeads
 HEADS: dict[str, tuple[type[EagleConfig | MedusaConfig], type[Head]]] = {
     EagleConfig.model_type: (EagleConfig, EagleHead),
+    Eagle3Config.model_type: (Eagle3Config, Eagle3Head),
     MedusaConfig.model_type: (MedusaConfig, MedusaHeads),
 }
 """Configuration and class by the `model_type` of a head's config."""

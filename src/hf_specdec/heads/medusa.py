@@ -6,6 +6,7 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class MedusaHeads(HotTokens, PreTrainedModel):
             for own in list(head.children())[self.config.medusa_num_layers :]:
                 own.load_state_dict({"weight": rows})
 
-    def forward(self, features: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+    def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits of every head.
 
         Args:

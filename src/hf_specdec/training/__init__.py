@@ -1,14 +1,35 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
-from hf_specdec.training.eagle import EagleTrainingConfig, train_eagle
-from hf_specdec.training.features import TrainingSequence, capture_features
+from hf_specdec.training.conversations import Conversation, most_frequent_tokens, read_conversations
+from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
+from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
+from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
+from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
+from hf_specdec.training.prompts import Prompt, read_prompts
+from hf_specdec.training.trainer import predicted_tau
+from hf_specdec.training.tree_search import TreeSearch, search_tree
 
 __all__ = [
+    "Conversation",
+    "DistillConfig",
     "EagleTrainingConfig",
+    "FeatureStore",
+    "Medusa2TrainingConfig",
     "MedusaTrainingConfig",
-    "TrainingSequence",
+    "Prompt",
+    "TreeSearch",
     "capture_features",
+    "distill",
+    "feature_bytes",
+    "invented_prompts",
+    "most_frequent_tokens",
+    "predicted_tau",
+    "read_conversations",
+    "read_prompts",
+    "search_tree",
+    "start_from_target",
     "train_eagle",
     "train_medusa",
+    "train_medusa2",
 ]

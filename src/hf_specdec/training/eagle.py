@@ -1,37 +1,38 @@
-"""Train an EAGLE-1/2 head: regress the next feature, and match the next token's distribution.
+"""Train an EAGLE head: version 1/2 on the target's next feature and token, version 3 on the token alone.
 
-Source: Li et al., EAGLE (https://arxiv.org/abs/2401.15077), section 4.2 and the repository's `train/main.py`:
-smooth-L1 on features, soft cross entropy on the logits of the frozen lm_head, uniform noise on the inputs.
-The loop, checkpoints, schedules and precision are transformers' Trainer's.
+Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
+logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
+entropy over the draft vocabulary, through several drafted steps (training-time test).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, Trainer, TrainingArguments
+from torch.nn.functional import cross_entropy, pad, smooth_l1_loss
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
-from hf_specdec.target import lm_head_rows
-from hf_specdec.training.features import TrainingSequence
+from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.target import LAST, find_backbone
+from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
 
 
 @dataclass(frozen=True, slots=True)
 class EagleTrainingConfig:
-    """Loss weights and noise of the EAGLE recipe.
+    """Loss weights, noise and steps. The defaults are EAGLE-1's; `for_head` gives those of a head's version.
 
     Args:
-        feature_weight: Weight of the smooth-L1 loss on features.
-        token_weight: Weight of the soft cross entropy on tokens (0.1 in the paper).
+        feature_weight: Weight of the smooth-L1 loss on features; EAGLE-3 has none.
+        token_weight: Weight of the soft cross entropy on tokens.
         noise: Width of the uniform noise added to the input features: `noise * U(-0.5, 0.5)`.
-        aligned_steps: Forwards per batch: the first sees true features, each later one the predictions of the one
-            before, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766). 1 is the paper's.
+        aligned_steps: Forwards per batch: the first sees true features, each later one the outputs of the one
+            before, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766; EAGLE-3's
+            training-time test). 1 is EAGLE-1's paper, 7 EAGLE-3's.
         step_decay: Weight of each aligned step relative to the one before.
     """
 
@@ -45,147 +46,138 @@ class EagleTrainingConfig:
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
 
+    @classmethod
+    def for_head(cls, head: EagleHead | Eagle3Head) -> EagleTrainingConfig:
+        """The recipe of the head's version."""
+        if isinstance(head, EagleHead):
+            return cls()
+        return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=4)
 
-def most_frequent_tokens(conversations: Sequence[tuple[Sequence[int], Sequence[int]]], size: int) -> Tensor:
-    """The `size` most frequent tokens of the answers, ascending; ties and gaps go to the lowest ids.
-
-    Low ids are the frequent ones in a BPE vocabulary, so they fill up what the data does not show.
-
-    Example: answers [7, 7, 9] with size 3 give [0, 7, 9].
-    """
-    counts = Counter(token for _, answer in conversations for token in answer)
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    chosen = set(ranked)
-    candidate = 0
-    while len(chosen) < size:
-        chosen.add(candidate)
-        candidate += 1
-    return torch.tensor(sorted(chosen))
+    def with_steps(self, aligned_steps: int) -> EagleTrainingConfig:
+        """The same recipe over another number of steps."""
+        return replace(self, aligned_steps=aligned_steps)
 
 
 def train_eagle(
     model: PreTrainedModel,
-    head: EagleHead,
-    sequences: Sequence[TrainingSequence],
+    head: EagleHead | Eagle3Head,
+    data: TrainingData,
     arguments: TrainingArguments,
     config: EagleTrainingConfig | None = None,
     *,
     resume: bool = False,
-) -> EagleHead:
-    """Train `head` in place on captured features and return it.
+) -> EagleHead | Eagle3Head:
+    """Train `head` in place and return it.
 
     Args:
-        model: The frozen target; only its embedding and lm_head are read.
+        model: The frozen target; only its embedding and lm_head are read where features were captured.
         head: The head to train, in float32.
-        sequences: What `capture_features` yields.
+        data: What `capture_features` wrote (its layers must be `(*head.feature_layers, LAST)`, or more), or
+            conversations, whose features are then made in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
-        config: Loss weights and noise.
-        resume: Continue from the last checkpoint in `arguments.output_dir`.
+        config: The recipe; None is that of the head's version.
+        resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
     """
-    arguments.remove_unused_columns = False
-    trainer = EagleTrainer(
-        target=model,
-        config=config or EagleTrainingConfig(),
-        model=head,
-        args=arguments,
-        train_dataset=[
-            {"input_ids": s.input_ids, "features": s.features, "prompt_length": s.prompt_length} for s in sequences
-        ],
-        data_collator=collate_sequences,
-    )
-    trainer.train(resume_from_checkpoint=resume)
+    objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
+    fit(objective, model, data, arguments, resume=resume)
     return head
 
 
-def collate_sequences(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad to the right and mark the features whose prediction is trained.
+@torch.no_grad()
+def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
+    """Give an EAGLE-3 head the target's own parts to begin with: on little data that is most of what it comes to know.
 
-    Entry t sees (x[t+1], f[t]) and predicts f[t+1], which scores x[t+2]: with a prompt of length p and T tokens
-    the loss runs over t = p-1 .. T-3 (the features of the last token score nothing that was answered).
+    The lm_head is the target's, cut to the draft vocabulary; `fc` passes the highest captured feature. Of the final
+    norm and of the last layer but one it takes what is there and fits: parts with Llama's names and sizes, norms that
+    compute what Llama's do. Query, key and value read their hidden half as the target's layer does.
 
-    Returns:
-        `input_ids [B, T]`, `features [B, T, D]`, `loss_mask [B, T-1]`.
+    Args:
+        head: A new head; its draft vocabulary is set.
+        model: The target.
     """
-    pad = nn.utils.rnn.pad_sequence
-    input_ids = pad([row["input_ids"] for row in rows], batch_first=True)
-    entries = torch.arange(input_ids.shape[1] - 1)
-    first = torch.tensor([row["prompt_length"] - 1 for row in rows])
-    last = torch.tensor([len(row["input_ids"]) - 3 for row in rows])
-    return {
-        "input_ids": input_ids,
-        "features": pad([row["features"] for row in rows], batch_first=True),
-        "loss_mask": (entries >= first[:, None]) & (entries <= last[:, None]),
-    }
+    size, ids = head.config.hidden_size, head.hot_token_ids
+    rows = model.get_output_embeddings().weight
+    head.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+    head.fc.weight.mul_(0.3)
+    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    backbone, layers = find_backbone(model)
+    layer, own = layers[max(len(layers) - 2, 0)], head.midlayer
+    linears = dict(own.named_modules())
+    for name, source in layer.named_modules():
+        target = linears.get(name)
+        if isinstance(source, nn.Linear) and isinstance(target, nn.Linear):
+            place = target.weight[:, size:] if name in QKV else target.weight
+            if place.shape == source.weight.shape:
+                place.copy_(source.weight)
+    norms = ((backbone, "norm", head.norm), (layer, "input_layernorm", own.hidden_norm),
+             (layer, "post_attention_layernorm", own.post_attention_layernorm))  # fmt: skip
+    probe = torch.randn(4, size, device=rows.device, dtype=torch.float32)
+    for parent, name, target in norms:
+        source = getattr(parent, name, None)
+        if source is not None and getattr(source, "weight", torch.empty(0)).shape == target.weight.shape:
+            kept = target.weight.clone()
+            target.weight.copy_(source.weight)
+            if not torch.allclose(source(probe.to(source.weight.dtype)).float(), target(probe), atol=0.05, rtol=0.05):
+                target.weight.copy_(kept)
 
 
-class EagleTrainer(Trainer):
-    """transformers' Trainer with the EAGLE loss; the target's embedding and lm_head stay outside the model."""
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Layers of an EAGLE-3 head that read embedding and hidden state side by side."""
 
-    def __init__(self, *, target: PreTrainedModel, config: EagleTrainingConfig, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.config = config
-        self.embedding = target.get_input_embeddings()
-        self.lm_head = lm_head_rows(target, kwargs["model"].hot_token_ids)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Sum over aligned steps of smooth-L1 between features f' and f and CE between lm_head(f') and lm_head(f).
+class EagleObjective(Objective):
+    """Sum over aligned steps j of `decay^j` times the losses of step j.
 
-        Step 0 sees the target's features. Step j sees, in place of f[t], the prediction that step j-1 made for it;
-        its queries attend to what drafting at depth j+1 sees, see `aligned_mask`.
-        """
-        input_ids, mask = inputs["input_ids"], inputs["loss_mask"]
-        features = inputs["features"].float()
-        num_entries = mask.shape[1]
-        with torch.no_grad():
-            embeddings = self.embedding(input_ids[:, 1:]).float()
-            noise = (torch.rand_like(features[:, :-1]) - 0.5) * self.config.noise
-            wanted = features[:, 1:]
-            target_logits = self._logits(wanted[mask])
-            target_probs = target_logits.softmax(-1)
-        positions = torch.arange(num_entries, device=mask.device).expand_as(mask)
-        cache = DynamicCache()
-        seen = features[:, :-1] + noise
-        total = features.new_zeros(())
-        metrics: dict[str, float] = {}
-        for step in range(self.config.aligned_steps):
-            visible = aligned_mask(num_entries, step, mask.device)[None, None].expand(len(mask), -1, -1, -1)
-            predicted = model(embeddings, seen, positions, visible, cache)
-            # entries whose drafting would start before the answer does are no example of this depth
-            trained = mask & (positions >= mask.int().argmax(-1, keepdim=True) + step)
-            logits = self._logits(predicted[trained])
-            feature_loss = nn.functional.smooth_l1_loss(predicted[trained].float(), wanted[trained])
-            token_loss = nn.functional.cross_entropy(logits, target_probs[trained[mask]])
-            weight = self.config.step_decay**step
-            total = total + weight * (
-                self.config.feature_weight * feature_loss + self.config.token_weight * token_loss
+    Entry t reads the embedding of x[t+1] and the feature of x[t], and predicts what scores x[t+2]: at step 0 from the
+    target's features, at step j from the output that step j-1 had at entry t-1. It is trained where drafting happens:
+    where x[t-j+1], which would be the root, and all after it up to x[t+2] are answers.
+    """
+
+    def __init__(self, head: EagleHead | Eagle3Head, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
+        super().__init__(head)
+        if config.feature_weight and isinstance(head, Eagle3Head):
+            raise InvalidConfigError(
+                "An EAGLE-3 head predicts no features, so it takes feature_weight=0.",
+                "EagleTrainingConfig.for_head(head) is its recipe.",
             )
-            seen = torch.cat([features[:, :1], predicted[:, :-1].float()], dim=1)
-            if self.state.global_step % self.args.logging_steps == 0:
-                agreement = logits.argmax(-1) == target_logits[trained[mask]].argmax(-1)
-                metrics[f"top1_agreement_{step}"] = agreement.float().mean().item()
-                metrics[f"feature_loss_{step}"] = feature_loss.item()
-        if metrics:
-            self.log(metrics)
-        return (total, predicted) if return_outputs else total
+        own = tuple(head.feature_layers)
+        self.layers = own if own[-1] == LAST else (*own, LAST)
+        self.recipe = config
+        self._width = len(own) * head.config.hidden_size
+        self._teacher = Teacher(target, head.hot_token_ids)
 
-    def _logits(self, features: Tensor) -> Tensor:
-        dtype = next(self.lm_head.parameters()).dtype
-        logits: Tensor = self.lm_head(features.to(dtype))
-        return logits.float()
-
-
-def aligned_mask(num_entries: int, step: int, device: torch.device) -> Tensor:
-    """Which keys the queries of one aligned step see: `[T, (step + 1) * T]` bool.
-
-    Keys are the entries of step 0 (true features), then those of step 1, and so on. Query t of step j sees the true
-    entries up to t-j, entry t-j+i of every step i between, and itself.
-
-    Example: 3 entries, step 1: rows 000|100, 100|010, 110|001.
-    """
-    entries = torch.arange(num_entries, device=device)
-    behind = entries[:, None] - entries  # how far a key lies behind its query
-    blocks = [behind >= step, *(behind == step - later for later in range(1, step + 1))]
-    mask = torch.cat(blocks, dim=-1)
-    return mask
+    def forward(
+        self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
+    ) -> HeadLoss:
+        """See `Objective.forward`."""
+        recipe, size = self.recipe, self.head.config.hidden_size
+        wanted = features[:, 1:, -size:]  # [B, T-1, D] what the target has where entry t predicts
+        with torch.no_grad():
+            embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device).float()
+            read = features[:, :-1, : self._width].float()
+            read = read + (torch.rand_like(read) - 0.5) * recipe.noise
+        trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers
+        with torch.no_grad():
+            probs = self._teacher.logits(wanted[trained]).softmax(-1)
+        rows = torch.zeros_like(trained, dtype=torch.long)  # which of them is whose
+        rows[trained] = torch.arange(len(probs), device=rows.device)
+        positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
+        hidden, attend = self.head.fuse(read), AlignedAttention()
+        total, right, counted = features.new_zeros((), dtype=torch.float32), [], []
+        for step in range(recipe.aligned_steps):
+            output = self.head(embeddings, hidden, positions, attend)
+            drafted = output[trained]
+            logits = self._teacher.logits(drafted) if self.head.shares_lm_head else self.head.score(drafted).float()
+            # a sum over a count, so that a batch without such entries has a loss of zero
+            count = max(len(drafted), 1)
+            loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
+            if recipe.feature_weight:
+                distance = smooth_l1_loss(drafted.float(), wanted[trained].float(), reduction="sum")
+                loss = loss + recipe.feature_weight * distance / (count * size)
+            total = total + recipe.step_decay**step * loss
+            if measure:
+                right.append(self._teacher.count_right(logits, wanted[trained], measure))
+                counted.append(trained.sum())
+            hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
+            trained = trained & pad(trained[:, :-1], (1, 0))
+        return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)

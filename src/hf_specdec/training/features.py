@@ -1,55 +1,183 @@
-"""Run the frozen target once over tokenised answers and keep the features its head will see.
+"""The target's features of whole conversations: captured once to disk, or made anew in every step.
 
 The tap is the one that inference uses (`target.FeatureTap`), so training and drafting see the same tensors.
-Next stage: `training/eagle.py`.
+Before: `training/conversations.py`. Next stage: `training/trainer.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.target import FeatureTap
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.target import LAST, FeatureTap, execution_device, text_config
+from hf_specdec.training.conversations import Conversation
 
-
-@dataclass(frozen=True, slots=True)
-class TrainingSequence:
-    """One prompt with its answer, and the target's features of both."""
-
-    input_ids: Tensor  # [T] prompt and answer
-    prompt_length: int  # the loss starts after it
-    features: Tensor  # [T, D] post-final-norm hidden states, in the target's dtype
+INDEX = "features.json"
 
 
 @torch.no_grad()
+def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
+    """Features `[B, T, layers * D]` of right-padded conversations, in the target's dtype.
+
+    Args:
+        model: The target.
+        input_ids: `[B, T]`.
+        lengths: `[B]` how many are real.
+        layers: Which hidden states, see `FeatureTap`.
+    """
+    device = execution_device(model)
+    mask = torch.arange(input_ids.shape[1], device=device) < lengths.to(device)[:, None]
+    with FeatureTap(model, layers) as tap:
+        # right padding: position ids count from 0 in every row, the default of every model. The positions whose
+        # logits are kept are a tensor, because an int lets some models skip the others in upper layers
+        last = torch.tensor([-1], device=device)
+        model(input_ids=input_ids.to(device), attention_mask=mask.long(), use_cache=False, logits_to_keep=last)
+    return tap.take()
+
+
+def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
+    """What `capture_features` will write."""
+    tokens = sum(len(conversation.input_ids) for conversation in conversations)
+    size = int(text_config(model).hidden_size) * len(layers)
+    return tokens * (size * model.dtype.itemsize + 8 + 1)
+
+
+class FeatureStore(Dataset[dict[str, Tensor]]):
+    """Captured conversations on disk; tensors are read when they are asked for.
+
+    Items: `input_ids [T]`, `loss_mask [T]` bool, `features [T, layers * D]`.
+
+    Args:
+        folder: What `capture_features` wrote.
+
+    Raises:
+        InvalidConfigError: A directory that is none of that, or not finished.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            index = json.loads((self.folder / INDEX).read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidConfigError(
+                f"{self.folder} holds no captured features: {error}.", "capture_features(...) writes them."
+            ) from error
+        self.layers: tuple[int, ...] = tuple(index["layers"])
+        self.lengths: list[int] = index["lengths"]
+        self._places = [(file, row) for file, count in enumerate(index["counts"]) for row in range(count)]
+        missing = [file for file in range(len(index["counts"])) if not _part(self.folder, file).exists()]
+        if missing:
+            raise InvalidConfigError(
+                f"{self.folder} is not finished: {len(missing)} of {len(index['counts'])} parts are missing.",
+                "Run capture_features(...) again; it goes on where it was.",
+            )
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        file, row = self._places[index]
+        with safe_open(_part(self.folder, file), framework="pt") as tensors:
+            return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
+
+
 def capture_features(
     model: PreTrainedModel,
-    conversations: Sequence[tuple[Sequence[int], Sequence[int]]],
+    conversations: Sequence[Conversation],
+    folder: str | Path,
     *,
+    layers: Sequence[int] = (LAST,),
     batch_size: int = 8,
-) -> Iterator[TrainingSequence]:
-    """Yield every conversation with its features, longest first (batches of similar length waste no padding).
+    progress: bool = False,
+) -> FeatureStore:
+    """Run the frozen target once over all conversations and keep the features its head will see.
+
+    Started again after an interrupt it goes on; a directory of the same conversations is read as it is.
 
     Args:
         model: The target; its dtype is the dtype of the features.
-        conversations: Pairs (prompt ids, answer ids).
-        batch_size: Sequences per forward.
+        conversations: What to read, longest first (batches of similar length waste no padding).
+        folder: Where to write; the size is `feature_bytes(...)`.
+        layers: Which hidden states; the last one must be `LAST`, which teachers read.
+        batch_size: Conversations per forward and file.
+        progress: Show a progress bar.
 
-    Memory: `T * D * bytes(dtype)` for each sequence kept by the caller.
+    Raises:
+        InvalidConfigError: No conversations, layers without the last, a disk that is too small, or a directory of
+            other features.
     """
-    order = sorted(range(len(conversations)), key=lambda i: -sum(map(len, conversations[i])))
-    for start in range(0, len(order), batch_size):
-        chosen = [conversations[i] for i in order[start : start + batch_size]]
-        rows = [torch.tensor([*prompt, *answer]) for prompt, answer in chosen]
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-        lengths = torch.tensor([len(row) for row in rows], device=model.device)
-        mask = torch.arange(input_ids.shape[1], device=model.device) < lengths[:, None]
-        with FeatureTap(model) as tap:
-            # right padding: position ids count from 0 in every row, the default of every model
-            model(input_ids=input_ids, attention_mask=mask.long(), use_cache=False, logits_to_keep=1)
-        for (prompt, _), row, features in zip(chosen, rows, tap.take(), strict=True):
-            yield TrainingSequence(row, len(prompt), features[: len(row)].clone())
+    if not conversations or not layers or layers[-1] != LAST:
+        raise InvalidConfigError(
+            f"Capturing needs conversations and layers that end with {LAST}, got {len(conversations)} and {layers}."
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
+    parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+    lengths = [len(conversation.input_ids) for conversation in ordered]
+    index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
+             "model": model.config._name_or_path, "dtype": str(model.dtype)}  # fmt: skip
+    left = [number for number in range(len(parts)) if not _part(folder, number).exists()]
+    _claim(folder, index, feature_bytes(model, [row for number in left for row in parts[number]], layers))
+    training, _ = model.training, model.eval()
+    for number in tqdm(left, unit="batch", disable=not progress):
+        rows = [torch.tensor(conversation.input_ids) for conversation in parts[number]]
+        sizes = torch.tensor([len(row) for row in rows])
+        features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
+        tensors = {}
+        for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
+            tensors[f"{place}.input_ids"] = row
+            tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask)
+            tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
+        partial = folder / f".part.{os.getpid()}"
+        save_file(tensors, partial)
+        partial.replace(_part(folder, number))
+    model.train(training)
+    return FeatureStore(folder)
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pad to the right. What is padding has no loss.
+
+    Returns:
+        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` where captured.
+    """
+    names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
+    batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
+    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows])}
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05}.safetensors"
+
+
+def _claim(folder: Path, index: dict[str, Any], needed: int) -> None:
+    path = folder / INDEX
+    if path.exists():
+        if json.loads(path.read_text()) != index:
+            raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
+    elif any(folder.iterdir()):
+        raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise InvalidConfigError(
+            f"The features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free.",
+            "Use another disk, fewer conversations, or features made in every step (no folder).",
+        )
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(index))
+    partial.replace(path)

@@ -1,26 +1,22 @@
 """Train Medusa heads on a frozen target (Medusa-1): each head learns the token it looks ahead to.
 
 Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.2.1: cross entropy, the k-th head weighted by 0.8^k. The
-loop, checkpoints, schedules and precision are transformers' Trainer's.
+target's own distribution takes the place of the one token it happened to say, where that is asked for: on little
+data it tells more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target import lm_head_rows
-from hf_specdec.training.features import TrainingSequence
-
-IGNORED = -100
-"""Label of what is no target: torch's cross entropy leaves it out."""
+from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +25,11 @@ class MedusaTrainingConfig:
 
     Args:
         head_decay: Weight of each head relative to the one before (0.8 in the paper).
+        soft_labels: Learn the target's distribution; False is the paper's: the token that was said.
     """
 
     head_decay: float = 0.8
+    soft_labels: bool = True
 
     def __post_init__(self) -> None:
         if self.head_decay <= 0:
@@ -41,92 +39,91 @@ class MedusaTrainingConfig:
 def train_medusa(
     model: PreTrainedModel,
     heads: MedusaHeads,
-    sequences: Sequence[TrainingSequence],
+    data: TrainingData,
     arguments: TrainingArguments,
     config: MedusaTrainingConfig | None = None,
     *,
     resume: bool = False,
 ) -> MedusaHeads:
-    """Train `heads` in place on captured features and return them.
+    """Train `heads` in place and return them.
 
     Args:
-        model: The frozen target; only its lm_head is read.
+        model: The frozen target; only its lm_head is read where features were captured.
         heads: The heads to train, in float32.
-        sequences: What `capture_features` yields.
+        data: What `capture_features` wrote, or conversations, whose features are then made in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: The loss.
-        resume: Continue from the last checkpoint in `arguments.output_dir`.
+        resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
     """
-    arguments.remove_unused_columns = False
-    trainer = MedusaTrainer(
-        target=model,
-        config=config or MedusaTrainingConfig(),
-        model=heads,
-        args=arguments,
-        train_dataset=[
-            {"input_ids": s.input_ids, "features": s.features, "prompt_length": s.prompt_length} for s in sequences
-        ],
-        data_collator=collate_sequences,
-    )
-    trainer.train(resume_from_checkpoint=resume)
+    objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
+    fit(objective, model, data, arguments, resume=resume)
     return heads
 
 
-def collate_sequences(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad to the right; only answer tokens are labels.
+class MedusaObjective(Objective):
+    """Sum over heads of `decay^k` times the cross entropy of head k at t with x[t+2+k], where that is an answer."""
+
+    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, config: MedusaTrainingConfig) -> None:
+        super().__init__(heads)
+        self.recipe = config
+        self._teacher = Teacher(target, heads.hot_token_ids)
+        self._lm_head = self._teacher.logits if heads.config.shared_lm_head else None
+        self._draft_ids = draft_ids(heads.hot_token_ids, heads.config.vocab_size)
+
+    def forward(
+        self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
+    ) -> HeadLoss:
+        """See `Objective.forward`."""
+        num_heads = self.head.config.medusa_num_heads
+        answers, later = answers_ahead(loss_mask, num_heads)
+        places = answers.any(-1)
+        logits = self.head(features[places].float(), self._lm_head)  # [K, M, Vd]
+        answers, later = answers[places], later[places]
+        # what the target saw when it chose x[t] is the feature before it
+        said = features[:, :-1][loss_mask[:, 1:]]
+        with torch.no_grad():
+            probs = self._teacher.logits(said).softmax(-1) if self.recipe.soft_labels else None
+        tokens = self._draft_ids.to(input_ids.device)[input_ids[:, 1:][loss_mask[:, 1:]]]
+        total, right, counted = features.new_zeros((), dtype=torch.float32), [], []
+        for head, drafted in enumerate(logits):
+            known = answers[:, head]
+            rows = later[known, head]
+            labels = tokens[rows] if probs is None else probs[rows]
+            loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
+            total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
+            if measure:
+                right.append(self._teacher.count_right(drafted[known], said[rows], measure))
+                counted.append(known.sum())
+        return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)
+
+
+NO_LABEL = -100
+"""Label of a token outside the draft vocabulary: torch's cross entropy leaves it out."""
+
+
+def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """`[V]` from target ids to draft ids, `NO_LABEL` where the draft vocabulary lacks the token."""
+    if hot_token_ids is None:
+        return torch.arange(vocab_size)
+    ids = torch.full((vocab_size,), NO_LABEL, device=hot_token_ids.device)
+    ids[hot_token_ids] = torch.arange(len(hot_token_ids), device=ids.device)
+    return ids
+
+
+def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """What each head at each place is to say.
+
+    Args:
+        loss_mask: `[B, T]` True at answers. The first token of a row is never counted: nothing comes before it.
+        num_heads: K.
 
     Returns:
-        `features [B, T, D]` and `labels [B, T]`: the tokens, `IGNORED` at prompts and padding.
+        `[B, T, K]` bool: whether x[t+2+k] is an answer; `[B, T, K]` long: the how-manieth answer of the batch it is.
 
-    Example: tokens [5, 6, 7] after a prompt of one give labels [-100, 6, 7].
+    Example: mask [[0, 1, 1, 1]], K = 2 gives [[[1, 1], [1, 0], [0, 0], [0, 0]]] and [[[1, 2], [2, 0], ...]].
     """
-    pad = nn.utils.rnn.pad_sequence
-    labels = pad([row["input_ids"] for row in rows], batch_first=True, padding_value=IGNORED)
-    columns = torch.arange(labels.shape[1])
-    prompts = torch.tensor([row["prompt_length"] for row in rows])
-    return {
-        "features": pad([row["features"] for row in rows], batch_first=True),
-        "labels": labels.masked_fill(columns < prompts[:, None], IGNORED),
-    }
-
-
-class MedusaTrainer(Trainer):
-    """transformers' Trainer with the Medusa loss; the target's lm_head stays outside the model."""
-
-    def __init__(self, *, target: PreTrainedModel, config: MedusaTrainingConfig, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.config = config
-        heads: MedusaHeads = kwargs["model"]
-        ids, self.num_heads = heads.hot_token_ids, heads.config.medusa_num_heads
-        self.lm_head = lm_head_rows(target, ids) if heads.config.shared_lm_head else None
-        self.draft_ids = None  # target id to draft id; the hot vocabulary leaves the others out
-        if ids is not None:
-            self.draft_ids = torch.full((heads.config.vocab_size,), IGNORED, device=ids.device)
-            self.draft_ids[ids] = torch.arange(len(ids), device=ids.device)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Sum over heads of decay^k * CE of head k at t with x[t+2+k]."""
-        features, labels = inputs["features"].float(), inputs["labels"]
-        if self.draft_ids is not None:
-            known = self.draft_ids.to(labels.device)[labels.clamp(min=0)]
-            labels = torch.where(labels == IGNORED, IGNORED, known)
-        num_heads = self.num_heads
-        later = nn.functional.pad(labels, (0, num_heads + 1), value=IGNORED)
-        # [K, B, T] what every head is to say; only places where some head has something to say are scored
-        wanted = torch.stack([later[:, head + 2 : head + 2 + labels.shape[1]] for head in range(num_heads)])
-        places = (wanted != IGNORED).any(0)
-        logits = model(features[places], self.lm_head).float()
-        total = features.new_zeros(())
-        metrics: dict[str, float] = {}
-        for head, (said, targets) in enumerate(zip(logits, wanted[:, places], strict=True)):
-            if bool((targets != IGNORED).any()):
-                loss = nn.functional.cross_entropy(said, targets, ignore_index=IGNORED)
-                total = total + self.config.head_decay**head * loss
-                if self.state.global_step % self.args.logging_steps == 0:
-                    right = said.argmax(-1) == targets
-                    metrics[f"top1_accuracy_{head}"] = right[targets != IGNORED].float().mean().item()
-        if metrics:
-            self.log(metrics)
-        return (total, logits) if return_outputs else total
+    counted = pad(loss_mask[:, 1:], (1, num_heads + 1))
+    order = torch.zeros_like(counted, dtype=torch.long)
+    order[counted] = torch.arange(int(counted.sum()), device=order.device)
+    ahead = [slice(2 + head, 2 + head + loss_mask.shape[1]) for head in range(num_heads)]
+    return torch.stack([counted[:, place] for place in ahead], -1), torch.stack([order[:, p] for p in ahead], -1)

@@ -1,0 +1,89 @@
+"""Accepted length of several heads, as a chain and with their trees, by category of question.
+
+    python benchmarks/heads.py --prompts questions.jsonl --json benchmarks/results/heads_cpu_bf16.json \\
+        eagle1=heads/smollm2-135m-instruct-eagle eagle3=heads/smollm2-135m-instruct-eagle3 medusa2=run=run/model
+
+A head is NAME=DIRECTORY, or NAME=DIRECTORY=MODEL where it belongs to another model than the packaged one. Greedy,
+batch 1. It tells no speeds.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from hf_specdec import bench, demo
+
+
+def shapes(method, config, nodes):
+    """What is asked of every head: a chain, its own default, and a tree of many nodes."""
+    depth = config.medusa_num_heads if method == "medusa" else 5
+    found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
+    if method == "eagle":
+        return {
+            **found,
+            f"dynamic {nodes}": {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes},
+        }
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="+")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--per-category", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    questions = bench.read_questions(options.prompts, per_category=options.per_category)
+    categories = list(dict.fromkeys(question.category for question in questions))
+    table = Table("head", "tree", "nodes", *categories, "all", "by depth")
+    rows = []
+    for entry in options.heads:
+        name, folder, base = (*entry.split("="), None)[:3]
+        model, tokenizer = demo.load_model(base, folder, torch.bfloat16)
+        (drafter,) = model.drafters.values()
+        config = (drafter.heads if drafter.method == "medusa" else drafter.head).config
+        for shape, fields in shapes(drafter.method, config, options.nodes).items():
+            taus, depths = {}, []
+            for question in questions:
+                inputs = demo.encode(tokenizer, question.turns[0], model.device)
+                model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False,
+                               speculative={"method": drafter.method, **fields})  # fmt: skip
+                stats = model.last_speculation
+                taus.setdefault(question.category, []).append(stats.mean_accepted_length)
+                depths.append(stats.acceptance_by_depth)
+            deepest = max(map(len, depths))
+            row = {
+                "head": name, "tree": shape,
+                "nodes": 1 + stats.num_drafted_tokens // max(stats.num_target_forwards, 1),
+                "tau": {c: round(statistics.mean(taus[c]), 3) for c in categories},
+                "tau_all": round(statistics.mean(tau for values in taus.values() for tau in values), 3),
+                "acceptance_by_depth": [
+                    round(statistics.mean(d[i] if i < len(d) else 0.0 for d in depths), 3) for i in range(deepest)
+                ],
+            }  # fmt: skip
+            rows.append(row)
+            table.add_row(name, shape, str(row["nodes"]), *(f"{row['tau'][c]:.2f}" for c in categories),
+                          f"{row['tau_all']:.2f}", " ".join(map(str, row["acceptance_by_depth"])))  # fmt: skip
+        environment = bench.environment(model)
+        del model, drafter
+        gc.collect()
+    Console(width=180).print(table)
+    if options.json is not None:
+        record = {"environment": environment, "questions": len(questions), "max_new_tokens": options.max_new_tokens,
+                  "rows": rows}  # fmt: skip
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

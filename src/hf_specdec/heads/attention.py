@@ -1,0 +1,136 @@
+"""The attention of a draft layer, and the three ways in which it is asked to attend.
+
+One set of projections serves inference, where keys lie in a cache, and training, where the same layer runs several
+times over one sequence. What differs is `attend`, a function `(query, key, value) -> output` that a caller passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_specdec.errors import InvalidConfigError
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From query `[B, H, T, d]`, key and value `[B, G, T, d]` of T new entries to `[B, H, T, d]`; G divides H."""
+
+QUERY_BLOCK = 256
+"""Queries whose scores are held at once while training on later steps."""
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with rotary positions; tensor names are Llama's.
+
+    Args:
+        config: Gives `hidden_size`, `num_attention_heads`, `num_key_value_heads` and `head_dim`.
+        input_size: Width of what it reads; 2D in EAGLE-3.
+        bias: Whether query, key and value projections have one.
+    """
+
+    def __init__(self, config: Any, input_size: int, bias: bool = False) -> None:
+        super().__init__()
+        if min(config.num_attention_heads, config.num_key_value_heads, config.head_dim) < 1 or (
+            config.num_attention_heads % config.num_key_value_heads
+        ):
+            raise InvalidConfigError(
+                f"Attention needs num_attention_heads, num_key_value_heads and head_dim >= 1, the first a multiple of "
+                f"the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
+            )
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, queries, bias=bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """`[B, T, input_size]` to `[B, T, D]`."""
+        query, key, value = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        output: Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
+        return output
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Every entry sees itself and those before it."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
+    """Append the new entries to a cache of one layer, and attend to all it holds.
+
+    Args:
+        cache: Any transformers cache.
+        mask: `[B, 1, T, S]` bool, True where attention is allowed; None is plain causal, for an empty cache.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = cache.update(key, value, 0)
+        if mask is None:
+            return attend_causally(query, keys, values)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+class AlignedAttention:
+    """Attention of training's later steps, which shows an entry exactly what drafting shows it.
+
+    The layer runs k times over T entries. Step 0 is causal. Entry t of step j stands for a node j levels below the
+    last committed entry t-j, so it sees the entries of step 0 up to t-j, entry t-j+i of each step i between, and
+    itself: a causal triangle and j diagonals. No T x T tensor outlives a block of queries, in either direction.
+
+    Source: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840), HASS (https://arxiv.org/abs/2408.15766).
+
+    Example: T = 3, step 1: rows of what is seen, step 0 then step 1: 000|100, 100|010, 110|001.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One more step; its keys and values are kept for the next."""
+        groups = query.shape[1] // key.shape[1]
+        step = len(self._keys)
+        self._keys.append(key.repeat_interleave(groups, dim=1))
+        self._values.append(value.repeat_interleave(groups, dim=1))
+        if step == 0:
+            return scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
+        kept = tuple(self._keys), tuple(self._values)
+        blocks = [
+            checkpoint(_attend_block, query, begin, *kept, use_reentrant=False)
+            for begin in range(0, query.shape[2], QUERY_BLOCK)
+        ]
+        return torch.cat(blocks, dim=2)
+
+
+def _attend_block(query: Tensor, begin: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> Tensor:
+    """The queries of one block at the newest step."""
+    step, length = len(keys) - 1, query.shape[2]
+    end = min(begin + QUERY_BLOCK, length)
+    query = query[:, :, begin:end] * query.shape[-1] ** -0.5
+    entries = torch.arange(length, device=query.device)
+    behind = entries[begin:end, None] - entries[:end]  # how far a key of step 0 lies behind its query
+    triangle = (query @ keys[0][:, :, :end].transpose(-1, -2)).masked_fill(behind < step, -torch.inf)
+    # the one entry of step i that each query sees; before the first there is none
+    places = [entries[begin:end] - (step - i) for i in range(1, step + 1)]
+    diagonals = torch.stack([
+        (query * keys[i][:, :, place.clamp(min=0)]).sum(-1).masked_fill(place < 0, -torch.inf)
+        for i, place in enumerate(places, start=1)
+    ], dim=-1)  # fmt: skip
+    weights = torch.cat([triangle, diagonals], dim=-1).float().softmax(-1).to(query.dtype)
+    output = weights[..., :end] @ values[0][:, :, :end]
+    for i, place in enumerate(places, start=1):
+        output = output + weights[..., end + i - 1, None] * values[i][:, :, place.clamp(min=0)]
+    return output

@@ -1,0 +1,183 @@
+"""Tokenised conversations: what `distill` writes and every trainer reads.
+
+The loss mask says which tokens are the target's own answers: a head learns nothing from what users say.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.errors import InvalidConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Prompt and answer, or several of both, as the target read and wrote them."""
+
+    input_ids: tuple[int, ...]  # [T]
+    loss_mask: tuple[bool, ...]  # [T] True at answers
+
+    def __post_init__(self) -> None:
+        if len(self.input_ids) != len(self.loss_mask):
+            raise InvalidConfigError(
+                f"A conversation needs one loss mask entry per token, got {len(self.loss_mask)} for "
+                f"{len(self.input_ids)} tokens."
+            )
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Conversation:
+        """One prompt with its answer.
+
+        Example: prompt [5, 6], answer [7] has loss mask [False, False, True].
+        """
+        return cls((*prompt, *answer), (*(False for _ in prompt), *(True for _ in answer)))
+
+
+def load_rows(source: str | Path, *, split: str = "train") -> Iterable[dict[str, Any]]:
+    """Rows of a JSON-lines file (`.gz` too), of a directory that `distill` wrote, or of a `datasets` name.
+
+    Raises:
+        InvalidConfigError: Nothing of that kind, or the `datasets` package is missing.
+    """
+    path = Path(source)
+    if path.is_file() and ".jsonl" in path.suffixes:
+        return _json_lines(path)
+    load_dataset = _datasets(f"Reading {str(source)!r}")[0].load_dataset
+    try:
+        if path.suffix in (".parquet", ".json") and path.is_file():
+            rows = load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        else:
+            rows = load_dataset(str(source), split=split)
+    except Exception as error:  # datasets raises a dozen kinds for one thing: it is not there or not readable
+        raise InvalidConfigError(
+            f"{str(source)!r} cannot be read as a dataset: {str(error).strip().splitlines()[0]}",
+            "Give a .jsonl, .parquet or .txt file, a directory written by `hf-specdec distill`, or a Hub id.",
+        ) from error
+    found: Iterable[dict[str, Any]] = rows
+    return found
+
+
+def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write rows of a distilled dataset; the file appears whole or not at all.
+
+    Raises:
+        InvalidConfigError: The `datasets` package is missing.
+    """
+    datasets, parquet = _datasets(f"Writing {path}")
+    words = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    features = datasets.Features({
+        "number": datasets.Value("int32"), "source": datasets.Value("string"),
+        "temperature": datasets.Value("float32"), "messages": datasets.List(words),
+        "input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool")),
+        "finish_reason": datasets.Value("string"),
+    })  # fmt: skip
+    columns = {name: [row[name] for row in rows] for name in features}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    table = datasets.Dataset.from_dict(columns, features=features).data.table
+    parquet.write_table(table, partial)  # what to_parquet does, without a progress bar per file
+    partial.replace(path)
+
+
+def _datasets(why: str) -> tuple[Any, Any]:
+    """The packages `datasets` and `pyarrow.parquet`."""
+    try:
+        import datasets  # an optional dependency, used in this file alone
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InvalidConfigError(
+            f"{why} needs the package datasets.", "pip install 'hf-specdec[training]'."
+        ) from error
+    return datasets, parquet
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise InvalidConfigError(f"{path}, line {number} is no JSON: {error}.") from error
+
+
+def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str = "train") -> list[Conversation]:
+    """Conversations to train on.
+
+    Args:
+        *sources: What `distill` wrote; or rows with `input_ids` and `loss_mask`, with `prompt_ids` and
+            `response_ids`, or with `messages` (then a tokenizer is needed, and each assistant turn is an answer).
+        tokenizer: For rows of text.
+        split: Of a dataset.
+
+    Raises:
+        InvalidConfigError: A row that is none of that.
+    """
+    found: list[Conversation] = []
+    for source in sources:
+        for number, row in enumerate(load_rows(source, split=split), start=1):
+            if "input_ids" in row and "loss_mask" in row:
+                found.append(Conversation(tuple(row["input_ids"]), tuple(map(bool, row["loss_mask"]))))
+            elif "prompt_ids" in row and "response_ids" in row:
+                found.append(Conversation.of(row["prompt_ids"], row["response_ids"]))
+            elif "messages" in row and tokenizer is not None and tokenizer.chat_template:
+                found.append(_of_messages(row["messages"], tokenizer))
+            else:
+                raise InvalidConfigError(
+                    f"{source}, row {number} is no conversation; it has the fields {', '.join(row)}.",
+                    "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
+                    "`hf-specdec distill` makes such a dataset.",
+                )
+    return found
+
+
+def _of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> Conversation:
+    """An answer is what a longer conversation's template adds to the one that asked for it."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, told = (
+            tokenizer.apply_chat_template(part, add_generation_prompt=prompt, return_dict=True)["input_ids"]
+            for part, prompt in ((messages[:index], True), (messages[: index + 1], False))
+        )
+        if told[: len(asked)] != asked or asked[: len(ids)] != ids:
+            raise InvalidConfigError(
+                "The chat template rewrites earlier turns, so answers cannot be told from it.",
+                "Give input_ids and loss_mask, as `hf-specdec distill` writes them.",
+            )
+        mask += [False] * (len(asked) - len(ids)) + [True] * (len(told) - len(asked))
+        ids = told
+    return Conversation(tuple(ids), tuple(mask))
+
+
+def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
+    """The `size` most frequent tokens of the answers, ascending; ties and gaps go to the lowest ids.
+
+    Low ids are the frequent ones in a BPE vocabulary, so they fill up what the data does not show.
+
+    Example: answers [7, 7, 9] with size 3 give [0, 7, 9].
+    """
+    counts = Counter(
+        token
+        for conversation in conversations
+        for token, answered in zip(conversation.input_ids, conversation.loss_mask, strict=True)
+        if answered
+    )
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    chosen = set(ranked)
+    candidate = 0
+    while len(chosen) < size:
+        chosen.add(candidate)
+        candidate += 1
+    return torch.tensor(sorted(chosen))

@@ -1,0 +1,323 @@
+"""Self-distillation: the target answers prompts, and its own answers become what heads learn from.
+
+Heads that learn from text of others learn to predict somebody else (Medusa, arXiv:2401.10774, section 2.3.2).
+The work is cut into parts, each a pure function of settings and prompts, written whole or not at all: an interrupted
+run goes on where it was, with the same result. Next stage: `training/features.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.training.conversations import write_parquet
+from hf_specdec.training.processes import processes
+from hf_specdec.training.prompts import INVENTED, Prompt
+
+SETTINGS = ".distill.json"
+"""What a directory was made with; hidden, so that `datasets` does not take it for data."""
+
+MARK = "USER-TURN-8d1f"
+"""Stands for the user's words while the chat template is taken apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig:
+    """How prompts are answered.
+
+    Args:
+        max_new_tokens: Length of an answer at most; one that is cut there is marked `finish_reason="length"`.
+        temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weigh it.
+        num_turns: User turns per conversation; those that a prompt lacks are invented by the model.
+        batch_size: Rows per `generate()` call.
+        batches_per_part: Batches between two writes: what an interrupt can cost.
+        max_prompt_tokens: Longer prompts are left out, and counted.
+        max_invented_tokens: Length of an invented user turn at most.
+        invention_temperature: At which the model speaks as the user.
+        seed: Of all draws.
+    """
+
+    max_new_tokens: int = 512
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    num_turns: int = 1
+    batch_size: int = 32
+    batches_per_part: int = 4
+    max_prompt_tokens: int = 2048
+    max_invented_tokens: int = 128
+    invention_temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = ("max_new_tokens", "num_turns", "batch_size", "batches_per_part", "max_prompt_tokens",
+                 "max_invented_tokens")  # fmt: skip
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise InvalidConfigError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise InvalidConfigError(f"`temperatures` must be values >= 0, got {self.temperatures}.")
+
+
+@dataclass(slots=True)
+class _Chat:
+    """One conversation while it grows."""
+
+    number: int  # of its prompt
+    source: str
+    temperature: float
+    asked: list[str]  # user turns that are known and not answered yet
+    messages: list[dict[str, str]] = field(default_factory=list)
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int], text: str, finish_reason: str) -> None:
+        """Append a turn. Where the template reads earlier turns otherwise than they were said, its reading counts."""
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.input_ids, prompt, strict=False)))
+        self.loss_mask = [*self.loss_mask[:common], *[False] * (len(prompt) - common), *[True] * len(answer)]
+        self.input_ids = [*prompt, *answer]
+        self.messages += [{"role": "user", "content": self.asked.pop(0)}, {"role": "assistant", "content": text}]
+        self.finish_reason = finish_reason
+
+
+def invented_prompts(count: int) -> list[Prompt]:
+    """Prompts that the model makes up: a chat model continues its empty user turn, any other an empty text."""
+    return [Prompt((), INVENTED)] * count
+
+
+def distill(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt | str],
+    output_dir: str | Path,
+    config: DistillConfig | None = None,
+    *,
+    progress: bool = True,
+) -> Path:
+    """Let the model answer prompts, and write prompts and answers with loss masks and provenance.
+
+    Started again after an interrupt it goes on, and ends with the same rows: parts that lie there are kept, the rest
+    is drawn as it would have been. Under `accelerate launch` every process takes each n-th part; the rows do not
+    depend on the number of processes.
+
+    Args:
+        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p.
+        tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to go on
+            with, and there is one turn.
+        prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
+        output_dir: Where to write; `datasets.load_dataset(output_dir)` reads it, and so do the trainers.
+        config: How to answer.
+        progress: Show a progress bar.
+
+    Returns:
+        `output_dir`. Rows: `input_ids`, `loss_mask` (True at answers), `messages`, `source`, `temperature`,
+        `finish_reason` (`"stop"` or `"length"`), `number` of the prompt.
+
+    Raises:
+        InvalidConfigError: No prompts, turns that a model without chat template cannot take, or a directory that was
+            made with other settings, prompts or weights.
+    """
+    config = config or DistillConfig()
+    parts = _plan(prompts, config, tokenizer)
+    folder = Path(output_dir)
+    state = processes()
+    with state.main_process_first():
+        _claim(folder, _settings(model, config, parts))
+    files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
+    mine = range(state.process_index, len(parts), state.num_processes)
+    left = [index for index in mine if not files[index].exists()]
+    silent = not (progress and state.is_main_process)
+    tokens, begin = 0, time.perf_counter()
+    with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar:
+        for index in left:
+            rows = _answer_part(_Speaker(model, tokenizer, config, index), parts[index])
+            write_parquet(rows, files[index])
+            tokens += sum(sum(row["loss_mask"]) for row in rows)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
+            bar.update()
+    state.wait_for_everyone()
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------ the plan
+
+
+def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Chat]]:
+    """Conversations in parts of one temperature and similar length (little padding)."""
+    if not prompts:
+        raise InvalidConfigError("There are no prompts to distil.", "Give some, or invented_prompts(n).")
+    if config.num_turns > 1 and not tokenizer.chat_template:
+        raise InvalidConfigError(
+            f"num_turns={config.num_turns} needs a chat template, and this tokenizer has none.", "Use num_turns=1."
+        )
+    by_temperature: dict[float, list[tuple[int, _Chat]]] = {}
+    for number, given in enumerate(prompts):
+        prompt = given if isinstance(given, Prompt) else Prompt((given,), "given")
+        temperature = float(config.temperatures[number % len(config.temperatures)])
+        chat = _Chat(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]))
+        length = len(_encode(tokenizer, [], chat.asked[0])) if chat.asked else 0
+        if length <= config.max_prompt_tokens:
+            by_temperature.setdefault(temperature, []).append((length, chat))
+    size = config.batch_size * config.batches_per_part
+    parts = []
+    for _, chats in sorted(by_temperature.items()):
+        ordered = [chat for _, chat in sorted(chats, key=lambda pair: pair[0])]
+        parts += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return parts
+
+
+def _settings(model: PreTrainedModel, config: DistillConfig, parts: Sequence[Sequence[_Chat]]) -> dict[str, Any]:
+    """What the result depends on; any difference is another dataset."""
+    plan = json.dumps([[(chat.number, chat.source, chat.asked) for chat in part] for part in parts])
+    weights = next(model.parameters()).detach().flatten()[:4096].float().cpu()
+    return {
+        **asdict(config),
+        "temperatures": list(config.temperatures),
+        "model": model.config._name_or_path,
+        "dtype": str(model.dtype),
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
+        "prompts": hashlib.sha256(plan.encode()).hexdigest()[:16],
+    }
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the directory, or see that it was made for the same work."""
+    path = folder / SETTINGS
+    if path.exists():
+        known = json.loads(path.read_text())
+        differing = [name for name in settings if known.get(name) != settings[name]]
+        if differing:
+            changes = ", ".join(f"{name} {known.get(name)!r}, now {settings[name]!r}" for name in differing)
+            raise InvalidConfigError(
+                f"{folder} was distilled with other settings: {changes}.",
+                "Use the same ones to go on, or another directory.",
+            )
+        return
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    if any(data.iterdir()):
+        raise InvalidConfigError(f"{folder} holds data that distill did not begin.", "Use another directory.")
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(settings, indent=1))
+    partial.replace(path)
+
+
+# ------------------------------------------------------------------------------------------------------ one part
+
+
+class _Speaker:
+    """The model's voice for one part: every batch it says is seeded by its place in the work."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: DistillConfig, part: int) -> None:
+        self.model, self.tokenizer, self.config, self._part = model, tokenizer, config, part
+        self._eos = _ids(model.generation_config.eos_token_id)
+
+    def say(
+        self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, place: str
+    ) -> list[list[int]]:
+        """Continue token lists, in batches of similar length; what comes back ends with the end token, or was cut.
+
+        Args:
+            prompts: Token ids.
+            temperature: 0 is greedy.
+            max_new_tokens: At most.
+            place: Names this call within the part; it decides the draws.
+        """
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        said: list[list[int]] = [[] for _ in prompts]
+        for start in range(0, len(order), self.config.batch_size):
+            chosen = order[start : start + self.config.batch_size]
+            label = f"{self.config.seed}/{self._part}/{place}/{start}"
+            with torch.random.fork_rng():
+                torch.manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big"))
+                answers = self._continue([prompts[index] for index in chosen], temperature, max_new_tokens)
+            for index, answer in zip(chosen, answers, strict=True):
+                said[index] = answer
+        return said
+
+    def ended(self, answer: Sequence[int]) -> bool:
+        """Whether the model came to an end by itself."""
+        return bool(answer) and answer[-1] in self._eos
+
+    def _continue(self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        pad = self._eos[0] if self._eos else 0
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        output = self.model.generate(
+            input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device),
+            max_new_tokens=max_new_tokens, pad_token_id=pad, **(how if temperature else {"do_sample": False}),
+        )  # fmt: skip
+        answers = output[:, width:].tolist()
+        ends = [next((i + 1 for i, token in enumerate(answer) if token in self._eos), None) for answer in answers]
+        return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
+
+
+def _answer_part(speaker: _Speaker, chats: Sequence[_Chat]) -> list[dict[str, Any]]:
+    """Answer every turn of a part's conversations, and return their rows.
+
+    A conversation ends early where an answer was cut, the prompt grew too long, or the model had nothing to invent.
+    """
+    config, tokenizer = speaker.config, speaker.tokenizer
+    alive = list(chats)
+    for turn in range(config.num_turns):
+        silent = [chat for chat in alive if not chat.asked]
+        opened = [_encode(tokenizer, chat.messages, None) for chat in silent]
+        invented = speaker.say(opened, config.invention_temperature, config.max_invented_tokens, f"{turn}/user")
+        for chat, words in zip(silent, invented, strict=True):
+            text = tokenizer.decode(words, skip_special_tokens=True).strip()
+            chat.asked += [text] if text else []
+        prompts = {chat.number: _encode(tokenizer, chat.messages, chat.asked[0]) for chat in alive if chat.asked}
+        alive = [chat for chat in alive if len(prompts.get(chat.number, ())) in range(1, config.max_prompt_tokens + 1)]
+        asked = [prompts[chat.number] for chat in alive]
+        for chat, prompt, answer in zip(
+            alive,
+            asked,
+            speaker.say(asked, chats[0].temperature, config.max_new_tokens, f"{turn}/answer"),
+            strict=True,
+        ):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            chat.add(prompt, answer, text, "stop" if speaker.ended(answer) else "length")
+        alive = [chat for chat in alive if chat.finish_reason == "stop"]
+    names = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
+    return [{name: getattr(chat, name) for name in names} for chat in chats if chat.messages]
+
+
+def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:
+    """Token ids that the model continues.
+
+    Args:
+        tokenizer: With or without a chat template.
+        messages: What was said before.
+        asked: What the user says now; None opens the user's turn, for the model to speak in their place.
+    """
+    if not tokenizer.chat_template:
+        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        return list(tokenizer(asked)["input_ids"]) if asked is not None else begin
+    turn = {"role": "user", "content": MARK if asked is None else asked}
+    if asked is not None:
+        encoded = tokenizer.apply_chat_template([*messages, turn], add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+    text = tokenizer.apply_chat_template([*messages, turn], tokenize=False)
+    if MARK not in text:
+        raise InvalidConfigError(
+            "This chat template changes the user's words, so no user turn can be left open for the model to invent.",
+            "Give prompts.",
+        )
+    return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,296 @@
+"""What every head's training shares: transformers' Trainer around a head with its loss.
+
+An objective is a module that holds the head and nothing else of its own, so that checkpoints, optimisers, DDP and
+FSDP see the head alone; the frozen target stays outside. Before: `training/features.py`. Kinds of heads:
+`training/eagle.py`, `training/medusa.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.target import LAST, lm_head_rows
+from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.features import FeatureStore, collate, features_of
+
+TrainingData = FeatureStore | Sequence[Conversation]
+"""Captured features, or conversations whose features are made in every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """What one batch says, summed over this process."""
+
+    loss: Tensor  # scalar
+    right: Tensor | None = (
+        None  # [K, R] how often the r-th best drafted token of a depth is the target's greedy choice
+    )
+    counted: Tensor | None = None  # [K] out of so many
+
+
+class Objective(nn.Module, ABC):
+    """A head and its loss.
+
+    Attributes:
+        head: What is trained.
+        layers: Which of the target's hidden states `forward` is given, the teacher's (`LAST`) at the end; none where
+            it runs the target itself.
+        learning_rate_multiplier: Of every parameter of the head, relative to others that are trained with it.
+        progress: How much of the run is done, 0 to 1; the trainer keeps it.
+    """
+
+    head: Any
+    layers: tuple[int, ...] = (LAST,)
+    learning_rate_multiplier: float = 1.0
+    progress: float = 0.0
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
+    ) -> HeadLoss:
+        """The loss of right-padded conversations.
+
+        Args:
+            input_ids: `[B, T]`.
+            loss_mask: `[B, T]` True at answers.
+            lengths: `[B]` how many tokens are real.
+            features: `[B, T, layers * D]` of the target.
+            measure: R, how many ranks of drafted tokens to compare with the target's choice; 0 compares none.
+        """
+
+
+class Teacher:
+    """What training reads of the frozen target: embedding and lm_head. No module, so nobody trains or saves it.
+
+    Args:
+        target: The target.
+        hot_token_ids: `[Vd]` the head's draft vocabulary; None is the target's whole one.
+    """
+
+    def __init__(self, target: PreTrainedModel, hot_token_ids: Tensor | None) -> None:
+        self._embedding = target.get_input_embeddings()
+        self.rows = lm_head_rows(target, hot_token_ids)
+        self._whole = target.get_output_embeddings()
+        self._hot_token_ids = hot_token_ids
+        self.dtype = target.dtype
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """`[B, T]` token ids to embeddings `[B, T, D]`."""
+        embeddings: Tensor = self._embedding(input_ids)
+        return embeddings
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; gradients pass through."""
+        logits: Tensor = self.rows(features.to(self.dtype))
+        return logits.float()
+
+    @torch.no_grad()
+    def count_right(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
+        """`[R]`: how often the r-th best drafted token is the target's greedy choice in its whole vocabulary.
+
+        Args:
+            draft_logits: `[M, Vd]`.
+            features: `[M, D]` post-final-norm features at the same places.
+            ranks: R.
+        """
+        best = draft_logits.topk(ranks, dim=-1).indices
+        if self._hot_token_ids is not None:
+            best = self._hot_token_ids.to(best.device)[best]
+        chosen: Tensor = self._whole(features.to(self.dtype)).argmax(-1)
+        return (best == chosen[:, None]).sum(0)
+
+
+class _Tokens(Dataset[dict[str, Tensor]]):
+    """Conversations as the trainer reads them; their features are not known yet."""
+
+    def __init__(self, conversations: Sequence[Conversation]) -> None:
+        self._conversations = conversations
+        self.lengths = [len(conversation.input_ids) for conversation in conversations]
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        conversation = self._conversations[index]
+        return {"input_ids": torch.tensor(conversation.input_ids), "loss_mask": torch.tensor(conversation.loss_mask)}
+
+
+class HeadTrainer(Trainer):
+    """transformers' Trainer for an objective.
+
+    Its log has, beside the loss, `top1_accuracy_d`: how often the d-th drafted token is the target's greedy choice,
+    and `predicted_tau`: the accepted length of a greedy chain with these accuracies.
+
+    Args:
+        objective: What is trained.
+        target: The frozen target; it makes features where `data` has none.
+        data: What to train on.
+        arguments: transformers' training arguments.
+    """
+
+    def __init__(
+        self, objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments
+    ) -> None:
+        dataset = as_dataset(data)
+        if not dataset.lengths:
+            raise InvalidConfigError("There are no conversations to train on.")
+        arguments = copy.copy(arguments)
+        arguments.remove_unused_columns = False  # an objective takes all of them
+        super().__init__(model=objective, args=arguments, train_dataset=dataset, data_collator=collate)
+        self._objective, self._target = objective, target
+        self._columns = columns_of(data, objective.layers)
+        self._right: Tensor | float = 0.0
+        self._counted: Tensor | float = 0.0
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
+    ) -> Tensor | tuple[Tensor, HeadLoss]:
+        """Complete the batch, and keep count of right tokens where the next log wants it."""
+        features = inputs.get("features")
+        if features is None and self._objective.layers:
+            features = features_of(self._target, inputs["input_ids"], inputs["lengths"], self._objective.layers)
+            inputs = {**inputs, "features": features.to(inputs["input_ids"].device)}
+        elif features is not None and self._columns is not None:
+            inputs = {**inputs, "features": features[..., self._columns.to(features.device)]}
+        measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
+        self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
+        outputs: HeadLoss = model(**inputs, measure=int(measure))
+        if outputs.right is not None and outputs.counted is not None:
+            both = self.accelerator.reduce(torch.stack([outputs.right[:, 0], outputs.counted]).float())
+            self._right, self._counted = self._right + both[0].cpu(), self._counted + both[1].cpu()
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the accuracies since the last log to its row."""
+        if "loss" in logs and isinstance(self._right, Tensor) and isinstance(self._counted, Tensor):
+            accuracies = (self._right / self._counted.clamp(min=1)).tolist()
+            logs.update({f"top1_accuracy_{depth}": value for depth, value in enumerate(accuracies, start=1)})
+            logs["predicted_tau"] = predicted_tau(accuracies)
+            self._right = self._counted = 0.0
+        super().log(logs, start_time)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own, with another rate for the head where the objective asks for one."""
+        factor = self._objective.learning_rate_multiplier
+        if self.optimizer is None and factor != 1.0:
+            trained = [(n, p) for n, p in self._objective.named_parameters() if p.requires_grad]
+            make, options = self.get_optimizer_cls_and_kwargs(self.args, self._objective)
+            rates = {True: options["lr"] * factor, False: options["lr"]}
+            groups = [
+                {"params": [p for n, p in trained if n.startswith("head.") is of_head], "lr": rates[of_head]}
+                for of_head in (True, False)
+            ]
+            self.optimizer: torch.optim.Optimizer = make([group for group in groups if group["params"]], **options)
+            return self.optimizer
+        return super().create_optimizer()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """An objective's weights, all of them and no others.
+
+        Raises:
+            CheckpointFormatError: The checkpoint is of another head.
+        """
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        tensors = load_file(Path(resume_from_checkpoint) / "model.safetensors")
+        differing = tensors.keys() ^ self._objective.state_dict().keys()
+        if differing:
+            raise CheckpointFormatError(
+                f"{resume_from_checkpoint} is a checkpoint of another head: {', '.join(sorted(differing)[:4])} ...",
+                "Give another output directory.",
+            )
+        self._objective.load_state_dict(tensors, strict=False)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """The lengths are known: the Trainer would read every feature to find them."""
+        if self.args.train_sampling_strategy == "group_by_length":
+            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            return LengthGroupedSampler(size, lengths=self.train_dataset.lengths)
+        sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
+        return sampler
+
+
+def fit(
+    objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool
+) -> None:
+    """Train an objective's head in place, and leave the log in `arguments.output_dir`.
+
+    Args:
+        objective, target, data, arguments: See `HeadTrainer`.
+        resume: Go on from the last whole checkpoint in `arguments.output_dir`, if there is one.
+    """
+    trainer = HeadTrainer(objective, target, data, arguments)
+    trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)) if resume else None)
+    trainer.save_state()
+    if trainer.is_fsdp_enabled:  # the head lies in shards: put it together again
+        whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        objective.load_state_dict(whole)
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest whole checkpoint; one that a killed run left half written is passed over.
+
+    The Trainer writes `trainer_state.json` last, so a checkpoint that has it has everything.
+    """
+    if not folder.is_dir():
+        return None
+    whole = []
+    for checkpoint in folder.glob("checkpoint-*"):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        whole.append(checkpoint)
+    newest = get_last_checkpoint(str(folder))
+    if newest is None or Path(newest) in whole:
+        return newest
+    return str(max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))) if whole else None
+
+
+def predicted_tau(accuracies: Sequence[float]) -> float:
+    """Tokens per target forward of a greedy chain, as if its depths were accepted independently.
+
+    Example: accuracies 0.5, 0.4 give 1 + 0.5 + 0.5 * 0.4 = 1.7.
+    """
+    return 1.0 + sum(accumulate(accuracies, mul))
+
+
+def as_dataset(data: TrainingData) -> FeatureStore | _Tokens:
+    """What a DataLoader reads; it knows its `lengths`."""
+    return data if isinstance(data, FeatureStore) else _Tokens(data)
+
+
+def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
+    """Which columns of captured features an objective reads; None is all of them."""
+    if not wanted or not isinstance(data, FeatureStore) or tuple(data.layers) == tuple(wanted):
+        return None
+    missing = [layer for layer in wanted if layer not in data.layers]
+    if missing:
+        raise InvalidConfigError(
+            f"The captured features are of the layers {list(data.layers)}, this head reads {list(wanted)}.",
+            f"Capture them with layers={list(wanted)}.",
+        )
+    size = len(data[0]["features"][0]) // len(data.layers)
+    return torch.cat([torch.arange(size) + size * data.layers.index(layer) for layer in wanted])

@@ -1,0 +1,228 @@
+"""Find the static tree that pays most for a head on this device.
+
+Medusa (https://arxiv.org/abs/2401.10774), section 2.3.3: measure how often the r-th candidate of each depth is right,
+then add the node that is likeliest to be accepted, again and again. Beyond the paper, the number of nodes is chosen,
+too: a larger tree accepts more and costs more, and what it costs is measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specdec.config import Choice
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.target import execution_device, lm_head_rows, text_config
+from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
+from hf_specdec.training.features import collate, features_of
+from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
+from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of
+
+Accuracies = tuple[tuple[float, ...], ...]
+"""`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
+
+TIMED_ROUNDS = 5
+"""Forwards of each size that are timed."""
+
+Head = EagleHead | Eagle3Head | MedusaHeads
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSearch:
+    """A searched tree, and why it is that one."""
+
+    choices: tuple[Choice, ...]  # the drafted nodes, likeliest first
+    accuracies: Accuracies
+    expected_tau: Mapping[int, float]  # by number of nodes, root included
+    verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty where the number was given
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree, root included."""
+        return len(self.choices) + 1
+
+    @property
+    def acceptance(self) -> dict[Choice, float]:
+        """Probability that each node is accepted."""
+        return {path: node_acceptance(path, self.accuracies) for path in self.choices}
+
+
+def search_tree(
+    model: PreTrainedModel,
+    head: Head,
+    data: TrainingData,
+    *,
+    num_nodes: int | None = None,
+    max_nodes: int = 64,
+    num_steps: int = 5,
+    top_k: int = 10,
+    context: int = 256,
+) -> TreeSearch:
+    """Measure, grow, choose, and write the tree into the head's config (`head.save_pretrained` stores it).
+
+    Args:
+        model: The target.
+        head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+        data: Calibration: answers of the target, captured or not; greedy ones tell best.
+        num_nodes: Size of the tree, root included; None chooses what is fastest on this device.
+        max_nodes: Largest size to choose from.
+        num_steps: Deepest level; Medusa has at most one per head.
+        top_k: Candidates measured per node.
+        context: Committed tokens while the verify forward is timed.
+
+    Raises:
+        InvalidConfigError: No answers in `data`, or sizes that mean nothing.
+    """
+    if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
+        raise InvalidConfigError(
+            f"A tree has 2 nodes or more, a depth and a width, got num_nodes={num_nodes}, max_nodes={max_nodes}, "
+            f"num_steps={num_steps}, top_k={top_k}."
+        )
+    accuracies = rank_accuracies(model, head, data, num_steps=num_steps, top_k=top_k)
+    grown = grow_tree(accuracies, num_nodes or max_nodes)
+    gains = [node_acceptance(path, accuracies) for path in grown]
+    expected = {size: 1.0 + sum(gains[: size - 1]) for size in range(1, len(grown) + 2)}
+    seconds: dict[int, float] = {}
+    if num_nodes is None:
+        sizes = sorted({size for size in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size <= len(grown) + 1})
+        seconds = verify_seconds(model, [1, *sizes], context)
+        level = level_seconds(model, head, context)
+        drafting = {size: level * max(map(len, grown[: size - 1])) for size in sizes}
+        if isinstance(head, MedusaHeads):
+            drafting = dict.fromkeys(sizes, level)  # all heads run at once
+        best = max(sizes, key=lambda size: expected[size] / (seconds[size] + drafting[size]))
+        grown = grown[: best - 1]
+    found = TreeSearch(tuple(grown), accuracies, expected, seconds)
+    head.config.tree = [list(path) for path in found.choices]
+    head.config.num_draft_tokens = found.num_nodes
+    return found
+
+
+@torch.no_grad()
+def rank_accuracies(
+    model: PreTrainedModel, head: Head, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
+) -> Accuracies:
+    """How often the r-th candidate of each depth is the target's greedy choice.
+
+    Args:
+        model: The target.
+        head: The head.
+        data: Answers of the target.
+        num_steps: Depths; Medusa has at most one per head.
+        top_k: Ranks.
+        batch_size: Conversations per forward.
+
+    Raises:
+        InvalidConfigError: No place in `data` where drafting could happen.
+    """
+    objective: Objective
+    if isinstance(head, MedusaHeads):
+        objective = MedusaObjective(head, model, MedusaTrainingConfig())
+    else:
+        recipe = EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
+        objective = EagleObjective(head, model, recipe)
+    parameter = next(head.parameters())
+    columns = columns_of(data, objective.layers)
+    right, counted = torch.zeros(()), torch.zeros(())
+    for batch in DataLoader(as_dataset(data), batch_size=batch_size, collate_fn=collate):
+        features = batch.pop("features", None)
+        if features is None:
+            features = features_of(model, batch["input_ids"], batch["lengths"], objective.layers)
+        elif columns is not None:
+            features = features[..., columns]
+        batch = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
+        with torch.autocast(parameter.device.type, enabled=parameter.dtype != torch.float32, dtype=parameter.dtype):
+            counts = objective(**batch, features=features.to(parameter.device), measure=top_k)
+        right, counted = right + counts.right.cpu(), counted + counts.counted.cpu()
+    if not bool(counted.sum()):
+        raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
+    shares = (right / counted[:, None].clamp(min=1))[:num_steps]
+    return tuple(tuple(row) for row in shares.tolist())
+
+
+def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
+    """Probability that a node is accepted, as if ranks of different depths were independent (the paper does so)."""
+    return prod(accuracies[depth][rank] for depth, rank in enumerate(path))
+
+
+def grow_tree(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
+    """The likeliest nodes, best first; parents come before their children.
+
+    Args:
+        accuracies: `[depth][rank]`.
+        num_nodes: Size of the tree, root included; fewer where no other candidate was ever right.
+
+    Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
+    """
+    ranks = range(len(accuracies[0]))
+    # ties go to the shallower, then the lower rank
+    heap: list[tuple[float, int, Choice]] = [(-accuracies[0][rank], 1, (rank,)) for rank in ranks]
+    heapq.heapify(heap)
+    grown: list[Choice] = []
+    while heap and len(grown) < num_nodes - 1:
+        gain, depth, path = heapq.heappop(heap)
+        if not gain:
+            break
+        grown.append(path)
+        if depth < len(accuracies):
+            for rank in ranks:
+                heapq.heappush(heap, (gain * accuracies[depth][rank], depth + 1, (*path, rank)))
+    return grown
+
+
+@torch.no_grad()
+def verify_seconds(model: PreTrainedModel, sizes: Sequence[int], context: int) -> dict[int, float]:
+    """Median seconds of a target forward over so many new tokens behind a context, one row."""
+    device = execution_device(model)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(int(text_config(model).vocab_size), (1, context + max(sizes)), generator=draw).to(device)
+    cache = DynamicCache(config=text_config(model))
+    model(input_ids=ids[:, :context], past_key_values=cache, use_cache=True)
+
+    def forward(size: int) -> None:
+        model(input_ids=ids[:, context : context + size], past_key_values=cache, use_cache=True)
+        cache.crop(-size)
+
+    return _median_seconds(forward, sizes, device)
+
+
+@torch.no_grad()
+def level_seconds(model: PreTrainedModel, head: Head, context: int) -> float:
+    """Median seconds of one forward of the head: a level of an EAGLE tree, or all Medusa heads."""
+    parameter, size = next(head.parameters()), int(head.config.hidden_size)
+    hidden = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
+    rows = lm_head_rows(model, head.hot_token_ids)
+    scored = rows if isinstance(head, MedusaHeads) or head.shares_lm_head else None
+
+    def forward(position: int) -> None:
+        if isinstance(head, MedusaHeads):
+            head(hidden, scored)
+        else:
+            head.score(head(hidden, hidden, torch.full((1, 1), position, device=hidden.device)), scored)
+
+    return _median_seconds(forward, [context], parameter.device)[context]
+
+
+def _median_seconds(forward: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> dict[int, float]:
+    """Sizes are interleaved over the rounds, so that a busy moment hits all of them; the first round is a warm-up."""
+    taken: dict[int, list[float]] = {size: [] for size in sizes}
+    for turn in range(TIMED_ROUNDS + 1):
+        for size in sizes:
+            begin = time.perf_counter()
+            forward(size)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+            if turn:
+                taken[size].append(time.perf_counter() - begin)
+    return {size: statistics.median(seconds) for size, seconds in taken.items()}

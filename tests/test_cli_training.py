@@ -1,0 +1,177 @@
+"""The training commands on a tiny saved model, from invented prompts to a head that drafts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_specdec import Eagle3Head, EagleHead, MedusaHeads, SpeculativeGenerationMixin, load_head
+from launched import launch
+from test_cli import run
+from test_distill import CLI
+from test_training import TALKS
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    path = tmp_path / "talks.jsonl"
+    rows = [{"input_ids": talk.input_ids, "loss_mask": talk.loss_mask} for talk in TALKS * 8]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_from_nothing_to_a_head_that_drafts(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole way: distill --invent, train eagle on captured features, tree, generate."""
+    assert run(monkeypatch, "distill", "--model", saved, "--invent", 6, "--output", tmp_path / "data", "--json",
+               "--max-new-tokens", 16, "--temperature", 0, "--dtype", "float32") == 0  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert told["conversations"] == 6
+    assert told["answer_tokens"] > 6
+    train = ["--model", saved, "--data", tmp_path / "data", "--max-steps", 12, "--batch-size", 2, "--dtype", "float32"]
+    assert run(monkeypatch, "train", "eagle", *train, "--features", tmp_path / "features", "--draft-vocab-size", 50,
+               "--aligned-steps", 2, "--output", tmp_path / "head", "--json") == 0  # fmt: skip
+    captured = capsys.readouterr()
+    told = json.loads(captured.out.strip().splitlines()[-1])
+    assert 1 <= told["predicted_tau"] <= 3
+    assert "GB of features" in captured.err
+    assert (tmp_path / "head" / "training.png").stat().st_size > 1000
+    assert isinstance(load_head(tmp_path / "head"), Eagle3Head)
+    assert run(monkeypatch, "tree", "--model", saved, "--drafter", tmp_path / "head", "--data", tmp_path / "data",
+               "--output", tmp_path / "tree", "--max-nodes", 8, "--top-k", 4, "--plot", tmp_path / "tree.png",
+               "--dtype", "float32") == 0  # fmt: skip
+    assert "expected tau" in capsys.readouterr().out
+    assert (tmp_path / "tree.png").exists()
+    config = load_head(tmp_path / "tree").config
+    assert config.num_draft_tokens == len(config.tree) + 1
+    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
+    model.load_drafter(tmp_path / "tree")
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, speculative="eagle", **options))
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["medusa", "--num-heads", 2], MedusaHeads),
+        (["medusa", "--num-heads", 2, "--own-lm-head", "--draft-vocab-size", 40], MedusaHeads),
+        (["medusa", "--num-heads", 2, "--joint"], MedusaHeads),
+        (["eagle", "--version", 1], EagleHead),
+    ],
+)
+def test_every_kind_of_head(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[Any], kind: type,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps({"logging_steps": 1, "gradient_accumulation_steps": 2}))
+    assert run(monkeypatch, "train", *command, "--model", saved, "--data", talks, "--output", tmp_path / "head",
+               "--max-steps", 3, "--batch-size", 2, "--arguments", more) == 0  # fmt: skip
+    assert "predicted_tau" in capsys.readouterr().out
+    head = load_head(tmp_path / "head")
+    assert isinstance(head, kind)
+    target = tmp_path / "head" / "model" if "--joint" in command else saved
+    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(target))
+    model.load_drafter(tmp_path / "head")
+    if "--joint" in command:
+        assert head.config.base_model_name_or_path == str(target.resolve())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["distill", "--output", "OUT", "--model", "MODEL"], "nothing to answer"),
+        (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "cannot be read"),
+        (["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--version", "2"], "EAGLE-2"),
+        (["train", "eagle", "--output", "OUT", "--model", "/nowhere", "--data", "TALKS"], "cannot be loaded"),
+        (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "cannot be read"),
+        (
+            ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
+            "arguments",
+        ),
+        (
+            ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
+            "no local directory",
+        ),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    names = {"MODEL": saved, "TALKS": talks, "OUT": tmp_path / "out"}
+    assert run(monkeypatch, *[names.get(a, a) for a in arguments]) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert len(streams.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["distill"], ["tree"], ["train", "medusa"], ["train", "eagle"]])
+def test_every_command_has_help(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *command, "--help") == 0
+    assert "--model" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def train_command(saved: Path, talks: Path, output: Path, more: Path) -> list[str]:
+    options = ["--model", saved, "--data", talks, "--output", output, "--max-steps", 30, "--dtype", "float32",
+               "--batch-size", 2, "--arguments", more]  # fmt: skip
+    return ["train", "eagle", *map(str, options)]
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_with_the_same_losses(saved: Path, talks: Path, tmp_path: Path) -> None:
+    """Kill -9 after a checkpoint, run again: every logged loss and the weights are those of an undisturbed run."""
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps({"logging_steps": 1, "save_steps": 5}))
+    whole = [*CLI, *train_command(saved, talks, tmp_path / "whole", more)]
+    subprocess.run(whole, capture_output=True, check=True)
+    cut = [*CLI, *train_command(saved, talks, tmp_path / "cut", more)]
+    running = subprocess.Popen(cut, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cut").glob("checkpoint-1*/trainer_state.json")) and running.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL, "it was killed before its end"
+    assert not (tmp_path / "cut" / "model.safetensors").exists()
+    subprocess.run(cut, capture_output=True, check=True)
+    logs = [
+        [row["loss"] for row in json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+         if "loss" in row] for name in ("whole", "cut")
+    ]  # fmt: skip
+    assert len(logs[0]) == 30
+    assert logs[0] == logs[1]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_head(saved: Path, talks: Path, tmp_path: Path) -> None:
+    """`accelerate launch` over gloo: half the batch each, the same head as one process with the whole batch."""
+    more = tmp_path / "more.json"
+    settings = {"logging_steps": 10, "save_strategy": "no", "train_sampling_strategy": "sequential"}
+    for name, processes in (("one", 1), ("two", 2)):
+        more.write_text(json.dumps({**settings, "per_device_train_batch_size": 4 // processes}))
+        told = launch(*train_command(saved, talks, tmp_path / name, more), processes=processes)
+        assert told.count(f"of {processes}") == processes
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(one[name].float(), two[name].float(), atol=0.02, rtol=0.05)
+    assert isinstance(load_head(tmp_path / "two"), Eagle3Head)

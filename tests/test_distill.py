@@ -1,0 +1,216 @@
+"""Distillation on the tiny Llama: what is asked, answered and written; interrupts; several processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specdec import InvalidConfigError
+from hf_specdec.training import (
+    Conversation,
+    DistillConfig,
+    Prompt,
+    distill,
+    invented_prompts,
+    read_conversations,
+    read_prompts,
+)
+from hf_specdec.training.conversations import load_rows
+from launched import launch
+from zoo import ASSISTANT, END, USER, chat_tokenizer
+
+PROMPTS = [" ".join(f"w{3 + (7 * i + j) % 80:02}" for j in range(2 + i % 4)) for i in range(9)]
+SMALL = DistillConfig(max_new_tokens=12, batch_size=2, batches_per_part=1, temperatures=(0.0, 0.7), seed=5)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return sorted(load_rows(folder), key=lambda row: row["number"])
+
+
+def test_answers_are_what_generate_says(talker: Any, tmp_path: Path) -> None:
+    """Greedy rows equal generate() on the prompt alone; the mask marks them; provenance is there."""
+    tokenizer = chat_tokenizer()
+    given = [Prompt((text,), "here") for text in PROMPTS]
+    assert distill(talker, tokenizer, given, tmp_path / "out", SMALL, progress=False) == tmp_path / "out"
+    rows = rows_of(tmp_path / "out")
+    assert [row["number"] for row in rows] == list(range(9))
+    assert {row["source"] for row in rows} == {"here"}
+    for row, text in zip(rows, PROMPTS, strict=True):
+        prompt = [USER, *(int(word[1:]) for word in text.split()), END, ASSISTANT]
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert row["loss_mask"] == [False] * len(prompt) + [True] * (len(row["input_ids"]) - len(prompt))
+        assert row["messages"][0] == {"role": "user", "content": text}
+        assert row["temperature"] == pytest.approx(0.0 if row["number"] % 2 == 0 else 0.7)
+        answer = row["input_ids"][len(prompt) :]
+        assert row["finish_reason"] == ("stop" if answer[-1] == END else "length")
+        assert END not in answer[:-1]
+        if row["temperature"] == 0:
+            ids = torch.tensor([prompt])
+            alone = talker.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                                    pad_token_id=0)  # fmt: skip
+            assert answer == alone[0, len(prompt) :].tolist()
+    talks = read_conversations(tmp_path / "out")
+    assert sum(map(len, (talk.input_ids for talk in talks))) == sum(len(row["input_ids"]) for row in rows)
+
+
+def test_turns_go_on_and_are_invented(talker: Any, tmp_path: Path) -> None:
+    """Given turns first, then the model's own; every answer of a conversation is marked."""
+    tokenizer = chat_tokenizer()
+    given = [Prompt(("w05 w06", "w07"), "two"), Prompt(("w08 w09 w10",), "one"), *invented_prompts(4)]
+    config = DistillConfig(max_new_tokens=20, num_turns=3, batch_size=2, batches_per_part=2, temperatures=(0.9,))
+    distill(talker, tokenizer, given, tmp_path / "out", config, progress=False)
+    rows = rows_of(tmp_path / "out")
+    long = [row for row in rows if len(row["messages"]) >= 4]
+    assert long, "some conversation has two turns"
+    assert {row["source"] for row in rows} == {"two", "one", "invented"}
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        if row["source"] == "two" and len(roles) >= 4:
+            assert [row["messages"][i]["content"] for i in (0, 2)] == ["w05 w06", "w07"]
+        told = [
+            END if token == END else token
+            for token, said in zip(row["input_ids"], row["loss_mask"], strict=True)
+            if said
+        ]
+        said = " ".join(message["content"] for message in row["messages"][1::2]).split()
+        assert [f"w{token:02}" for token in told if token not in (0, 1, END)] == said
+    again = tmp_path / "again"
+    distill(talker, tokenizer, given, again, config, progress=False)
+    assert rows_of(again) == rows
+
+
+def test_a_turn_that_the_template_rewrites(talker: Any) -> None:
+    """What the template reads otherwise is no answer any more."""
+    module = importlib.import_module("hf_specdec.training.distill")  # the function of that name hides it
+    chat = module._Chat(0, "s", 0.0, ["a", "b"])
+    chat.add([1, 2], [3, 4, 5], "said", "stop")
+    chat.add([1, 2, 3, 9, 9], [6], "more", "stop")
+    assert chat.input_ids == [1, 2, 3, 9, 9, 6]
+    assert chat.loss_mask == [False, False, True, False, False, True]
+
+
+def test_a_model_without_a_template_goes_on_with_texts(talker: Any, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(None)
+    distill(talker, tokenizer, ["w05 w06 w07", *invented_prompts(2)], tmp_path / "out", SMALL, progress=False)
+    rows = rows_of(tmp_path / "out")
+    assert rows[0]["input_ids"][:3] == [5, 6, 7]
+    assert rows[0]["loss_mask"][:4] == [False, False, False, True]
+    with pytest.raises(InvalidConfigError, match="needs a chat template"):
+        distill(talker, tokenizer, ["w05"], tmp_path / "two", DistillConfig(num_turns=2))
+
+
+def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    distill(talker, tokenizer, PROMPTS[:2], tmp_path / "out", SMALL, progress=False)
+    with pytest.raises(InvalidConfigError, match="seed 5, now 6"):
+        distill(talker, tokenizer, PROMPTS[:2], tmp_path / "out", replace(SMALL, seed=6))
+    with pytest.raises(InvalidConfigError, match="prompts"):
+        distill(talker, tokenizer, PROMPTS[:3], tmp_path / "out", SMALL)
+    (tmp_path / "else" / "data").mkdir(parents=True)
+    (tmp_path / "else" / "data" / "x.parquet").touch()
+    with pytest.raises(InvalidConfigError, match="did not begin"):
+        distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
+    with pytest.raises(InvalidConfigError, match="no prompts"):
+        distill(talker, tokenizer, [], tmp_path / "none", SMALL)
+    for fields in ({"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):
+        with pytest.raises(InvalidConfigError):
+            DistillConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_prompts_that_are_too_long_are_left_out(talker: Any, tmp_path: Path) -> None:
+    config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=6, temperatures=(0.0,))
+    distill(talker, chat_tokenizer(), PROMPTS, tmp_path / "out", config, progress=False)
+    assert [row["number"] for row in rows_of(tmp_path / "out")] == [i for i in range(9) if 2 + i % 4 + 3 <= 6]
+
+
+# ------------------------------------------------------------------------------------------------------ sources
+
+
+def test_prompts_of_every_kind(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "source": "mine"}, {"turns": ["b", "c"]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "d"}]},
+        {"conversations": [{"from": "human", "value": "e"}, {"from": "gpt", "value": "x"}]},
+        {"instruction": "f", "input": "g"}, {"text": "h"},
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    turns = [("a",), ("b", "c"), ("d",), ("e",), ("f\n\ng",), ("h",)]
+    assert [prompt.turns for prompt in read_prompts(path)] == turns
+    assert [prompt.source for prompt in read_prompts(path, limit=2)] == ["mine", "rows.jsonl"]
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    assert [prompt.turns for prompt in read_prompts(tmp_path / "lines.txt")] == [("one",), ("two",)]
+    for text, message in (('{"other": 1}', "row 1 holds no prompt"), ("{", "no JSON"), ("[1]", "holds no prompt")):
+        path.write_text(text)
+        with pytest.raises(InvalidConfigError, match=message):
+            read_prompts(path)
+    with pytest.raises(InvalidConfigError, match="cannot be read as a dataset"):
+        read_prompts(tmp_path / "nowhere")
+
+
+def test_conversations_of_every_kind(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    talk = [{"role": "user", "content": "w05"}, {"role": "assistant", "content": "w06 w07"}]
+    rows = [
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"prompt_ids": [3], "response_ids": [4, 5]},
+        {"messages": talk},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = read_conversations(path, tokenizer=chat_tokenizer())
+    assert found[:2] == [Conversation((1, 2), (False, True)), Conversation((3, 4, 5), (False, True, True))]
+    assert found[2] == Conversation.of([USER, 5, END, ASSISTANT], [6, 7, END])
+    with pytest.raises(InvalidConfigError, match="messages"):
+        read_conversations(path)
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
+
+
+def command(saved: Path, prompts: Path, output: Path) -> list[str]:
+    options = ["--model", saved, "--prompts", prompts, "--invent", 3, "--output", output, "--max-new-tokens", 40,
+               "--batch-size", 1, "--temperature", 0, "--temperature", 0.8, "--dtype", "float32",
+               "--json"]  # fmt: skip
+    return ["distill", *map(str, options)]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_two_processes_write_the_same(saved: Path, tmp_path: Path) -> None:
+    """Kill -9 after the first part, run again: bitwise the rows of an undisturbed run; two processes as well."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS * 5))
+    whole = subprocess.run(
+        [*CLI, *command(saved, prompts, tmp_path / "whole")], capture_output=True, text=True, check=False
+    )
+    assert whole.returncode == 0, whole.stderr
+    wanted = rows_of(tmp_path / "whole")
+    assert json.loads(whole.stdout)["conversations"] == len(wanted)
+    running = subprocess.Popen([*CLI, *command(saved, prompts, tmp_path / "cut")], stderr=subprocess.DEVNULL)
+    parts = tmp_path / "cut" / "data"
+    deadline = time.monotonic() + 120
+    while not list(parts.glob("part-*")) and running.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    done = len(list(parts.glob("part-*")))
+    assert 0 < done < len(list((tmp_path / "whole" / "data").glob("part-*")))
+    subprocess.run([*CLI, *command(saved, prompts, tmp_path / "cut")], capture_output=True, check=True)
+    assert rows_of(tmp_path / "cut") == wanted
+    both = launch(*command(saved, prompts, tmp_path / "both"))
+    assert both.count("of 2") == 2
+    assert rows_of(tmp_path / "both") == wanted
