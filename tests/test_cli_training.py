@@ -68,14 +68,17 @@ def test_from_nothing_to_a_head_that_drafts(
         (["medusa", "--num-heads", 2, "--own-lm-head", "--draft-vocab-size", 40], MedusaHeads),
         (["medusa", "--num-heads", 2, "--joint"], MedusaHeads),
         (["eagle", "--version", 1], EagleHead),
+        (["eagle", "--head-fields", "NORMS"], Eagle3Head),
     ],
 )
 def test_every_kind_of_head(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[Any], kind: type,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    more = tmp_path / "more.json"
+    more, norms = tmp_path / "more.json", tmp_path / "norms.json"
     more.write_text(json.dumps({"logging_steps": 1, "gradient_accumulation_steps": 2}))
+    norms.write_text(json.dumps({"fc_norm": True, "norm_output": True}))
+    command = [norms if part == "NORMS" else part for part in command]
     assert run(monkeypatch, "train", *command, "--model", saved, "--data", talks, "--output", tmp_path / "head",
                "--max-steps", 3, "--batch-size", 2, "--arguments", more) == 0  # fmt: skip
     assert "predicted_tau" in capsys.readouterr().out
@@ -84,6 +87,7 @@ def test_every_kind_of_head(
     target = tmp_path / "head" / "model" if "--joint" in command else saved
     model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(target))
     model.load_drafter(tmp_path / "head")
+    assert getattr(head.config, "norm_output", False) is ("--head-fields" in command)
     if "--joint" in command:
         assert head.config.base_model_name_or_path == str(target.resolve())
 
@@ -98,7 +102,7 @@ def test_every_kind_of_head(
         (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "cannot be read"),
         (
             ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
-            "arguments",
+            "cannot be read",
         ),
         (
             ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],

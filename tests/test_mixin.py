@@ -80,7 +80,7 @@ def test_attach_returns_the_same_object_of_both_classes() -> None:
 
 
 def test_attached_models_save_reload_copy_and_pickle(tmp_path: Path) -> None:
-    # a model of its own: transformers leaves hooks on one that was ever asked for hidden states, and these do not pickle
+    # a model of its own: transformers leaves hooks on one that was ever asked for hidden states; they do not pickle
     llama: Any = SpeculativeGenerationMixin.attach(zoo.build.__wrapped__("llama"))
     plain = with_oracle(llama)
     llama.save_pretrained(tmp_path)

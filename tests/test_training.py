@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 import zoo
 from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, MedusaConfig, MedusaHeads
@@ -360,6 +361,24 @@ def test_training_resumes_exactly(version: int, tmp_path: Path) -> None:
     assert len(runs[0][1]) == 6
     assert runs[0][1] == runs[1][1]
     assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_quantised_target_is_a_target(version: int, tmp_path: Path) -> None:
+    """int8 weights: features, teacher and start come from what the quantised model computes."""
+    pytest.importorskip("optimum.quanto")
+    zoo.build("llama").save_pretrained(tmp_path / "model")
+    config = transformers.QuantoConfig(weights="int8")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=config)
+    head = random_head(model, version=version, draft_vocab_size=50)
+    if isinstance(head, Eagle3Head):
+        start_from_target(head, model)
+        hidden = torch.randn(3, 32)
+        hot = head.hot_token_ids
+        torch.testing.assert_close(head.lm_head(hidden), model.lm_head(hidden)[:, hot], atol=1e-4, rtol=1e-3)
+    before = head.fc.weight.detach().clone()
+    train_eagle(model, head, TALKS, arguments(tmp_path / "run", 2))
+    assert not torch.equal(head.fc.weight, before)
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ More = Annotated[
     typer.Option("--arguments", help="JSON file of further transformers TrainingArguments (bf16, fsdp, ...)."),
 ]
 
+Fields = Annotated[
+    Path | None,
+    typer.Option(help="JSON file of further fields of the head's config (fc_norm, intermediate_size, ...)."),
+]
+
 train = typer.Typer(help="Train a draft head for a model from its own answers.", no_args_is_help=True)
 
 
@@ -88,6 +93,7 @@ def medusa(
     own_lm_head: Annotated[bool, typer.Option(help="An lm_head per head, not the target's.")] = False,
     joint: Annotated[bool, typer.Option(help="Medusa-2: train an adapter of the target, too, and merge it.")] = False,
     draft_vocab_size: Vocabulary = None,
+    head_fields: Fields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
     epochs: Epochs = 2,
@@ -106,7 +112,7 @@ def medusa(
     talks = _conversations(data, tokenizer, max_length)
     config = MedusaConfig.for_target(
         target.config, medusa_num_heads=num_heads, medusa_num_layers=num_layers, shared_lm_head=not own_lm_head,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=draft_vocab_size, **_json(head_fields),
     )  # fmt: skip
     heads = MedusaHeads(config)
     _set_vocabulary(heads, talks)
@@ -136,6 +142,7 @@ def eagle(
     aligned_steps: Annotated[int | None, typer.Option(min=1, help="Drafted levels per step of training.")] = None,
     initial_head: Annotated[str | None, typer.Option(help="Go on from this head.")] = None,
     draft_vocab_size: Vocabulary = None,
+    head_fields: Fields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
     epochs: Epochs = 2,
@@ -154,6 +161,7 @@ def eagle(
     set_seed(seed)
     target, tokenizer = load_target(model, dtype)
     talks = _conversations(data, tokenizer, max_length)
+    fields = {"draft_vocab_size": draft_vocab_size, **_json(head_fields)}
     head: EagleHead | Eagle3Head
     if initial_head is not None:
         loaded = load_head(initial_head)
@@ -161,10 +169,10 @@ def eagle(
             raise InvalidConfigError(f"{initial_head} is no EAGLE head but {type(loaded).__name__}.")
         head = loaded.float()
     elif version == 1:
-        head = EagleHead(EagleConfig.for_target(target.config, bias=False, draft_vocab_size=draft_vocab_size))
+        head = EagleHead(EagleConfig.for_target(target.config, **{"bias": False, **fields}))
         _set_vocabulary(head, talks)
     else:
-        head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=draft_vocab_size))
+        head = Eagle3Head(Eagle3Config.for_target(target.config, **fields))
         _set_vocabulary(head, talks)
         training.start_from_target(head, target)
     recipe = training.EagleTrainingConfig.for_head(head)
@@ -255,11 +263,23 @@ def training_arguments(
         "ddp_find_unused_parameters": False,
         "use_cpu": not torch.accelerator.is_available(),
     }  # fmt: skip
+    given.update(_json(more))
     try:
-        given.update(json.loads(more.read_text()) if more is not None else {})
         return TrainingArguments(**given)
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise InvalidConfigError(f"The training arguments cannot be used: {error}.") from error
+
+
+def _json(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidConfigError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise InvalidConfigError(f"{path} holds no JSON object.", 'Expected something like {"bf16": true}.')
+    return found
 
 
 def _conversations(data: list[str], tokenizer: Any, max_length: int) -> list[training.Conversation]:

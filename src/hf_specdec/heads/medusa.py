@@ -116,14 +116,12 @@ class MedusaHeads(HotTokens, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Leave every part as it was made: blocks are the identity, and `start_from` fills the lm_heads."""
 
-    @torch.no_grad()
-    def start_from(self, lm_head: nn.Linear) -> None:
-        """Copy the target's lm_head, a linear layer over V tokens, into every head that has its own."""
-        ids = self.hot_token_ids
-        rows = lm_head.weight if ids is None else lm_head.weight[ids.to(lm_head.weight.device)]
-        for head in self.heads:
-            for own in list(head.children())[self.config.medusa_num_layers :]:
-                own.load_state_dict({"weight": rows})
+    def start_from(self, lm_head: nn.Module) -> None:
+        """Copy the target's lm_head, a linear map to V tokens, into every head that has its own."""
+        if not self.config.shared_lm_head:
+            rows = self.rows_of(lm_head)
+            for head in self.heads:
+                list(head.children())[-1].load_state_dict({"weight": rows})
 
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits of every head.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class HotTokens:
@@ -37,3 +37,16 @@ class HotTokens:
             token_ids: `[Vd]` distinct target ids in ascending order.
         """
         self.d2t = token_ids.to(self.d2t) - torch.arange(len(token_ids), device=self.d2t.device)
+
+    @torch.no_grad()
+    def rows_of(self, lm_head: nn.Module) -> Tensor:
+        """`[Vd, D]` what a linear map from features to V logits has for the draft vocabulary, quantised or not."""
+        weight = getattr(lm_head, "weight", None)
+        if type(lm_head) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
+            rows = weight.detach()
+        else:  # whatever it is made of, its answer to the unit vectors is its matrix
+            example = next(lm_head.parameters())
+            dtype = example.dtype if example.is_floating_point() else torch.float32
+            rows = lm_head(torch.eye(self.config.hidden_size, dtype=dtype, device=example.device)).T
+        ids = self.hot_token_ids
+        return rows if ids is None else rows[ids.to(rows.device)]

@@ -95,29 +95,29 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
         head: A new head; its draft vocabulary is set.
         model: The target.
     """
-    size, ids = head.config.hidden_size, head.hot_token_ids
-    rows = model.get_output_embeddings().weight
-    head.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+    size, device = head.config.hidden_size, head.fc.weight.device
+    head.lm_head.weight.copy_(head.rows_of(model.get_output_embeddings()))
     head.fc.weight.mul_(0.3)
-    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    head.fc.weight[:, -size:] += torch.eye(size, device=device)
     backbone, layers = find_backbone(model)
     layer, own = layers[max(len(layers) - 2, 0)], head.midlayer
     linears = dict(own.named_modules())
     for name, source in layer.named_modules():
         target = linears.get(name)
-        if isinstance(source, nn.Linear) and isinstance(target, nn.Linear):
+        if type(source) is nn.Linear and isinstance(target, nn.Linear) and source.weight.is_floating_point():
             place = target.weight[:, size:] if name in QKV else target.weight
             if place.shape == source.weight.shape:
                 place.copy_(source.weight)
     norms = ((backbone, "norm", head.norm), (layer, "input_layernorm", own.hidden_norm),
              (layer, "post_attention_layernorm", own.post_attention_layernorm))  # fmt: skip
-    probe = torch.randn(4, size, device=rows.device, dtype=torch.float32)
+    probe = torch.randn(4, size, device=device)
     for parent, name, target in norms:
         source = getattr(parent, name, None)
         if source is not None and getattr(source, "weight", torch.empty(0)).shape == target.weight.shape:
             kept = target.weight.clone()
             target.weight.copy_(source.weight)
-            if not torch.allclose(source(probe.to(source.weight.dtype)).float(), target(probe), atol=0.05, rtol=0.05):
+            theirs = source(probe.to(source.weight)).to(probe)
+            if not torch.allclose(theirs, target(probe), atol=0.05, rtol=0.05):
                 target.weight.copy_(kept)
 
 

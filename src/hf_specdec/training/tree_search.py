@@ -82,7 +82,7 @@ def search_tree(
         context: Committed tokens while the verify forward is timed.
 
     Raises:
-        InvalidConfigError: No answers in `data`, or sizes that mean nothing.
+        InvalidConfigError: No answers in `data`, none that the head foresaw, or sizes that mean nothing.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
         raise InvalidConfigError(
@@ -91,6 +91,8 @@ def search_tree(
         )
     accuracies = rank_accuracies(model, head, data, num_steps=num_steps, top_k=top_k)
     grown = grow_tree(accuracies, num_nodes or max_nodes)
+    if not grown:
+        raise InvalidConfigError("No candidate of this head was ever right on this data.", "Train the head first.")
     gains = [node_acceptance(path, accuracies) for path in grown]
     expected = {size: 1.0 + sum(gains[: size - 1]) for size in range(1, len(grown) + 2)}
     seconds: dict[int, float] = {}
