@@ -19,17 +19,18 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import bench, demo
+from hf_specdec.drafters.medusa_choices import paper_tree
 
 
 def shapes(method, config, nodes):
-    """What is asked of every head: a chain, its own default, and a tree of many nodes."""
+    """What is asked of every head: a chain, its own default, and a tree of many nodes (Medusa: the paper's)."""
     depth = config.medusa_num_heads if method == "medusa" else 5
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     if method == "eagle":
-        return {
-            **found,
-            f"dynamic {nodes}": {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes},
-        }
+        found[f"dynamic {nodes}"] = {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes}
+    else:
+        paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
+        found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}
     return found
 
 

@@ -44,7 +44,7 @@ def test_answers_are_what_generate_says(talker: Any, tmp_path: Path) -> None:
     assert distill(talker, tokenizer, given, tmp_path / "out", SMALL, progress=False) == tmp_path / "out"
     rows = rows_of(tmp_path / "out")
     assert [row["number"] for row in rows] == list(range(9))
-    assert {row["source"] for row in rows} == {"here"}
+    assert {(row["source"], row["model"]) for row in rows} == {("here", talker.config._name_or_path)}
     for row, text in zip(rows, PROMPTS, strict=True):
         prompt = [USER, *(int(word[1:]) for word in text.split()), END, ASSISTANT]
         assert row["input_ids"][: len(prompt)] == prompt
@@ -121,6 +121,8 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
     (tmp_path / "else" / "data" / "x.parquet").touch()
     with pytest.raises(InvalidConfigError, match="did not begin"):
         distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
+    with pytest.raises(InvalidConfigError, match="longer than max_prompt_tokens=2"):
+        distill(talker, tokenizer, PROMPTS, tmp_path / "long", replace(SMALL, max_prompt_tokens=2))
     with pytest.raises(InvalidConfigError, match="no prompts"):
         distill(talker, tokenizer, [], tmp_path / "none", SMALL)
     for fields in ({"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):

@@ -76,7 +76,7 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     datasets, parquet = _datasets(f"Writing {path}")
     words = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     features = datasets.Features({
-        "number": datasets.Value("int32"), "source": datasets.Value("string"),
+        "number": datasets.Value("int32"), "source": datasets.Value("string"), "model": datasets.Value("string"),
         "temperature": datasets.Value("float32"), "messages": datasets.List(words),
         "input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool")),
         "finish_reason": datasets.Value("string"),

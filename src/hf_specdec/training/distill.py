@@ -43,7 +43,7 @@ class DistillConfig:
         num_turns: User turns per conversation; those that a prompt lacks are invented by the model.
         batch_size: Rows per `generate()` call.
         batches_per_part: Batches between two writes: what an interrupt can cost.
-        max_prompt_tokens: Longer prompts are left out, and counted.
+        max_prompt_tokens: Longer prompts are left out; a conversation ends where it grows longer.
         max_invented_tokens: Length of an invented user turn at most.
         invention_temperature: At which the model speaks as the user.
         seed: Of all draws.
@@ -121,12 +121,12 @@ def distill(
         progress: Show a progress bar.
 
     Returns:
-        `output_dir`. Rows: `input_ids`, `loss_mask` (True at answers), `messages`, `source`, `temperature`,
-        `finish_reason` (`"stop"` or `"length"`), `number` of the prompt.
+        `output_dir`. Rows: `input_ids`, `loss_mask` (True at answers), `messages`, `source` of the prompt and its
+        `number`, `model`, `temperature`, `finish_reason` (`"stop"` or `"length"`).
 
     Raises:
         InvalidConfigError: No prompts, turns that a model without chat template cannot take, or a directory that was
-            made with other settings, prompts or weights.
+            made with other settings, prompts or weights; only prompts that are too long.
     """
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
@@ -169,6 +169,10 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
         length = len(_encode(tokenizer, [], chat.asked[0])) if chat.asked else 0
         if length <= config.max_prompt_tokens:
             by_temperature.setdefault(temperature, []).append((length, chat))
+    if not by_temperature:
+        raise InvalidConfigError(
+            f"Every prompt is longer than max_prompt_tokens={config.max_prompt_tokens}.", "Raise it."
+        )
     size = config.batch_size * config.batches_per_part
     parts = []
     for _, chats in sorted(by_temperature.items()):
@@ -292,7 +296,8 @@ def _answer_part(speaker: _Speaker, chats: Sequence[_Chat]) -> list[dict[str, An
             chat.add(prompt, answer, text, "stop" if speaker.ended(answer) else "length")
         alive = [chat for chat in alive if chat.finish_reason == "stop"]
     names = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-    return [{name: getattr(chat, name) for name in names} for chat in chats if chat.messages]
+    model = speaker.model.config._name_or_path
+    return [{"model": model, **{name: getattr(chat, name) for name in names}} for chat in chats if chat.messages]
 
 
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:
