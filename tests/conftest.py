@@ -17,7 +17,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.demo import packaged_model
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
-SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle"
+SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle3"
 
 
 @pytest.fixture(scope="session", autouse=True)

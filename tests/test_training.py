@@ -35,7 +35,7 @@ from hf_specdec.training import (
 from hf_specdec.training.eagle import EagleObjective
 from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, answers_ahead
-from hf_specdec.training.trainer import HeadLoss, last_checkpoint
+from hf_specdec.training.trainer import HeadLoss, HeadTrainer, last_checkpoint
 from test_eagle import Head, random_head
 
 TALKS = [
@@ -379,6 +379,21 @@ def test_a_quantised_target_is_a_target(version: int, tmp_path: Path) -> None:
     before = head.fc.weight.detach().clone()
     train_eagle(model, head, TALKS, arguments(tmp_path / "run", 2))
     assert not torch.equal(head.fc.weight, before)
+
+
+def test_a_head_in_shards_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP needs an accelerator; here its gathering is played: a new head with the trained weights comes back."""
+    model = zoo.build("llama")
+
+    def end_of_training(trainer: Any) -> None:
+        trainer.is_fsdp_enabled = True
+        trainer.accelerator.get_state_dict = lambda wrapped: {n: t.clone() for n, t in wrapped.state_dict().items()}
+
+    monkeypatch.setattr(HeadTrainer, "save_state", end_of_training)
+    head = random_head(model, version=3, draft_vocab_size=50)
+    trained = train_eagle(model, head, TALKS, arguments(tmp_path, 2))
+    assert trained is not head
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in trained.state_dict().items())
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def medusa(
         heads.config.base_model_name_or_path = str((output / "model").resolve())
     else:
         stored = _capture(target, talks, features, (LAST,))
-        training.train_medusa(target, heads, stored, arguments, resume=True)
+        heads = training.train_medusa(target, heads, stored, arguments, resume=True)
     _finish(heads, output, as_json)
 
 
@@ -180,7 +180,7 @@ def eagle(
         recipe = recipe.with_steps(aligned_steps)
     stored = _capture(target, talks, features, tuple(dict.fromkeys((*head.feature_layers, LAST))))
     arguments = training_arguments(output, epochs, max_steps, batch_size, accumulate, learning_rate, seed, more)
-    training.train_eagle(target, head, stored, arguments, recipe, resume=True)
+    head = training.train_eagle(target, head, stored, arguments, recipe, resume=True)
     _finish(head, output, as_json)
 
 

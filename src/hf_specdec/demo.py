@@ -67,7 +67,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             raise
 
 
-SHIPPED_HEAD = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct-eagle"
+SHIPPED_HEAD = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct-eagle3"
 """The head of the packaged model in a checkout of the repository; it is not in the wheel."""
 
 PROMPT = "Explain step by step how to work out how many minutes there are in a week."

@@ -67,7 +67,7 @@ def train_eagle(
     *,
     resume: bool = False,
 ) -> EagleHead | Eagle3Head:
-    """Train `head` in place and return it.
+    """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
 
     Args:
         model: The frozen target; only its embedding and lm_head are read where features were captured.
@@ -79,8 +79,8 @@ def train_eagle(
         resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
-    fit(objective, model, data, arguments, resume=resume)
-    return head
+    trained: EagleHead | Eagle3Head = fit(objective, model, data, arguments, resume=resume)
+    return trained
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def train_medusa(
     *,
     resume: bool = False,
 ) -> MedusaHeads:
-    """Train `heads` in place and return them.
+    """Train `heads` in place and return them (under FSDP new ones, see `trainer.fit`).
 
     Args:
         model: The frozen target; only its lm_head is read where features were captured.
@@ -56,8 +56,8 @@ def train_medusa(
         resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
-    fit(objective, model, data, arguments, resume=resume)
-    return heads
+    trained: MedusaHeads = fit(objective, model, data, arguments, resume=resume)
+    return trained
 
 
 class MedusaObjective(Objective):

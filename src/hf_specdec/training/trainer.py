@@ -234,19 +234,28 @@ class HeadTrainer(Trainer):
 
 def fit(
     objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool
-) -> None:
-    """Train an objective's head in place, and leave the log in `arguments.output_dir`.
+) -> Any:
+    """Train an objective's head in place, leave the log in `arguments.output_dir`, and return the head.
 
     Args:
         objective, target, data, arguments: See `HeadTrainer`.
         resume: Go on from the last whole checkpoint in `arguments.output_dir`, if there is one.
+
+    Returns:
+        The head. Under FSDP what was trained lies in shards: there it is a new head with the gathered weights, on the
+        main process, and an untrained one on the others.
     """
     trainer = HeadTrainer(objective, target, data, arguments)
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)) if resume else None)
     trainer.save_state()
-    if trainer.is_fsdp_enabled:  # the head lies in shards: put it together again
-        whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        objective.load_state_dict(whole)
+    if not trainer.is_fsdp_enabled:
+        return objective.head
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    head = type(objective.head)(objective.head.config)
+    of_head = {name.removeprefix("head."): tensor for name, tensor in gathered.items() if name.startswith("head.")}
+    if of_head:
+        head.load_state_dict(of_head)
+    return head
 
 
 def last_checkpoint(folder: Path) -> str | None:
