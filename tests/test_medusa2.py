@@ -132,7 +132,11 @@ def test_two_stages_make_a_model_and_its_heads(sure_llama: Any, tmp_path: Path) 
     )
 
 
-def test_meaningless_settings_are_refused() -> None:
+def test_meaningless_settings_are_refused(tmp_path: Path) -> None:
+    options = arguments(tmp_path, 1)
+    options.fsdp = ["full_shard"]
+    with pytest.raises(InvalidConfigError, match="not run under FSDP"):
+        train_medusa2(fresh(), heads_for(fresh()), [], options)
     for fields in ({"head_weight": 0}, {"lora_rank": 0}, {"schedule": "cosine"}):
         with pytest.raises(InvalidConfigError):
             Medusa2TrainingConfig(**fields)  # type: ignore[arg-type]

@@ -101,6 +101,8 @@ def test_features_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.Mo
     capture_features(model, TALKS, tmp_path / "made")
     with pytest.raises(InvalidConfigError, match="other conversations"):
         capture_features(model, TALKS[:2], tmp_path / "made")
+    with pytest.raises(InvalidConfigError, match="other conversations"):  # of the same lengths
+        capture_features(model, [Conversation(t.input_ids[::-1], t.loss_mask) for t in TALKS], tmp_path / "made")
     (tmp_path / "else").mkdir()
     (tmp_path / "else" / "file").touch()
     with pytest.raises(InvalidConfigError, match="is not empty"):

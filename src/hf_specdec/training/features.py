@@ -6,6 +6,7 @@ Before: `training/conversations.py`. Next stage: `training/trainer.py`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -129,8 +130,10 @@ def capture_features(
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
     lengths = [len(conversation.input_ids) for conversation in ordered]
+    told = json.dumps([(conversation.input_ids, conversation.loss_mask) for conversation in ordered])
     index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
-             "model": model.config._name_or_path, "dtype": str(model.dtype)}  # fmt: skip
+             "conversations": hashlib.sha256(told.encode()).hexdigest(), "model": model.config._name_or_path,
+             "dtype": str(model.dtype)}  # fmt: skip
     left = [number for number in range(len(parts)) if not _part(folder, number).exists()]
     _claim(folder, index, feature_bytes(model, [row for number in left for row in parts[number]], layers))
     training, _ = model.training, model.eval()

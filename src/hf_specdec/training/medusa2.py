@@ -76,13 +76,18 @@ def train_medusa2(
         The `peft.PeftModel`; `merge_and_unload()` makes it the model that the heads belong to.
 
     Raises:
-        InvalidConfigError: The package `peft` is missing.
+        InvalidConfigError: The package `peft` is missing, or FSDP is asked for.
     """
     config = config or Medusa2TrainingConfig()
     try:
         from peft import LoraConfig, get_peft_model  # an optional dependency, used here alone
     except ImportError as error:
         raise InvalidConfigError("Medusa-2 needs the package peft.", "pip install 'hf-specdec[training]'.") from error
+    if arguments.fsdp:
+        raise InvalidConfigError(
+            "Medusa-2 does not run under FSDP: adapter and heads could not be put together from their shards.",
+            "Use DDP; the adapter and the heads are small.",
+        )
     if heads_arguments is not None:
         stage_one = MedusaTrainingConfig(head_decay=config.head_decay)
         train_medusa(model, heads, conversations, heads_arguments, stage_one, resume=resume)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.target import LAST, lm_head_rows
@@ -36,12 +35,11 @@ TrainingData = FeatureStore | Sequence[Conversation]
 
 @dataclass(frozen=True, slots=True)
 class HeadLoss:
-    """What one batch says, summed over this process."""
+    """What one batch says."""
 
-    loss: Tensor  # scalar
-    right: Tensor | None = (
-        None  # [K, R] how often the r-th best drafted token of a depth is the target's greedy choice
-    )
+    loss: Tensor  # scalar, a mean over the places of the batch
+    # [K, R] how often the r-th best drafted token of each depth is the target's greedy choice
+    right: Tensor | None = None
     counted: Tensor | None = None  # [K] out of so many
 
 
@@ -167,12 +165,7 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
         """Complete the batch, and keep count of right tokens where the next log wants it."""
-        features = inputs.get("features")
-        if features is None and self._objective.layers:
-            features = features_of(self._target, inputs["input_ids"], inputs["lengths"], self._objective.layers)
-            inputs = {**inputs, "features": features.to(inputs["input_ids"].device)}
-        elif features is not None and self._columns is not None:
-            inputs = {**inputs, "features": features[..., self._columns.to(features.device)]}
+        inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         outputs: HeadLoss = model(**inputs, measure=int(measure))
@@ -263,8 +256,6 @@ def last_checkpoint(folder: Path) -> str | None:
 
     The Trainer writes `trainer_state.json` last, so a checkpoint that has it has everything.
     """
-    if not folder.is_dir():
-        return None
     whole = []
     for checkpoint in folder.glob("checkpoint-*"):
         try:
@@ -272,9 +263,6 @@ def last_checkpoint(folder: Path) -> str | None:
         except (OSError, ValueError):
             continue
         whole.append(checkpoint)
-    newest = get_last_checkpoint(str(folder))
-    if newest is None or Path(newest) in whole:
-        return newest
     return str(max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))) if whole else None
 
 
@@ -289,6 +277,25 @@ def predicted_tau(accuracies: Sequence[float]) -> float:
 def as_dataset(data: TrainingData) -> FeatureStore | _Tokens:
     """What a DataLoader reads; it knows its `lengths`."""
     return data if isinstance(data, FeatureStore) else _Tokens(data)
+
+
+def with_features(
+    batch: dict[str, Tensor], target: PreTrainedModel, layers: Sequence[int], columns: Tensor | None
+) -> dict[str, Tensor]:
+    """A collated batch with the features an objective reads: captured ones, or the target's now.
+
+    Args:
+        batch: What `collate` made.
+        target: The frozen target.
+        layers: Of the objective; none where it runs the target itself.
+        columns: Which of the captured columns, see `columns_of`.
+    """
+    features = batch.get("features")
+    if features is None and layers:
+        features = features_of(target, batch["input_ids"], batch["lengths"], layers).to(batch["input_ids"].device)
+    elif features is not None and columns is not None:
+        features = features[..., columns.to(features.device)]
+    return batch if features is None else {**batch, "features": features}
 
 
 def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:

@@ -25,9 +25,9 @@ from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.target import execution_device, lm_head_rows, text_config
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
-from hf_specdec.training.features import collate, features_of
+from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
-from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of
+from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
 
 Accuracies = tuple[tuple[float, ...], ...]
 """`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
@@ -138,14 +138,10 @@ def rank_accuracies(
     columns = columns_of(data, objective.layers)
     right, counted = torch.zeros(()), torch.zeros(())
     for batch in DataLoader(as_dataset(data), batch_size=batch_size, collate_fn=collate):
-        features = batch.pop("features", None)
-        if features is None:
-            features = features_of(model, batch["input_ids"], batch["lengths"], objective.layers)
-        elif columns is not None:
-            features = features[..., columns]
+        batch = with_features(batch, model, objective.layers, columns)
         batch = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
         with torch.autocast(parameter.device.type, enabled=parameter.dtype != torch.float32, dtype=parameter.dtype):
-            counts = objective(**batch, features=features.to(parameter.device), measure=top_k)
+            counts = objective(**batch, measure=top_k)
         right, counted = right + counts.right.cpu(), counted + counts.counted.cpu()
     if not bool(counted.sum()):
         raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
