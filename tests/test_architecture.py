@@ -10,21 +10,31 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
     0: ["config", "errors"],
-    1: ["tree", "masks", "sampling", "stats"],
+    1: ["tree", "masks", "sampling", "stats", "heads.card"],
     2: [
         "target",
         "cache",
         "chain_cache",
         "accept",
         "heads.attention",
+        "heads.base",
+        "heads.files",
         "heads.vocabulary",
         "heads.eagle",
         "heads.eagle3",
         "heads.medusa",
         "drafters.base",
     ],
-    3: ["outputs", "probe", "drafters.prompt_lookup", "drafters.eagle", "drafters.medusa", "drafters.medusa_choices"],
-    4: ["decode", "drafters", "heads.hub", "options", "viz"],
+    3: [
+        "heads.layouts",
+        "outputs",
+        "probe",
+        "drafters.prompt_lookup",
+        "drafters.eagle",
+        "drafters.medusa",
+        "drafters.medusa_choices",
+    ],
+    4: ["decode", "drafters", "heads.export", "heads.formats", "heads.hub", "heads.report", "options", "trial", "viz"],
     5: [
         "mixin",
         "training",
@@ -39,7 +49,7 @@ ROWS = {
         "training.medusa2",
         "training.tree_search",
     ],
-    6: ["auto", "demo", "bench", "cli", "cli_training", "", "__main__"],
+    6: ["auto", "demo", "bench", "cli", "cli_heads", "cli_training", "", "__main__"],
 }
 """A row imports lower rows, or its own; the graph has no cycle. The public `__init__` is the empty name."""
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}

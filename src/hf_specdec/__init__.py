@@ -13,6 +13,7 @@ from hf_specdec.errors import (
 )
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from hf_specdec.heads.export import export_head
 from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.mixin import SpeculativeGenerationMixin
@@ -37,5 +38,6 @@ __all__ = [
     "SpeculativeGenerationMixin",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
+    "export_head",
     "load_head",
 ]

@@ -6,9 +6,17 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from hf_specdec.drafters import HEAD_DRAFTERS
 from hf_specdec.errors import CheckpointFormatError
-from hf_specdec.heads.hub import HEADS
+from hf_specdec.heads.hub import load_head
+from hf_specdec.heads.layouts import says_head
 from hf_specdec.mixin import SpeculativeGenerationMixin
+
+HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
+"""What holds for both downloads."""
+
+HEAD_OPTIONS = ("revision", "subfolder")
+"""What holds for the repository that was named."""
 
 
 class AutoSpeculativeModelForCausalLM:
@@ -27,23 +35,31 @@ class AutoSpeculativeModelForCausalLM:
         Args:
             name_or_path: Path or Hub id of a target, or of a head that names its target.
             drafter: Path or Hub id of a head.
-            **kwargs: For the target's `AutoModelForCausalLM.from_pretrained` (dtype, device_map, revision, ...).
+            **kwargs: For the target's `AutoModelForCausalLM.from_pretrained` (dtype, device_map, ...). `token`,
+                `cache_dir`, `force_download`, `local_files_only` and `proxies` hold for the head as well; `revision`
+                and `subfolder` for what `name_or_path` names.
 
         Raises:
             CheckpointFormatError: A head that names no target, or no head at `drafter`.
             DrafterMismatchError: The head was made for another model.
             UnsupportedModelError: The target cannot verify a tree of tokens.
         """
-        if drafter is None:
-            fields, _ = PreTrainedConfig.get_config_dict(name_or_path)
-            if fields.get("model_type") in HEADS:
-                drafter, name_or_path = name_or_path, fields.get("base_model_name_or_path")
-                if not name_or_path:
-                    raise CheckpointFormatError(
-                        f"The head {drafter} names no target (base_model_name_or_path).",
-                        "Give both: from_pretrained(target, drafter=head).",
-                    )
-        model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs))
+        shared = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        named = {name: kwargs[name] for name in HEAD_OPTIONS if name in kwargs}
+        head = None
         if drafter is not None:
-            model.load_drafter(drafter)
+            head = load_head(drafter, **shared)
+        elif says_head(PreTrainedConfig.get_config_dict(name_or_path, **shared, **named)[0]):
+            head = load_head(name_or_path, **shared, **named)
+            if not head.config.base_model_name_or_path:
+                raise CheckpointFormatError(
+                    f"The head {name_or_path} names no target (base_model_name_or_path).",
+                    "Give both: from_pretrained(target, drafter=head).",
+                )
+            if head.config.base_model_name_or_path != str(name_or_path):
+                kwargs = {name: value for name, value in kwargs.items() if name not in HEAD_OPTIONS}
+            name_or_path = head.config.base_model_name_or_path
+        model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs))
+        if head is not None:
+            model.add_drafter(HEAD_DRAFTERS[type(head)](head))
         return model

@@ -1,4 +1,4 @@
-"""The command line: `hf-specdec demo | generate | bench`, and what `cli_training.py` adds.
+"""The command line: `hf-specdec demo | generate | bench`, and what `cli_heads.py` and `cli_training.py` add.
 
 A user's mistake is one line on stderr and exit code 2.
 """
@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import TextStreamer
 
 from hf_specdec import bench as benchmark
-from hf_specdec import cli_training
+from hf_specdec import cli_heads, cli_training
 from hf_specdec import demo as demonstration
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 
@@ -138,6 +138,8 @@ def bench(
         output.write_text(json.dumps(document, indent=1))
 
 
+app.command()(cli_heads.inspect)
+app.command()(cli_heads.convert)
 app.command()(cli_training.distill)
 app.command()(cli_training.tree)
 app.add_typer(cli_training.train, name="train")

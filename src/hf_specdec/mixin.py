@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from hf_specdec.probe import TargetFacts, fingerprint, inspect_target
 from hf_specdec.sampling import Transcript
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target import cache_argument, text_config
+from hf_specdec.trial import try_drafter
 
 CAPACITY_TIER = 64
 """Cache capacities are rounded up to a multiple of this many slots."""
@@ -113,23 +115,30 @@ class SpeculativeGenerationMixin:
 
     def load_drafter(
         self, repo_or_path: str | Path, *, name: str | None = None, revision: str | None = None,
-        token: str | bool | None = None, **kwargs: Any,
+        token: str | bool | None = None, verify: bool | Sequence[Tensor] = False, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
-        """Load a head, check it against this model and register it.
+        """Load a head in any published layout, check it against this model and register it.
 
         Args:
             repo_or_path: A local directory or a Hub id.
             name: The name to call it by in `speculative=`; None is its method's name.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
-            **kwargs: Further arguments of `huggingface_hub.snapshot_download`, e.g. `cache_dir`.
+            verify: Try it on a few prompts and warn where its first drafted token is accepted less than one time in
+                ten: prompts of token ids `[1, P]`, or True for ones that this model makes up.
+            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
 
         Raises:
             CheckpointFormatError: The files are no head.
             DrafterMismatchError: The head was made for another model.
         """
         head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
-        return self.add_drafter(HEAD_DRAFTERS[type(head)](head), name)
+        drafter = self.add_drafter(HEAD_DRAFTERS[type(head)](head), name)
+        if verify is not False:
+            last = _state(self).last
+            try_drafter(self, name or drafter.method, None if verify is True else verify)
+            _state(self).last = last
+        return drafter
 
     def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
         """Check a drafter against this model and register it.

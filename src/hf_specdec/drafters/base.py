@@ -75,7 +75,7 @@ def fit_head(head: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
     """Compare a head's sizes with the target's, then move it next to the target's lm_head.
 
     Args:
-        head: Its config has `hidden_size`, `vocab_size` and `base_model_name_or_path`.
+        head: Its config has `hidden_size` (or `target_hidden_size`), `vocab_size`, `base_model_name_or_path`.
         model: The target.
         name: What to call the head in errors.
 
@@ -83,11 +83,11 @@ def fit_head(head: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
         DrafterMismatchError: Another hidden size or vocabulary, or a target without lm_head.
     """
     target, own = text_config(model), head.config
-    for size in ("hidden_size", "vocab_size"):
-        if getattr(target, size) != getattr(own, size):
+    read = getattr(own, "target_hidden_size", None) or own.hidden_size
+    for size, wanted in (("hidden_size", read), ("vocab_size", own.vocab_size)):
+        if getattr(target, size) != wanted:
             raise DrafterMismatchError(
-                f"This {name} has {size} {getattr(own, size)}, the target {type(model).__name__} has "
-                f"{getattr(target, size)}.",
+                f"This {name} is for a target of {size} {wanted}, {type(model).__name__} has {getattr(target, size)}.",
                 f"It was trained for {own.base_model_name_or_path or 'another model'}: load it on that one.",
             )
     lm_head = model.get_output_embeddings()

@@ -23,7 +23,7 @@ from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.masks import committed_slots
-from hf_specdec.target import FeatureTap, Verification, lm_head_rows
+from hf_specdec.target import FeatureTap, Verification, lm_head_rows, text_config
 from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
 
 DEFAULT_NUM_STEPS = 4
@@ -62,7 +62,6 @@ class EagleDrafter(Drafter):
 
     def __init__(self, head: EagleHead | Eagle3Head) -> None:
         self.head = head.eval().requires_grad_(False)
-        self.feature_layers = head.feature_layers
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the head next to the target's lm_head.
@@ -70,7 +69,10 @@ class EagleDrafter(Drafter):
         Raises:
             DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
         """
+        self.head.read_layers_of(text_config(model).num_hidden_layers)
+        self.feature_layers = self.head.feature_layers
         fit_head(self.head, model, "EAGLE head")
+        self.head.share_embedding(model)
         FeatureTap(model, self.feature_layers)
 
     def shape(self, config: SpeculativeConfig) -> EagleTreeShape:
@@ -139,7 +141,8 @@ class _EagleSession(DraftSession):
         if prompt.features is None:
             raise ValueError("an EAGLE session needs the prompt's features")
         self._head, self._shape = head, shape
-        self._embedding = model.get_input_embeddings()
+        self._embedding = head.embedding_for(model)
+        self._window = head.config.sliding_window
         self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids
         scratch = max(shape.num_steps + 1, shape.num_steps * max(shape.num_nodes, shape.top_k))
@@ -180,13 +183,15 @@ class _EagleSession(DraftSession):
         entries = torch.arange(width, device=device)
         lengths = self._cache.lengths
         positions = self._first_positions(lengths or [0] * len(self._counts)) + entries
+        behind = entries[:, None] - entries
         visible = None
-        if lengths:
-            visible = (entries[:, None] >= entries)[None]
-        elif self._padding is not None:  # the prompt itself: its padding is no key
-            behind = entries[:, None] - entries
+        if lengths or (self._window is not None and width > self._window):
+            visible = (behind >= 0)[None]
+        if not lengths and self._padding is not None:  # the prompt itself: its padding is no key
             visible = (behind >= 0) & self._padding.valid[:, None] | (behind == 0)
             positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
+        if visible is not None and self._window is not None:
+            visible = visible & (behind < self._window)
         fused = self._head.fuse(self._features.to(self._head.device, self._head.dtype))
         features = self._run(self._tokens, fused, positions, visible)
         self._cache.commit([range(count) for count in self._counts])
@@ -206,8 +211,13 @@ class _EagleSession(DraftSession):
         if visible is not None:
             mask = visible.expand(batch_size, -1, -1)
             if self._cache.lengths:
-                committed = committed_slots(self._cache.lengths, self._padding, tokens.device)
-                mask = torch.cat([committed[:, None].expand(-1, tokens.shape[1], -1), mask], dim=-1)
+                committed = committed_slots(self._cache.lengths, self._padding, tokens.device)[:, None]
+                committed = committed.expand(-1, tokens.shape[1], -1)
+                if self._window is not None:  # it is longer than a tree is deep
+                    slots = positions if self._padding is None else positions + self._padding.counts[:, None]
+                    behind = slots[:, :, None] - torch.arange(committed.shape[2], device=slots.device)
+                    committed = committed & (behind < self._window)
+                mask = torch.cat([committed, mask], dim=-1)
             mask = mask[:, None].to(device)
         output: Tensor = self._head(
             self._embedding(tokens).to(device, self._head.dtype),

@@ -101,7 +101,7 @@ class _MedusaSession(DraftSession):
         if prompt.features is None:
             raise ValueError("a Medusa session needs the prompt's features")
         self._heads, device = heads, prompt.roots.device
-        self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.config.shared_lm_head else None
+        self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.shares_lm_head else None
         self._parents = torch.tensor(choice_parents(choices), device=device)
         self._depths = torch.tensor([len(path) - 1 for path in choices], dtype=torch.long, device=device)
         self._ranks = torch.tensor([path[-1] for path in choices], dtype=torch.long, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_specdec.errors import InvalidConfigError
 
@@ -26,12 +26,13 @@ QUERY_BLOCK = 256
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention with rotary positions; tensor names are Llama's.
+    """Grouped-query attention with rotary positions; tensor names are Llama's and Qwen3's.
 
     Args:
-        config: Gives `hidden_size`, `num_attention_heads`, `num_key_value_heads` and `head_dim`.
+        config: Gives `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, and whether there are a
+            bias of all four projections (`attention_bias`) and norms of queries and keys (`qk_norm`).
         input_size: Width of what it reads; 2D in EAGLE-3.
-        bias: Whether query, key and value projections have one.
+        bias: Whether query, key and value projections have one although `attention_bias` is False.
     """
 
     def __init__(self, config: Any, input_size: int, bias: bool = False) -> None:
@@ -43,12 +44,19 @@ class DraftAttention(nn.Module):
                 f"Attention needs num_attention_heads, num_key_value_heads and head_dim >= 1, the first a multiple of "
                 f"the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
             )
+        if config.sliding_window is not None and config.sliding_window < 1:
+            raise InvalidConfigError(f"`sliding_window` is None or at least 1, got {config.sliding_window}.")
         self.head_dim = config.head_dim
+        bias = bias or config.attention_bias
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, queries, bias=bias)
         self.k_proj = nn.Linear(input_size, keys, bias=bias)
         self.v_proj = nn.Linear(input_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """`[B, T, input_size]` to `[B, T, D]`."""
@@ -56,6 +64,8 @@ class DraftAttention(nn.Module):
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         output: Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
         return output

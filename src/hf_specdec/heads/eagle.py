@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.vocabulary import HotTokens
+from hf_specdec.heads.base import EagleFamilyHead
 
 
 class EagleConfig(LlamaConfig):
@@ -26,7 +26,11 @@ class EagleConfig(LlamaConfig):
 
     Args:
         bias: Whether `fc` has a bias. Published configs that lack the key have one.
-        qkv_bias: Whether the query, key and value projections have a bias.
+        qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` gives the output one too.
+        qk_norm: Whether queries and keys are normed (draft layers of Qwen3).
+        layernorms: Norms of the embedding, before attention and before the lm_head (speculators' HASS heads).
+        own_embedding: The head brings token embeddings; else it reads the target's.
+        sliding_window: Positions that the layer looks back, its own included; None is all.
         draft_vocab_size: Size Vd of the hot-token vocabulary; None drafts over the target's whole vocabulary.
             The ids are in the head's `d2t` buffer (FR-Spec, https://arxiv.org/abs/2502.14856).
         base_model_name_or_path: The target this head was trained for.
@@ -34,18 +38,26 @@ class EagleConfig(LlamaConfig):
         top_k: Default branching per expanded node.
         num_draft_tokens: Default number of verified nodes per step, root included.
         tree: `"dynamic"` or a list of choice paths.
+        recipe: How it was trained, for its model card.
+        tau: Tokens per target forward that it reached, by what was measured, for its model card.
     """
 
     model_type = "hf_specdec_eagle"
 
     bias: bool = True
     qkv_bias: bool = False
+    qk_norm: bool = False
+    layernorms: bool = False
+    own_embedding: bool = False
+    sliding_window: int | None = None
     draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     num_steps: int | None = None
     top_k: int | None = None
     num_draft_tokens: int | None = None
     tree: str | list[Any] = "dynamic"
+    recipe: dict[str, Any] | None = None
+    tau: dict[str, Any] | None = None
     num_hidden_layers: int = 1
 
     @classmethod
@@ -67,39 +79,46 @@ class EagleConfig(LlamaConfig):
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer without the input norm; tensor names are Llama's."""
+    """A Llama decoder layer, in EAGLE's own checkpoints without the input norm; tensor names are Llama's."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
+        self.input_layernorm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.layernorms else nn.Identity()
+        )
         self.self_attn = DraftAttention(config, config.hidden_size, bias=config.qkv_bias)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`."""
-        hidden = hidden + self.self_attn(hidden, rotary, attend)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
 
-class EagleHead(HotTokens, PreTrainedModel):
+class EagleHead(EagleFamilyHead):
     """`f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`, with f the target's post-final-norm features.
 
     The embedding comes first in the concatenation, the layer has no input norm and its output is used raw:
-    `lm_head(f'[t+1])`, with the target's own lm_head, scores the token x[t+2].
+    `lm_head(f'[t+1])`, with the target's own lm_head, scores the token x[t+2]. With `layernorms` there are norms at
+    these three places; what goes one level deeper is the output before the last of them.
 
     Tensor names are those of the published checkpoints (`yuhuili/EAGLE-*`).
     """
 
     shares_lm_head = True
     config_class = EagleConfig
-    base_model_prefix = ""
     _no_split_modules = ("EagleLayer",)
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
+        if config.layernorms:
+            self.embedding_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.pre_lm_head_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._make_embedding()
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
@@ -132,6 +151,8 @@ class EagleHead(HotTokens, PreTrainedModel):
         Returns:
             `[B, T, D]` predicted features f[t+1].
         """
+        if self.config.layernorms:
+            token_embeddings = self.embedding_layernorm(token_embeddings)
         mixed = self.fc(torch.cat([token_embeddings, hidden], dim=-1))
         output: Tensor = self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend)
         return output
@@ -145,5 +166,5 @@ class EagleHead(HotTokens, PreTrainedModel):
         """
         if lm_head is None:
             raise ValueError("this head shares the target's lm_head: pass it")
-        logits: Tensor = lm_head(hidden)
+        logits: Tensor = lm_head(self.pre_lm_head_layernorm(hidden) if self.config.layernorms else hidden)
         return logits

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
+from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.eagle import EagleConfig
-from hf_specdec.heads.vocabulary import HotTokens
+
+PAPER_LAYERS = ("2", "L/2", "L-3")
+"""The hidden states that a head reads whose config names none, of a target of L layers."""
 
 
 class Eagle3Config(EagleConfig):
@@ -25,7 +27,9 @@ class Eagle3Config(EagleConfig):
 
     Args:
         eagle_aux_hidden_state_layer_ids: Which of the target's hidden states are read, counted as transformers'
-            `hidden_states` (0 is the embedding, i the output of layer i-1), ascending.
+            `hidden_states` (0 is the embedding, i the output of layer i-1), ascending. None are the paper's three,
+            2, L/2 and L-3 of a target of L layers, found when the head meets its target.
+        target_hidden_size: Width of the target's features where it is not `hidden_size`; None is `hidden_size`.
         norm_before_residual: The residual around attention starts from the normed hidden (speculators), not the raw.
         fc_norm: One RMSNorm per captured feature before `fc` (EAGLE-3.1).
         norm_before_fc: One RMSNorm over all captured features before `fc` (speculators); not with `fc_norm`.
@@ -36,6 +40,7 @@ class Eagle3Config(EagleConfig):
 
     bias: bool = False
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_before_fc: bool = False
@@ -49,9 +54,16 @@ class Eagle3Config(EagleConfig):
             target_config: The target's configuration; its text part is read.
             **overrides: Fields of this class that shall differ.
         """
-        depth = target_config.get_text_config().num_hidden_layers
-        ids = sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
+        ids = paper_layers(target_config.get_text_config().num_hidden_layers)
         return super().for_target(target_config, **{"eagle_aux_hidden_state_layer_ids": ids, **overrides})
+
+
+def paper_layers(depth: int) -> list[int]:
+    """The hidden states that the authors' code captures of a target of so many layers; fewer where it is tiny.
+
+    Example: 32 layers give 2, 16, 29.
+    """
+    return sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
 
 
 class Eagle3Layer(nn.Module):
@@ -76,7 +88,7 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3Head(HotTokens, PreTrainedModel):
+class Eagle3Head(EagleFamilyHead):
     """`g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` where the target has been.
 
     `lm_head(norm(g'[t+1]))` scores the token x[t+2]; g' itself takes the place of g one level deeper. Tensor names
@@ -85,29 +97,35 @@ class Eagle3Head(HotTokens, PreTrainedModel):
 
     shares_lm_head = False
     config_class = Eagle3Config
-    base_model_prefix = ""
     _no_split_modules = ("Eagle3Layer",)
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         ids = config.eagle_aux_hidden_state_layer_ids
-        if not ids or sorted(set(ids)) != list(ids) or ids[0] < 0:
+        if ids is not None and (not ids or sorted(set(ids)) != list(ids) or ids[0] < 0):
             raise InvalidConfigError(
                 f"An EAGLE-3 head needs ascending eagle_aux_hidden_state_layer_ids >= 0, got {ids}.",
                 "Eagle3Config.for_target(model.config) fills them in.",
             )
         if config.fc_norm and config.norm_before_fc:
             raise InvalidConfigError("`fc_norm` and `norm_before_fc` exclude each other; both are set.")
-        size = config.hidden_size
-        width = len(ids) * size
+        size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
+        if read != size and not config.own_embedding:
+            raise InvalidConfigError(
+                f"An EAGLE-3 head of hidden_size {size} for a target of {read} needs its own embedding.",
+                "Set own_embedding=True.",
+            )
+        count = len(ids or PAPER_LAYERS)
+        width = count * read
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(size, config.rms_norm_eps) for _ in ids)
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, config.rms_norm_eps) for _ in range(count))
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.fc = nn.Linear(width, size, bias=config.bias)
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
+        self._make_embedding()
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
@@ -115,10 +133,31 @@ class Eagle3Head(HotTokens, PreTrainedModel):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Which of the target's hidden states it reads."""
-        return tuple(self.config.eagle_aux_hidden_state_layer_ids or ())
+        if self.config.eagle_aux_hidden_state_layer_ids is None:
+            raise InvalidConfigError(
+                "This EAGLE-3 head does not say which layers it reads.", "Call head.read_layers_of(target's depth)."
+            )
+        return tuple(self.config.eagle_aux_hidden_state_layer_ids)
+
+    def read_layers_of(self, depth: int) -> None:
+        """Settle for the paper's layers of a target so deep, where the config names none.
+
+        Raises:
+            DrafterMismatchError: The target is not deep enough for three.
+        """
+        if self.config.eagle_aux_hidden_state_layer_ids is not None:
+            return
+        ids = paper_layers(depth)
+        if len(ids) != len(PAPER_LAYERS):
+            raise DrafterMismatchError(
+                f"This EAGLE-3 head reads {len(PAPER_LAYERS)} layers and names none; a target of {depth} layers has "
+                f"{ids} to offer.",
+                "Set eagle_aux_hidden_state_layer_ids in its config.",
+            )
+        self.config.eagle_aux_hidden_state_layer_ids = ids
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Captured features `[..., layers * D]` of the target to hidden states `[..., D]` of this head."""
+        """Captured features `[..., layers * Dt]` of the target to hidden states `[..., D]` of this head."""
         if self.config.fc_norm:
             chunks = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)

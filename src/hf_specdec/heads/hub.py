@@ -1,125 +1,197 @@
-"""Load a head from a directory or the Hub, whole or not at all."""
+"""Load a head from a directory or the Hub, whole or not at all; and let transformers' Auto classes know our own.
+
+Which layout it is in is not asked: `heads/layouts.py` finds out.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import hf_hub_download
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
 
-from hf_specdec.errors import CheckpointFormatError, SpeculativeDecodingError
-from hf_specdec.heads.eagle import EagleConfig, EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.heads.files import Fields, TensorFiles, read_frequent_tokens, read_json, shard_names
+from hf_specdec.heads.formats import HEADS, Head, read_head
 
-WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+INDEX_SUFFIX = ".index.json"
 
-Head = EagleHead | Eagle3Head | MedusaHeads
-HEADS: dict[str, tuple[type[EagleConfig | MedusaConfig], type[Head]]] = {
-    EagleConfig.model_type: (EagleConfig, EagleHead),
-    Eagle3Config.model_type: (Eagle3Config, Eagle3Head),
-    MedusaConfig.model_type: (MedusaConfig, MedusaHeads),
-}
-"""Configuration and class by the `model_type` of a head's config."""
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""What the configuration of Medusa heads without a model has beside it."""
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Tried in this order; pickles last."""
+
+for _config_class, _head_class in HEADS.items():  # what AutoConfig and AutoModel are for; it changes nothing else
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+    AutoModel.register(_config_class, _head_class, exist_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A head's files, found and opened."""
+
+    where: str
+    fields: Fields
+    files: TensorFiles
 
 
 def load_head(
-    repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None, **kwargs: Any
-) -> Head:
-    """Read a head in this package's own layout (safetensors and `config.json`).
+    repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None,
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    hot_tokens: Tensor | str | Path | None = None, **kwargs: Any,
+) -> Head:  # fmt: skip
+    """Read a head in any layout of `heads/layouts.py`; `head.layout` names the one it was.
 
     Args:
         repo_or_path: A local directory or a Hub id.
         revision: Branch, tag or commit on the Hub.
         token: Hub token; None uses the stored one.
-        **kwargs: Further arguments of `huggingface_hub.snapshot_download`, e.g. `cache_dir`.
-
-    Returns:
-        The head, in the dtype it was stored in.
+        dtype: To convert the weights to; None leaves them as they are stored.
+        device: To put them on; None is the CPU.
+        hot_tokens: Draft over these target ids only: ids `[n]`, or an FR-Spec list, `freq_*.pt`. For heads that share
+            the target's lm_head.
+        **kwargs: `subfolder`, and further arguments of `huggingface_hub.hf_hub_download`, e.g. `cache_dir`.
 
     Raises:
-        CheckpointFormatError: No such repository or directory, no known layout, a broken file, missing or unknown
+        CheckpointFormatError: No such repository or directory, no known layout, a broken file; missing or unknown
             tensors or tensors of another shape.
+        InvalidConfigError: Hot tokens that the head cannot take.
     """
-    folder = _fetch(repo_or_path, {**kwargs, "revision": revision, "token": token})
-    config = _read_config(folder)
-    tensors = _read_tensors(folder / WEIGHTS_NAME)
-    try:
-        head = HEADS[config.model_type][1](config)
-    except SpeculativeDecodingError:
-        raise
-    except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
-        raise CheckpointFormatError(f"{folder / 'config.json'} describes no head: {error}.") from error
-    wanted = head.state_dict()
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    shapes = [
-        f"{name} {tuple(tensors[name].shape)} instead of {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & tensors.keys())
-        if tensors[name].shape != wanted[name].shape
-    ]
-    problems = [
-        f"{kind}: {', '.join(names)}"
-        for kind, names in (("missing tensors", missing), ("unknown tensors", unknown), ("wrong shapes", shapes))
-        if names
-    ]
-    if problems:
-        raise CheckpointFormatError(f"{folder / WEIGHTS_NAME} does not fit its config. {'; '.join(problems)}.")
-    head.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
-    head.load_state_dict(tensors)
-    _check_hot_tokens(head, folder)
-    return head.eval()
+    checkpoint = open_checkpoint(repo_or_path, revision=revision, token=token, **kwargs)
+    head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
+    head.name_or_path = checkpoint.where
+    if hot_tokens is not None:
+        ids = hot_tokens if isinstance(hot_tokens, Tensor) else read_frequent_tokens(Path(hot_tokens))
+        head.use_hot_tokens(ids)
+    head.to(device=device, dtype=dtype)
+    return head
 
 
-def _fetch(repo_or_path: str | Path, download: dict[str, Any]) -> Path:
+def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> Checkpoint:
+    """Find a head's configuration and weights, and read everything but the weights' values.
+
+    Args:
+        repo_or_path: A local directory or a Hub id.
+        subfolder: Of either.
+        **download: Arguments of `huggingface_hub.hf_hub_download`.
+
+    Raises:
+        CheckpointFormatError: No such repository, directory or file, or a broken one.
+    """
     folder = Path(repo_or_path)
-    if folder.is_dir():
-        return folder
-    try:
-        patterns = ["config.json", WEIGHTS_NAME]
-        return Path(snapshot_download(str(repo_or_path), allow_patterns=patterns, **download))
-    except (hub_errors.HfHubHTTPError, hub_errors.HFValidationError, hub_errors.LocalEntryNotFoundError, OSError) as e:
+    source = _Folder(folder / subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
+    config = source.find(CONFIG_NAME)
+    if config is None:
         raise CheckpointFormatError(
-            f"There is no head at {str(repo_or_path)!r}: it is no local directory, and the Hub says: {e}",
-            "Give a directory with config.json and model.safetensors, or a Hub id.",
-        ) from e
-
-
-def _read_config(folder: Path) -> EagleConfig | MedusaConfig:
-    path = folder / "config.json"
-    try:
-        fields: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointFormatError(f"{path} cannot be read: {error}.", "A head needs a config.json.") from error
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind not in HEADS:
-        raise CheckpointFormatError(
-            f"{path} has model_type {kind!r}, expected {' or '.join(map(repr, HEADS))}.",
-            "This version reads heads saved by hf_specdec; other published layouts are not read yet.",
+            f"There is no {CONFIG_NAME} in {source.name}; a head needs one.",
+            "Give a directory with config.json and weights, or a Hub id.",
         )
-    try:
-        config: EagleConfig | MedusaConfig = HEADS[kind][0].from_dict(fields)
-        return config
-    except Exception as error:  # transformers' validation raises classes of its own
-        raise CheckpointFormatError(f"{path} describes no head: {error}.") from error
+    fields = read_json(config)
+    names = (*MEDUSA_FILES, *WEIGHT_FILES) if any(key.startswith("medusa") for key in fields) else WEIGHT_FILES
+    for name in names:
+        found = source.find(name)
+        if found is None:
+            continue
+        shards = [found]
+        if name.endswith(INDEX_SUFFIX):
+            shards = [source.need(shard, found) for shard in shard_names(found)]
+        return Checkpoint(source.name, fields, TensorFiles(shards))
+    raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointFormatError(f"{path} cannot be read: {error}.") from error
+class _Folder:
+    """A local directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = str(folder), folder
+
+    def find(self, name: str) -> Path | None:
+        """A file of it, where it is there."""
+        path = self._folder / name
+        return path if path.is_file() else None
+
+    def need(self, name: str, index: Path) -> Path:
+        """A file that an index names."""
+        found = self.find(name)
+        if found is None:
+            raise CheckpointFormatError(f"{index} names {name}, which is not there.")
+        return found
 
 
-def _check_hot_tokens(head: Head, folder: Path) -> None:
-    ids = head.hot_token_ids
-    if ids is None:
+class _Repository(_Folder):
+    """A repository of the Hub; what is taken from it is of one commit."""
+
+    def __init__(self, repo_id: str, subfolder: str, download: dict[str, Any]) -> None:
+        self.name = repo_id
+        self._download = {**download, "subfolder": subfolder or None}
+
+    def find(self, name: str) -> Path | None:
+        """Download a file, or take it from the cache.
+
+        Raises:
+            CheckpointFormatError: No such repository or revision, no access, no connection, or damage on the way.
+        """
+        try:
+            path = Path(hf_hub_download(self.name, name, **self._download))
+        except hub_errors.LocalEntryNotFoundError as error:
+            offline = isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled)
+            if name != CONFIG_NAME and (offline or self._download.get("local_files_only")):
+                return None  # the cache does not tell "not downloaded" from "not there"
+            raise self._refusal(name, error) from error
+        except hub_errors.EntryNotFoundError:
+            return None
+        except Exception as error:  # the client's own classes, and those of an HTTP library that it has changed
+            raise self._refusal(name, error) from error
+        _check_hash(path)
+        snapshot = path.parents[len(Path(self._download["subfolder"] or "").parts)]
+        if snapshot.parent.name == "snapshots":
+            self._download["revision"] = snapshot.name
+        return path
+
+    def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
+        return CheckpointFormatError(
+            f"There is no head at {self.name!r}: it is no local directory, and the Hub says of {name}: "
+            f"{' '.join(str(error).split())[:300]}",
+            "Give a directory with config.json and weights, or a Hub id; private ones need a token.",
+        )
+
+
+def _check_hash(path: Path) -> None:
+    """Compare a file of the cache with the hash that the Hub gave for it, which is the name of its blob."""
+    blob = path.resolve()
+    if blob.parent.name != "blobs":
         return
-    if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= head.config.vocab_size:
+    size = blob.stat().st_size
+    if len(blob.name) == SHA256_DIGITS:
+        actual = hashlib.sha256()
+    elif len(blob.name) == GIT_DIGITS:
+        actual = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    else:
+        return
+    with blob.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            actual.update(chunk)
+    if actual.hexdigest() != blob.name:
         raise CheckpointFormatError(
-            f"{folder / WEIGHTS_NAME}: d2t must give ascending target ids below {head.config.vocab_size}."
+            f"{path} is not what the Hub says it is: its hash is {actual.hexdigest()}, expected {blob.name}.",
+            f"Delete {blob} and load it again.",
         )
+
+
+SHA256_DIGITS, GIT_DIGITS = 64, 40
+"""Of a large file, and of one that git stores itself."""
+
+CHUNK = 2**20

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.vocabulary import HotTokens
+from hf_specdec.heads.base import DraftHead
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -30,6 +30,8 @@ class MedusaConfig(PreTrainedConfig):
         base_model_name_or_path: The target these heads were trained for.
         num_draft_tokens: Default number of verified nodes per step, root included.
         tree: A list of choice paths; None is the paper's.
+        recipe: How they were trained, for their model card.
+        tau: Tokens per target forward that they reached, by what was measured, for their model card.
     """
 
     model_type = "hf_specdec_medusa"
@@ -45,6 +47,8 @@ class MedusaConfig(PreTrainedConfig):
         base_model_name_or_path: str | None = None,
         num_draft_tokens: int | None = None,
         tree: list[Any] | None = None,
+        recipe: dict[str, Any] | None = None,
+        tau: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -52,6 +56,7 @@ class MedusaConfig(PreTrainedConfig):
         self.shared_lm_head, self.draft_vocab_size = shared_lm_head, draft_vocab_size
         self.base_model_name_or_path = base_model_name_or_path
         self.num_draft_tokens, self.tree = num_draft_tokens, tree
+        self.recipe, self.tau = recipe, tau
         super().__init__(**kwargs)
 
     @classmethod
@@ -85,15 +90,15 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
-class MedusaHeads(HotTokens, PreTrainedModel):
+class MedusaHeads(DraftHead):
     """Head k, counted from 0, predicts x[t+2+k] from the target's post-final-norm feature f[t].
 
     Tensors: `heads.{k}.{l}.linear.weight [D, D]` and `.bias [D]` for every residual block l, and, unless the lm_head
     is the target's, `heads.{k}.{L}.weight [Vd, D]` with L the number of blocks.
     """
 
+    method = "medusa"
     config_class = MedusaConfig
-    base_model_prefix = ""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
@@ -102,6 +107,7 @@ class MedusaHeads(HotTokens, PreTrainedModel):
                 f"Medusa needs at least one head and one layer, got medusa_num_heads={config.medusa_num_heads} and "
                 f"medusa_num_layers={config.medusa_num_layers}."
             )
+        self.shares_lm_head = config.shared_lm_head
         size = config.draft_vocab_size or config.vocab_size
         heads = []
         for _ in range(config.medusa_num_heads):

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_specdec.errors import InvalidConfigError
+
 
 class HotTokens:
-    """Mixin of a head whose config has `draft_vocab_size`: target id = draft id + `d2t[draft id]`."""
+    """Mixin of a head whose config has `draft_vocab_size`: target id = draft id + `d2t[draft id]`.
+
+    Attributes:
+        shares_lm_head: Whether the target's lm_head scores what the head predicts; else it has its own.
+    """
 
     config: Any
     d2t: Tensor
+    shares_lm_head: bool
 
     def _make_hot_tokens(self) -> None:
         """The buffer, where the head has a vocabulary of its own; called by the head's `__init__`."""
@@ -37,6 +44,28 @@ class HotTokens:
             token_ids: `[Vd]` distinct target ids in ascending order.
         """
         self.d2t = token_ids.to(self.d2t) - torch.arange(len(token_ids), device=self.d2t.device)
+
+    def use_hot_tokens(self, token_ids: Tensor) -> None:
+        """Draft over these tokens only, with a head that scores by the target's lm_head.
+
+        Args:
+            token_ids: Target ids in any order (FR-Spec's lists are by frequency).
+
+        Raises:
+            InvalidConfigError: Ids twice or beyond the vocabulary, or a head with an lm_head of its own.
+        """
+        if not self.shares_lm_head:
+            raise InvalidConfigError(
+                "This head has an lm_head of its own, whose rows are its draft vocabulary.",
+                "Hot tokens can be given to heads that share the target's lm_head.",
+            )
+        ids = token_ids.to(torch.long).flatten().sort().values
+        size = self.config.vocab_size
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] == ids[:-1]).any()):
+            raise InvalidConfigError(f"Hot tokens are distinct ids from 0 to {size - 1}, at least one.")
+        self.config.draft_vocab_size = len(ids)
+        self._make_hot_tokens()
+        self.set_hot_token_ids(ids)
 
     @torch.no_grad()
     def rows_of(self, lm_head: nn.Module) -> Tensor:

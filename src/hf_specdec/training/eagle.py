@@ -143,14 +143,21 @@ class EagleObjective(Objective):
         own = tuple(head.feature_layers)
         self.layers = own if own[-1] == LAST else (*own, LAST)
         self.recipe = config
-        self._width = len(own) * head.config.hidden_size
-        self._teacher = Teacher(target, head.hot_token_ids)
+        if head.config.sliding_window is not None:
+            raise InvalidConfigError(
+                "Training attends to the whole context, this head only to a sliding window.",
+                "Set sliding_window=None in its config.",
+            )
+        self._width = len(own) * head.target_hidden_size
+        if head.config.own_embedding:  # it stays as it was loaded
+            head.embed_tokens.requires_grad_(False)
+        self._teacher = Teacher(target, head.hot_token_ids, head.embedding_for(target))
 
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
     ) -> HeadLoss:
         """See `Objective.forward`."""
-        recipe, size = self.recipe, self.head.config.hidden_size
+        recipe, size = self.recipe, self.head.target_hidden_size
         wanted = features[:, 1:, -size:]  # [B, T-1, D] what the target has where entry t predicts
         with torch.no_grad():
             embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device).float()

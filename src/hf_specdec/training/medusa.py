@@ -67,7 +67,7 @@ class MedusaObjective(Objective):
         super().__init__(heads)
         self.recipe = config
         self._teacher = Teacher(target, heads.hot_token_ids)
-        self._lm_head = self._teacher.logits if heads.config.shared_lm_head else None
+        self._lm_head = self._teacher.logits if heads.shares_lm_head else None
         self._draft_ids = draft_ids(heads.hot_token_ids, heads.config.vocab_size)
 
     def forward(

@@ -112,7 +112,7 @@ class Medusa2Objective(Objective):
         base = adapted.get_base_model()
         self._teacher = Teacher(base, heads.hot_token_ids)
         self._draft_ids = draft_ids(heads.hot_token_ids, heads.config.vocab_size)
-        self._lm_head = self._teacher.logits if heads.config.shared_lm_head else None
+        self._lm_head = self._teacher.logits if heads.shares_lm_head else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """What is trained: heads and adapter, not the target."""

@@ -84,24 +84,27 @@ class Teacher:
     Args:
         target: The target.
         hot_token_ids: `[Vd]` the head's draft vocabulary; None is the target's whole one.
+        embedding: What heads read tokens by; None is the target's.
     """
 
-    def __init__(self, target: PreTrainedModel, hot_token_ids: Tensor | None) -> None:
-        self._embedding = target.get_input_embeddings()
+    def __init__(
+        self, target: PreTrainedModel, hot_token_ids: Tensor | None, embedding: nn.Module | None = None
+    ) -> None:
+        self._embedding = embedding or target.get_input_embeddings()
         self.rows = lm_head_rows(target, hot_token_ids)
         self._whole = target.get_output_embeddings()
         self._hot_token_ids = hot_token_ids
         self.dtype = target.dtype
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """`[B, T]` token ids to embeddings `[B, T, D]`."""
-        embeddings: Tensor = self._embedding(input_ids)
-        return embeddings
-
     def logits(self, features: Tensor) -> Tensor:
         """Float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; gradients pass through."""
         logits: Tensor = self.rows(features.to(self.dtype))
         return logits.float()
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """`[B, T]` token ids to embeddings `[B, T, D]`."""
+        embeddings: Tensor = self._embedding(input_ids)
+        return embeddings
 
     @torch.no_grad()
     def count_right(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:

@@ -201,7 +201,7 @@ def level_seconds(model: PreTrainedModel, head: Head, context: int) -> float:
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     hidden = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
     rows = lm_head_rows(model, head.hot_token_ids)
-    scored = rows if isinstance(head, MedusaHeads) or head.shares_lm_head else None
+    scored = rows if head.shares_lm_head else None
 
     def forward(position: int) -> None:
         if isinstance(head, MedusaHeads):

@@ -1,0 +1,141 @@
+"""What every draft head is: a transformers model with a hot-token vocabulary, a card, and a way to the Hub.
+
+Next: `heads/eagle.py`, `heads/eagle3.py`, `heads/medusa.py`; reading heads of others is `heads/hub.py`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import CommitInfo, HfApi
+from transformers import PreTrainedModel
+
+from hf_specdec.heads.card import CARD_NAME, model_card
+from hf_specdec.heads.vocabulary import HotTokens
+
+NATIVE_LAYOUT = "hf-specdec"
+
+CUSTOM_GENERATE = '''"""For `model.generate(..., custom_generate={repo!r}, trust_remote_code=True)`."""
+
+from hf_specdec import SpeculativeGenerationMixin
+
+HEAD = {repo!r}
+
+
+def generate(model, speculative=None, **kwargs):
+    """`model.generate(**kwargs)` with this repository's head; `speculative` may be anything that it may be there."""
+    SpeculativeGenerationMixin.attach(model)
+    if HEAD not in model.drafters:
+        model.load_drafter(HEAD, name=HEAD)
+    return model.generate(speculative=HEAD if speculative is None else speculative, **kwargs)
+'''
+"""The file that lets a head's repository be named in `custom_generate=`."""
+
+
+class DraftHead(HotTokens, PreTrainedModel):
+    """Base of all heads.
+
+    Attributes:
+        method: What it is called in `speculative=`.
+        layout: The layout that it was read from, see `heads/layouts.py`.
+    """
+
+    base_model_prefix = ""
+    method: ClassVar[str]
+    layout: str = NATIVE_LAYOUT
+
+    def save_pretrained(
+        self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save as transformers does, and write a model card where the directory has none.
+
+        Args:
+            save_directory: Made where it is missing.
+            *args: As for every transformers model.
+            push_to_hub: Upload it as well, to `repo_id` or the directory's name.
+            **kwargs: As for every transformers model.
+        """
+        repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
+        upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        card = Path(save_directory) / CARD_NAME
+        if not card.exists():
+            card.write_text(model_card(self.config, self.method))
+        if push_to_hub:
+            self._upload(Path(save_directory), repo_id, **upload)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
+        """Upload the head with its card, and a `custom_generate/generate.py` that names it.
+
+        transformers' own method writes a card of its own over any other; this one keeps what the repository has.
+
+        Args:
+            repo_id: `name` or `owner/name`.
+            **kwargs: `token`, `private`, `revision`, `commit_message`, `commit_description`, `create_pr`, and what
+                `save_pretrained` takes, e.g. `max_shard_size`.
+        """
+        upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, **kwargs)
+            (Path(folder) / CARD_NAME).unlink()
+            return self._upload(Path(folder), repo_id, **upload)
+
+    def _upload(
+        self, folder: Path, repo_id: str, *, token: str | bool | None = None, private: bool | None = None,
+        commit_message: str | None = None, **options: Any,
+    ) -> CommitInfo:  # fmt: skip
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        code = folder / "custom_generate" / "generate.py"
+        code.parent.mkdir(exist_ok=True)
+        code.write_text(CUSTOM_GENERATE.format(repo=repo))
+        card = folder / CARD_NAME
+        if not card.exists() and not api.file_exists(repo, CARD_NAME):
+            card.write_text(model_card(self.config, self.method, repo))
+        message = commit_message or f"Upload {type(self).__name__}"
+        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, **options)
+
+
+UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")
+
+
+class EagleFamilyHead(DraftHead):
+    """What the EAGLE heads share: a view of the target's features, and perhaps an embedding of their own."""
+
+    method = "eagle"
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of one of the target's features."""
+        return int(getattr(self.config, "target_hidden_size", None) or self.config.hidden_size)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Which of the target's hidden states it reads, as transformers counts them; -1 is behind the final norm."""
+        raise NotImplementedError
+
+    def read_layers_of(self, depth: int) -> None:
+        """Settle which layers of a target so deep are read, where that is still open."""
+
+    def _make_embedding(self) -> None:
+        """The embedding, where the head has its own; called by the head's `__init__`."""
+        if self.config.own_embedding:
+            self.embed_tokens = torch.nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+
+    def embedding_for(self, model: PreTrainedModel) -> torch.nn.Module:
+        """Its own embedding, or the target's."""
+        own: torch.nn.Module = self.embed_tokens if self.config.own_embedding else model.get_input_embeddings()
+        return own
+
+    def share_embedding(self, model: PreTrainedModel) -> None:
+        """Drop an own embedding that is only a copy of the target's, as most published checkpoints have it."""
+        theirs = model.get_input_embeddings()
+        if not self.config.own_embedding or type(theirs) is not torch.nn.Embedding:
+            return
+        weight, own = theirs.weight, self.embed_tokens.weight
+        if own.shape == weight.shape and not weight.is_meta and torch.equal(own.to(weight), weight):
+            del self.embed_tokens
+            self.config.own_embedding = False

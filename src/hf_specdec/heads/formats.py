@@ -1,0 +1,298 @@
+"""From a checkpoint's fields and tensors to a head, by the table of `heads/layouts.py`; every tensor accounted for.
+
+Sizes are taken from tensors, which cannot lie; a configuration says the rest. A head is laid out without memory
+first and compared with the file, so that what a configuration claims is never allocated. Before: `heads/files.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_specdec.errors import CheckpointFormatError, SpeculativeDecodingError
+from hf_specdec.heads.base import NATIVE_LAYOUT
+from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
+from hf_specdec.heads.files import Fields, TensorFiles, listed
+from hf_specdec.heads.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
+from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+
+Head = EagleHead | Eagle3Head | MedusaHeads
+HeadConfig = EagleConfig | Eagle3Config | MedusaConfig
+
+HEADS: dict[type[Any], type[Head]] = {EagleConfig: EagleHead, Eagle3Config: Eagle3Head, MedusaConfig: MedusaHeads}
+"""A head's class by that of its configuration."""
+
+LAYER_FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+"""Kinds of draft layers that a nested configuration may describe."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def find_layout(fields: Fields, names: Names, where: str) -> Layout:
+    """The row of the table that a checkpoint matches.
+
+    Raises:
+        CheckpointFormatError: None does.
+    """
+    for family, matches in UNREAD_FAMILIES:
+        if matches(fields):
+            raise CheckpointFormatError(
+                f"{where} is {family}; this version has no drafter for it.", f"Layouts read: {_known()}."
+            )
+    for layout in LAYOUTS:
+        if layout.matches(fields, names):
+            return layout
+    kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
+    raise CheckpointFormatError(
+        f"{where} is no head in a known layout: its config says {str(kinds)[:200]}, its tensors are "
+        f"{listed(sorted(names))}.",
+        f"Layouts read: {_known()}.",
+    )
+
+
+def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
+    """Make a head of a checkpoint.
+
+    Args:
+        fields: Its `config.json`.
+        files: Its tensors.
+        where: What to call it in errors.
+
+    Returns:
+        The head, in the dtype that holds all its tensors, with `layout` set.
+
+    Raises:
+        CheckpointFormatError: No known layout, a config that describes no head, tensors missing, unknown or of
+            another shape, type or value than they can have.
+    """
+    layout = find_layout(fields, frozenset(files.shapes), where)
+    theirs, skipped = _names_of(layout, files, where)
+    shapes = {ours: files.shapes[name] for ours, name in theirs.items()}
+    head = _lay_out(layout, fields, shapes, where)
+    _compare(head, shapes, theirs, where)
+    stored = files.read(theirs.values())
+    tensors = {ours: _usable(ours, stored[name], where) for ours, name in theirs.items()}
+    floats = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, floats)
+    tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    head.load_state_dict(tensors, assign=True)
+    if not isinstance(head, MedusaHeads):
+        head.rotary_emb = _rotary(head.config, where)
+    head.config.dtype = dtype
+    head.layout = layout.name
+    _check_hot_tokens(head, where)
+    if "t2d" in skipped:
+        _check_mask(head, files.read(["t2d"])["t2d"], where)
+    if layout.name in WHOLE_MODELS:
+        head.config.base_model_name_or_path = where
+    return head.eval()
+
+
+# ----------------------------------------------------------------------------------------------- configuration
+
+
+def _lay_out(layout: Layout, fields: Fields, shapes: Shapes, where: str) -> Head:
+    """The head that the configuration describes, without memory."""
+    try:
+        if layout.name == NATIVE_LAYOUT:
+            config = layout.config_class.from_dict(fields)
+        else:
+            config = layout.config_class(**_settings(layout, fields, shapes))
+        with torch.device("meta"):
+            return HEADS[layout.config_class](config)
+    except SpeculativeDecodingError as error:
+        raise CheckpointFormatError(f"{where} (layout {layout.name}): {error}") from error
+    except Exception as error:  # transformers' validation raises classes of its own, torch what it likes
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointFormatError(
+            f"{where} (layout {layout.name}): its config describes no head: {type(error).__name__}: {reason}."
+        ) from error
+
+
+def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
+    """Our configuration's fields, from theirs and from the tensors."""
+    for path, wanted in layout.expected.items():
+        found = lookup(fields, path, wanted)
+        if found != wanted:
+            raise CheckpointFormatError(f"`{path}` is {found!r}; heads are read only with {wanted!r}.")
+    given = {ours: lookup(fields, path) for ours, path in layout.fields.items()}
+    settings = {**layout.fixed, **{name: value for name, value in given.items() if value is not None}}
+    if layout.config_class is MedusaConfig:
+        return {**settings, **_medusa_sizes(settings, shapes)}
+    prefix = "midlayer." if layout.config_class is Eagle3Config else "layers.0."
+    layer = _draft_layer(layout, fields, shapes, prefix)
+    if layout.config_class is EagleConfig:
+        return {"bias": True, **layer, **settings}
+    return {**layer, **settings, **_eagle3_inputs(layout, fields, {**layer, **settings}, shapes)}
+
+
+def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) -> dict[str, Any]:
+    """What a Llama or Qwen3 configuration says of the one draft layer, and what its tensors say better."""
+    layer: Any = lookup(fields, layout.layer_config) if layout.layer_config else fields
+    if not isinstance(layer, dict):
+        raise CheckpointFormatError(f"`{layout.layer_config}` is {type(layer).__name__}, expected an object.")
+    family: Any = LlamaConfig
+    if layout.layer_config:
+        kind = layer.get("model_type", "qwen3" if layout.config_class is Eagle3Config else "llama")
+        if kind not in LAYER_FAMILIES:
+            raise CheckpointFormatError(
+                f"The draft layer is of model_type {kind!r}, expected {' or '.join(LAYER_FAMILIES)}."
+            )
+        family = LAYER_FAMILIES[kind]
+    rotary = ("rope_theta", "rope_scaling", "rope_parameters")
+    windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
+    given = {name: layer[name] for name in (*LAYER_FIELDS, *rotary, *windows) if layer.get(name) is not None}
+    config = family(num_hidden_layers=1, **given)
+    found = {name: getattr(config, name) for name in LAYER_FIELDS if hasattr(config, name)}
+    heads = found["num_attention_heads"]
+    rows = shapes.get(f"{prefix}self_attn.q_proj.weight", (0,))[0]
+    if heads < 1 or rows % heads:
+        raise CheckpointFormatError(f"{prefix}self_attn.q_proj has {rows} rows for {heads} attention heads.")
+    types = getattr(config, "layer_types", None) or [None]
+    return {
+        **found,
+        "head_dim": rows // heads,
+        "rope_parameters": config.rope_parameters,
+        "attention_bias": f"{prefix}self_attn.o_proj.bias" in shapes,
+        "qkv_bias": f"{prefix}self_attn.q_proj.bias" in shapes,
+        "mlp_bias": f"{prefix}mlp.gate_proj.bias" in shapes,
+        "qk_norm": f"{prefix}self_attn.q_norm.weight" in shapes,
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "sliding_window": config.sliding_window if types[0] == "sliding_attention" else None,
+        "draft_vocab_size": shapes["d2t"][0] if shapes.get("d2t") else None,
+    }
+
+
+def _eagle3_inputs(layout: Layout, fields: Fields, settings: Fields, shapes: Shapes) -> dict[str, Any]:
+    """Which layers an EAGLE-3 head reads, and how wide they are."""
+    ids, offset = settings.get("eagle_aux_hidden_state_layer_ids"), layout.layer_offset
+    if ids is None:
+        ids, offset = fields.get("eagle_aux_hidden_state_layer_ids"), 0
+    if ids is not None:
+        if not isinstance(ids, list) or not all(type(layer) is int for layer in ids) or not 0 < len(ids) <= MAX_LAYERS:
+            raise CheckpointFormatError(f"`eagle_aux_hidden_state_layer_ids` is {str(ids)[:80]}, expected layers.")
+        ids = sorted(layer + offset for layer in ids)
+    count, shape = len(ids or PAPER_LAYERS), shapes.get("fc.weight", (0, 0))
+    size = settings.get("target_hidden_size") or (shape[-1] // count)
+    if len(shape) != 2 or size * count != shape[-1]:
+        raise CheckpointFormatError(f"fc.weight is {shape}; it reads {count} layers of {size}.")
+    rows = shapes.get("lm_head.weight", (0,))[0]
+    if "d2t" not in shapes and rows != settings["vocab_size"]:
+        raise CheckpointFormatError(
+            f"lm_head has {rows} rows for {settings['vocab_size']} tokens, and no d2t says which of them they are."
+        )
+    return {"eagle_aux_hidden_state_layer_ids": ids, "target_hidden_size": None if size == shape[0] else size}
+
+
+MAX_LAYERS = 64
+"""Hidden states that one head may read; published ones read three to five."""
+
+
+def _medusa_sizes(settings: Fields, shapes: Shapes) -> dict[str, Any]:
+    """Published configs are wrong about the number of heads: the tensors say it."""
+    blocks = [name.split(".") for name in shapes if name.endswith(".linear.weight")]
+    scores = [shape for name, shape in shapes.items() if re.fullmatch(r"heads\.\d+\.\d+\.weight", name)]
+    block = shapes.get("heads.0.0.linear.weight")
+    if not block:
+        raise CheckpointFormatError("There is no first residual block.")
+    return {
+        "hidden_size": block[0],
+        "vocab_size": scores[0][0] if scores else settings.get("vocab_size"),
+        "medusa_num_heads": len({parts[1] for parts in blocks}),
+        "medusa_num_layers": sum(parts[1] == "0" for parts in blocks),
+        "shared_lm_head": not scores,
+    }
+
+
+# ----------------------------------------------------------------------------------------------- tensors
+
+
+def _names_of(layout: Layout, files: TensorFiles, where: str) -> tuple[dict[str, str], set[str]]:
+    """Their name by ours, and the names of theirs that are not loaded."""
+    theirs: dict[str, str] = {}
+    skipped = set()
+    for name in files.shapes:
+        if any(re.fullmatch(pattern, name) for pattern in layout.unread):
+            skipped.add(name)
+            continue
+        ours = name
+        for pattern, replacement in layout.renames:
+            if re.fullmatch(pattern, name):
+                ours = re.sub(pattern, replacement, name)
+                break
+        if ours in theirs:
+            raise CheckpointFormatError(f"{where}: {theirs[ours]} and {name} are both {ours}.")
+        theirs[ours] = name
+    return theirs, skipped
+
+
+def _compare(head: Head, shapes: Shapes, theirs: Mapping[str, str], where: str) -> None:
+    wanted = head.state_dict()
+    shape_of = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    problems = {
+        "missing tensors": sorted(wanted.keys() - shapes.keys()),
+        "unknown tensors": sorted(theirs[name] for name in shapes.keys() - wanted.keys()),
+        "wrong shapes": [
+            f"{theirs[name]} {shapes[name]} instead of {shape_of[name]}"
+            for name in sorted(wanted.keys() & shapes.keys())
+            if shapes[name] != shape_of[name]
+        ],
+    }
+    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
+    if text:
+        raise CheckpointFormatError(f"{where}: its tensors do not fit its config. {text}.")
+
+
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
+    """Copied out of its file, and of a type that its place can take."""
+    wanted = INTEGERS if name == "d2t" else FLOATS
+    if tensor.dtype not in wanted:
+        raise CheckpointFormatError(
+            f"{where}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, wanted))}.",
+            "" if name == "d2t" else "Quantised heads are not read: ask for the original weights.",
+        )
+    return tensor.to(torch.long) if name == "d2t" else tensor.clone()
+
+
+def _rotary(config: Any, where: str) -> LlamaRotaryEmbedding:
+    """The one buffer that is computed, not stored."""
+    try:
+        rotary = LlamaRotaryEmbedding(config)
+    except Exception as error:  # see _lay_out
+        raise CheckpointFormatError(f"{where}: no rotary positions can be made of its config: {error}.") from error
+    frequencies, scaling = rotary.inv_freq, rotary.attention_scaling
+    if not bool(frequencies.isfinite().all()) or not isinstance(scaling, int | float) or not math.isfinite(scaling):
+        raise CheckpointFormatError(f"{where}: rope_parameters {config.rope_parameters} give no finite frequencies.")
+    return rotary
+
+
+def _check_hot_tokens(head: Head, where: str) -> None:
+    ids, size = head.hot_token_ids, head.config.vocab_size
+    if ids is not None and (bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size):
+        raise CheckpointFormatError(f"{where}: d2t must give ascending target ids below {size}.")
+
+
+def _check_mask(head: Head, mask: Tensor, where: str) -> None:
+    """`t2d` marks the target's tokens that are in the draft vocabulary; it can only repeat `d2t`."""
+    ids = head.hot_token_ids
+    if ids is None or (bool(mask.all()) and not bool(head.d2t.any())):  # the latter: SpecForge's unset buffers
+        return
+    if not torch.equal(mask.flatten().nonzero().flatten(), ids):
+        raise CheckpointFormatError(f"{where}: t2d marks other tokens than d2t.")
+
+
+def _known() -> str:
+    return ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))

@@ -1,0 +1,250 @@
+"""The published layouts of heads, as a table: how each is recognised, and where what we need stands in it.
+
+A row says facts of files; `heads/formats.py` reads by it. Sources: the repositories of Medusa, EAGLE, SpecForge,
+ModelOpt, SGLang, Text Generation Inference and speculators. Rows are tried in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_specdec.heads.base import NATIVE_LAYOUT
+from hf_specdec.heads.eagle import EagleConfig
+from hf_specdec.heads.eagle3 import Eagle3Config
+from hf_specdec.heads.files import Fields
+from hf_specdec.heads.medusa import MedusaConfig
+
+Names = frozenset[str]
+
+ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MedusaConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to store a head."""
+
+    name: str
+    config_class: ConfigClass
+    matches: Callable[[Fields, Names], bool]
+    writers: str  # who writes it
+    fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: what this family always has
+    expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the one value that can be read
+    renames: tuple[tuple[str, str], ...] = ()  # regular expression: name of ours
+    unread: tuple[str, ...] = ()  # regular expressions of tensors that need no loading
+    layer_config: str = ""  # where the draft layer's own configuration is; "" is the top
+    layer_offset: int = 0  # what makes its layer ids indices of hidden_states
+
+
+def lookup(fields: Fields, path: str, default: Any = None) -> Any:
+    """What stands at a dotted path of a configuration.
+
+    Example: `lookup({"medusa": {"n": 2}}, "medusa.n")` is 2.
+    """
+    found: Any = fields
+    for part in path.split("."):
+        if not isinstance(found, dict) or part not in found:
+            return default
+        found = found[part]
+    return found
+
+
+def _named(pattern: str) -> Callable[[Fields, Names], bool]:
+    return lambda fields, names: any(re.fullmatch(pattern, name) for name in names)
+
+
+def _speculators(kind: str) -> Callable[[Fields, Names], bool]:
+    return lambda fields, names: fields.get("speculators_model_type") == kind
+
+
+def _native(kind: str) -> Callable[[Fields, Names], bool]:
+    return lambda fields, names: fields.get("model_type") == kind
+
+
+# ----------------------------------------------------------------------------------------------- draft layers
+
+LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
+"""What a Llama or Qwen3 configuration says of a draft layer, by the same names as ours."""
+
+ROTARY = r"(.*\.)?rotary_emb\.inv_freq"
+"""A buffer that old versions of transformers saved; it follows from the configuration."""
+
+EAGLE = Layout(
+    "eagle",
+    EagleConfig,
+    lambda fields, names: (
+        {"fc.weight", "layers.0.mlp.gate_proj.weight"} <= names and "layers.0.hidden_norm.weight" not in names
+    ),
+    "EAGLE (versions 1 and 2)",
+    fields={"bias": "bias", "qkv_bias": "qkv_bias", "base_model_name_or_path": "base_model_name_or_path"},
+    expected={"num_hidden_layers": 1},
+    unread=(ROTARY,),
+)
+SPECULATORS_EAGLE = Layout(
+    "speculators-eagle",
+    EagleConfig,
+    _speculators("eagle"),
+    "speculators before 0.3 (EAGLE-1, HASS)",
+    fields={
+        "bias": "fusion_bias",
+        "layernorms": "layernorms",
+        "base_model_name_or_path": "speculators_config.verifier.name_or_path",
+    },
+    fixed={"bias": False, "layernorms": False},
+    expected={"transformer_layer_config.num_hidden_layers": 1},
+    renames=((r"fusion_fc\.(.*)", r"fc.\1"), (r"transformer\.(.*)", r"layers.0.\1")),
+    unread=(ROTARY, r"lm_head\.weight"),
+    layer_config="transformer_layer_config",
+)
+EAGLE3 = Layout(
+    "eagle3",
+    Eagle3Config,
+    lambda fields, names: "midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names,
+    "EAGLE (version 3)",
+    fields={
+        "eagle_aux_hidden_state_layer_ids": "eagle_config.eagle_aux_hidden_state_layer_ids",
+        "norm_before_residual": "norm_before_residual",
+        "fc_norm": "fc_norm",
+        "target_hidden_size": "target_hidden_size",
+        "base_model_name_or_path": "base_model_name_or_path",
+    },
+    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False},
+    expected={
+        "num_hidden_layers": 1,
+        "norm_output": True,  # here: `norm` stands before the lm_head, as it always does in ours
+        "eagle_config.use_aux_hidden_state": True,
+        "eagle_config.use_input_layernorm_in_first_layer": True,
+        "eagle_config.use_last_layernorm": True,
+        "eagle_config.use_mtp_layernorm": False,
+    },
+    renames=((r"layers\.0\.(.*)", r"midlayer.\1"),),
+    unread=(ROTARY, "t2d"),
+    layer_offset=1,
+)
+SPECULATORS_EAGLE3 = Layout(
+    "speculators-eagle3",
+    Eagle3Config,
+    _speculators("eagle3"),
+    "speculators (vLLM)",
+    fields={
+        **{name: name for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_residual", "fc_norm",
+                                   "norm_before_fc", "norm_output")},
+        "base_model_name_or_path": "speculators_config.verifier.name_or_path",
+    },
+    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False},
+    expected={"transformer_layer_config.num_hidden_layers": 1},
+    renames=((r"layers\.0\.(.*)", r"midlayer.\1"),),
+    unread=(ROTARY, "t2d", r"verifier_lm_head\.weight", r"verifier_norm\.weight"),
+    layer_config="transformer_layer_config",
+)  # fmt: skip
+
+
+def _is_eagle3(fields: Fields, names: Names) -> bool:
+    return EAGLE3.matches(fields, names)
+
+
+MODELOPT_EAGLE3 = replace(
+    EAGLE3,
+    name="modelopt-eagle3",
+    matches=lambda fields, names: (
+        _is_eagle3(fields, names)
+        and lookup(fields, "eagle_config.use_aux_hidden_state") is not None
+        and "t2d" not in names
+    ),
+    writers="ModelOpt",
+)
+SGLANG_EAGLE3 = replace(
+    EAGLE3,
+    name="sglang",
+    matches=lambda fields, names: (
+        _is_eagle3(fields, names)
+        and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
+        and "embed_tokens.weight" not in names
+    ),
+    writers="SpecForge's export for SGLang",
+)
+SPECFORGE_EAGLE3 = replace(
+    EAGLE3,
+    name="specforge",
+    matches=lambda fields, names: (
+        _is_eagle3(fields, names) and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
+    ),
+    writers="SpecForge",
+)
+
+# ----------------------------------------------------------------------------------------------- Medusa
+
+MEDUSA_FIELDS = {"base_model_name_or_path": "base_model_name_or_path", "vocab_size": "vocab_size",
+                 "hidden_size": "hidden_size"}  # fmt: skip
+
+MEDUSA_V1 = Layout(
+    "medusa",
+    MedusaConfig,
+    _named(r"\d+\.\d+\.weight"),
+    "Medusa (v0.1, v1.3), Text Generation Inference",
+    fields=MEDUSA_FIELDS,
+    renames=((r"(\d+\..*)", r"heads.\1"),),
+)
+MEDUSA_V2 = replace(
+    MEDUSA_V1,
+    name="medusa-v2",
+    matches=lambda fields, names: (
+        bool(names) and all(re.fullmatch(r"\d+\.\d+\.linear\.(weight|bias)", n) for n in names)
+    ),
+    writers="Medusa (legacy version 2), Text Generation Inference",
+)
+MEDUSA_MODEL = replace(
+    MEDUSA_V1,
+    name="medusa-model",
+    matches=_named(r"medusa_head\.\d+\..*"),
+    writers="Medusa 1.0 (a whole model, its own base included)",
+    renames=((r"medusa_head\.(\d+\..*)", r"heads.\1"),),
+    unread=(r"(model|lm_head|transformer|language_model)\..*",),
+)
+MODELOPT_MEDUSA = replace(
+    MEDUSA_MODEL,
+    name="modelopt-medusa",
+    matches=_named(r"medusa_heads\.\d+\..*"),
+    writers="ModelOpt (a whole model, its own base included)",
+    renames=((r"medusa_heads\.(\d+\..*)", r"heads.\1"),),
+)
+
+WHOLE_MODELS = ("medusa-model", "modelopt-medusa")
+"""Layouts that bring the target they were trained with, perhaps changed: it is the one to use."""
+
+# ----------------------------------------------------------------------------------------------- the tables
+
+NATIVE = tuple(
+    Layout(NATIVE_LAYOUT, config_class, _native(config_class.model_type), "hf-specdec")
+    for config_class in (EagleConfig, Eagle3Config, MedusaConfig)
+)
+
+LAYOUTS = (
+    *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, MODELOPT_MEDUSA, MEDUSA_MODEL, MEDUSA_V2, MEDUSA_V1,
+    MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
+)  # fmt: skip
+"""Tried in this order; the first that matches is it."""
+
+UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
+    ("a speculators checkpoint of another kind (P-EAGLE, DFlash, DSpark, MTP, MLP)",
+     lambda fields: "speculators_model_type" in fields
+     and fields["speculators_model_type"] not in ("eagle", "eagle3")),
+    ("a P-EAGLE head", lambda fields: fields.get("architectures") == ["PEagleDraftModel"]),
+    ("a DFlash drafter",
+     lambda fields: "dflash_config" in fields or fields.get("architectures") == ["DFlashDraftModel"]),
+    ("an MLP speculator", lambda fields: fields.get("architectures") == ["MLPSpeculatorPreTrainedModel"]),
+)  # fmt: skip
+"""What is recognised and has no drafter in this version."""
+
+
+def says_head(fields: Fields) -> bool:
+    """Whether a configuration alone tells that it is a head's. EAGLE-1's and some of EAGLE-3's look like a Llama's."""
+    return (
+        fields.get("model_type") in {layout.config_class.model_type for layout in NATIVE}
+        or any(key in fields for key in ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size"))
+        or fields.get("architectures") == ["LlamaForCausalLMEagle3"]
+    )

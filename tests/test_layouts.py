@@ -1,0 +1,287 @@
+"""Every published layout: read, computed with, written and read again; and what cannot be written is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import layouts
+import zoo
+from hf_specdec import (
+    CheckpointFormatError,
+    DrafterMismatchError,
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    InvalidConfigError,
+    MedusaConfig,
+    MedusaHeads,
+    SpeculativeGenerationMixin,
+    export_head,
+    load_head,
+)
+from hf_specdec.heads.attention import Attend, attend_causally
+from layouts import Example, Target
+
+EXAMPLES = layouts.all_examples()
+
+
+def window_of(size: int | None) -> Attend:
+    """What the drafter's mask does, over a whole sequence."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = torch.arange(query.shape[2])
+        behind = length[:, None] - length
+        mask = (behind >= 0) & (behind < (size or len(length)))
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    return attend if size else attend_causally
+
+
+@torch.no_grad()
+def draft(head: Any, target: Target) -> list[Tensor]:
+    lm_head = nn.Linear(target.lm_head.shape[1], layouts.V, bias=False)
+    lm_head.weight.data = target.lm_head
+    if isinstance(head, MedusaHeads):
+        return [head(target.features, lm_head)]
+    table = head.embed_tokens.weight if head.config.own_embedding else target.embedding
+    attend, length = window_of(head.config.sliding_window), target.features.shape[1]
+    positions = torch.arange(length + 1)[None]
+    hidden = head.fuse(target.features)
+    first = head(table[target.tokens[:, :length]], hidden, positions[:, :length], attend)
+    second = head(table[target.tokens], torch.cat([hidden, first[:, -1:]], 1), positions, attend)
+    return [head.score(first, lm_head), head.score(second[:, -1:], lm_head)]
+
+
+def num_layers(example: Example) -> int:
+    width = (
+        example.tensors["fc.weight"].shape[1]
+        if "lm_head.weight" in example.tensors and "fc.weight" in example.tensors
+        else 0
+    )
+    return max(width // example.target_size, 1)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_reads_as_its_authors_do(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    head = load_head(example.write(tmp_path))
+    assert head.layout == example.layout
+    target = layouts.target_for(num_layers(example), example.target_size)
+    for ours, theirs in zip(draft(head, target), example.draft(example, target), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    if "d2t" in example.tensors:
+        assert torch.equal(head.hot_token_ids, example.tensors["d2t"] + torch.arange(layouts.VD))
+
+
+def same_head(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    states = first.state_dict(), second.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    head = load_head(example.write(tmp_path / "theirs"))
+    export_head(head, tmp_path / "ours", format="hf-specdec")
+    again = load_head(tmp_path / "ours")
+    assert again.layout == "hf-specdec"
+    same_head(head, again)
+    target = layouts.target_for(num_layers(example), example.target_size)
+    for one, two in zip(draft(head, target), draft(again, target), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("medusa of TGI", "medusa"),
+        ("medusa version 2", "medusa"),
+        ("eagle, bias by default, own embedding", "eagle"),
+        ("eagle of LLaMA-3", "eagle"),
+        ("eagle of Qwen2, scaled", "eagle"),
+        ("eagle3, official", "eagle3"),
+        ("eagle3, official", "sglang"),
+        ("eagle3, official", "speculators"),
+        ("eagle3, whole vocabulary, another width", "eagle3"),
+        ("eagle3 of ModelOpt", "eagle3"),
+        ("eagle3 of ModelOpt", "speculators"),
+        ("eagle3 of SpecForge, unmapped", "eagle3"),
+        ("speculators eagle3, every norm", "speculators"),
+        ("speculators eagle3 of Qwen3, sliding", "speculators"),
+        ("speculators eagle3, converted", "sglang"),
+    ],
+)
+def test_written_for_others_and_read_again(name: str, format: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    head = load_head(example.write(tmp_path / "theirs"))
+    export_head(head, tmp_path / "out", format=format)
+    again = load_head(tmp_path / "out")
+    assert again.config.base_model_name_or_path == head.config.base_model_name_or_path
+    target = layouts.target_for(num_layers(example), example.target_size)
+    for one, two in zip(draft(head, target), draft(again, target), strict=True):
+        assert torch.equal(one, two)
+    # and by the reference of that layout, which knows nothing of ours
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    copy = Example(
+        again.layout, json.loads((tmp_path / "out" / "config.json").read_text()), load_file(files[0]), example.draft
+    )
+    for ours, theirs in zip(draft(head, target), copy.draft(copy, target), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_published_tensors_come_back_bitwise(tmp_path: Path) -> None:
+    pairs = {"eagle3, official": "eagle3", "eagle of LLaMA-3": "eagle", "medusa of TGI": "medusa",
+             "speculators eagle3, converted": "speculators", "eagle3 for SGLang": "sglang"}  # fmt: skip
+    for name, format in pairs.items():
+        example = EXAMPLES[name]
+        folder = tmp_path / name.replace(" ", "-")
+        export_head(load_head(example.write(folder / "theirs")), folder / "out", format=format)
+        written = load_file(next((folder / "out").glob("*.safetensors")))
+        assert written.keys() == example.tensors.keys()
+        assert all(torch.equal(tensor, written[key]) for key, tensor in example.tensors.items())
+    unpickled = torch.load(tmp_path / "medusa-of-TGI" / "out" / "medusa_lm_head.pt", weights_only=True)
+    assert unpickled.keys() == EXAMPLES["medusa of TGI"].tensors.keys()
+
+
+def test_layer_ids_of_both_conventions(tmp_path: Path) -> None:
+    ids = {name: load_head(EXAMPLES[name].write(tmp_path / str(i))).config.eagle_aux_hidden_state_layer_ids
+           for i, name in enumerate(EXAMPLES) if "eagle3" in name}  # fmt: skip
+    assert ids["eagle3, official"] is None
+    assert ids["eagle3 of ModelOpt"] == [2, 16, 29]
+    assert ids["eagle3 of SpecForge, 3.1"] == [1, 4, 7, 10]
+    assert ids["speculators eagle3, converted"] == [2, 16, 29]
+    head = load_head(EXAMPLES["eagle3 of ModelOpt"].write(tmp_path / "again"))
+    for format, path in (("sglang", "eagle_config"), ("speculators", None)):
+        config = json.loads((export_head(head, tmp_path / format, format=format) / "config.json").read_text())
+        written = (config[path] if path else config)["eagle_aux_hidden_state_layer_ids"]
+        assert written == ([1, 15, 28] if path else [2, 16, 29])
+
+
+def test_unnamed_layers_are_those_of_the_target(tmp_path: Path) -> None:
+    head = load_head(EXAMPLES["eagle3, official"].write(tmp_path))
+    with pytest.raises(InvalidConfigError, match="does not say which layers"):
+        _ = head.feature_layers
+    head.read_layers_of(32)
+    assert head.feature_layers == (2, 16, 29)
+    with pytest.raises(DrafterMismatchError, match="a target of 2 layers has"):
+        load_head(tmp_path).read_layers_of(2)
+
+
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "format", "reason"),
+    [
+        (lambda: MedusaHeads(MedusaConfig(32, 64, draft_vocab_size=8)), "medusa", "no hot-token vocabulary"),
+        (lambda: MedusaHeads(MedusaConfig(32, 64, medusa_num_layers=2)), "medusa", "one residual block"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, draft_vocab_size=8)), "eagle", "no hot-token vocabulary"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, layernorms=True)), "eagle", "no layernorms"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, head_dim=16)), "eagle", "head_dim is hidden_size"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_before_residual=True)), "eagle3", "norm_before_residual"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_output=True)), "sglang", "recycles the raw hidden"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, fc_norm=True)), "eagle3", "no `fc_norm`"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, eagle_aux_hidden_state_layer_ids=[1, 2])), "eagle3",
+         "reads the layers 2"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True)), "sglang", "has its own"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
+         "as wide"),
+        (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
+    ],
+)  # fmt: skip
+def test_what_a_format_cannot_hold(head: Any, format: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match=reason):
+        export_head(head(), tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_such_format(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="There are: hf-specdec, medusa, eagle"):
+        export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path, format="gguf")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "no drafter for it"),
+        ({"speculators_model_type": "mtp"}, "no drafter for it"),
+        ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
+        ({"dflash_config": {}}, "DFlash"),
+        ({"model_type": "llama"}, "in a known layout: its config says .*model_type.*its tensors are a.weight"),
+    ],
+)
+def test_recognised_and_not_read(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    Example("", config, {"a.weight": torch.zeros(2)}, layouts.draft_eagle).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("eagle3 of ModelOpt", {"eagle_config": {**layouts.MODELOPT, "use_last_layernorm": False}},
+         "use_last_layernorm"),
+        ("eagle3 of SpecForge, 3.1", {"norm_output": False}, "norm_output"),
+        ("eagle3, official", {"num_hidden_layers": 2}, "num_hidden_layers"),
+        ("eagle3, official", {"target_hidden_size": 31}, "reads 3 layers of 31"),
+        ("eagle3, official", {"num_attention_heads": 8}, "wrong shapes"),
+        ("eagle3, official", {"fc_norm": True}, r"missing tensors: fc_norm\.0\.weight"),
+        ("eagle of LLaMA-3", {"bias": True}, r"missing tensors: fc\.bias"),
+        ("eagle, bias by default, own embedding", {"bias": False}, r"unknown tensors: fc\.bias"),
+        ("eagle3 of SpecForge, 3.1", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2, 3]}},
+         "ascending"),
+        ("eagle3 of SpecForge, 3.1", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "low"}},
+         "expected layers"),
+        ("speculators eagle", {"transformer_layer_config": {"model_type": "mixtral"}}, "model_type 'mixtral'"),
+        ("speculators eagle", {"transformer_layer_config": [1]}, "expected an object"),
+    ],
+)  # fmt: skip
+def test_configs_that_do_not_fit(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    Example("", {**example.config, **change}, example.tensors, example.draft, example.file).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(tmp_path)
+
+
+def test_a_mask_that_contradicts_the_vocabulary(tmp_path: Path) -> None:
+    example = EXAMPLES["eagle3 for SGLang"]
+    tensors = {**example.tensors, "t2d": ~example.tensors["t2d"]}
+    with pytest.raises(CheckpointFormatError, match="t2d marks other tokens"):
+        load_head(Example("", example.config, tensors, example.draft).write(tmp_path))
+
+
+def test_an_embedding_equal_to_the_targets_is_not_kept_twice(tmp_path: Path) -> None:
+    model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
+    table = model.get_input_embeddings().weight.detach()
+    size = table.shape[1]
+    assert (len(table), size) == (zoo.VOCAB_SIZE, 32)
+    for same in (True, False):
+        head = EagleHead(EagleConfig.for_target(model.config, own_embedding=True))
+        head.embed_tokens.weight.data = table.clone() if same else torch.randn_like(table)
+        head.save_pretrained(tmp_path / str(same))
+        loaded = model.load_drafter(tmp_path / str(same)).head
+        assert loaded.config.own_embedding is not same
+        assert ("embed_tokens.weight" in loaded.state_dict()) is not same
+        ids = torch.arange(3, 9)[None]
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+        assert torch.equal(
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, speculative="eagle"), plain
+        )
+    SpeculativeGenerationMixin.detach(model)
