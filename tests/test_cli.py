@@ -109,6 +109,10 @@ def test_bench_measures_and_writes(
         (["generate", "w5", "--model", "MODEL", "--max-new-tokens", "0"], "max-new-tokens"),
         (["generate", "w5", "--dtype", "int4"], "dtype"),
         (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read"),
+        (["inspect", "/nowhere"], "no local directory"),
+        (["inspect", "MODEL"], "no head in a known layout"),
+        (["convert", "HEAD", "OUT", "--format", "medusa"], "is for MedusaHeads"),
+        (["convert", "HEAD", "OUT", "--format", "gguf"], "format"),
         (["nonsense"], "nonsense"),
     ],
 )
@@ -117,12 +121,30 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    code = run(monkeypatch, *[str(model_path) if a == "MODEL" else a for a in arguments])
+    places = {"MODEL": str(model_path), "HEAD": str(model_path / "head"), "OUT": str(model_path / "out")}
+    code = run(monkeypatch, *[places.get(a, a) for a in arguments])
     streams = capsys.readouterr()
     assert code == 2
     assert message in streams.err
     assert len(streams.err.strip().splitlines()) == 1
     assert "Traceback" not in streams.err
+
+
+def test_inspect_and_convert(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "convert", model_path / "head", tmp_path, "--format", "eagle", "--dtype", "float16",
+               "--target", "org/target") == 0  # fmt: skip
+    assert "hf-specdec -> eagle" in capsys.readouterr().err
+    assert run(monkeypatch, "inspect", tmp_path, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["layout"], report["method"], report["dtype"]) == ("eagle", "eagle", "float16")
+    assert (report["target"], report["layers_read"], report["draft_vocabulary"]) == ("org/target", [-1], None)
+    assert report["files"] == {"model.safetensors": (tmp_path / "model.safetensors").stat().st_size}
+    assert run(monkeypatch, "inspect", tmp_path) == 0
+    shown = capsys.readouterr().out
+    for words in ("EAGLE (versions 1 and 2)", "org/target", "float16", "behind the final norm"):
+        assert words in shown
 
 
 @pytest.mark.parametrize("command", ["demo", "generate", "bench"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,16 @@ import zoo
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     CheckpointFormatError,
+    Eagle3Config,
+    Eagle3Head,
     EagleConfig,
     EagleHead,
+    InvalidConfigError,
+    SpeculativeGenerationMixin,
     load_head,
 )
+from hf_specdec.trial import TRIAL_TOKENS, try_drafter
+from reference import OracleDrafter
 
 
 @pytest.fixture
@@ -99,12 +108,79 @@ def test_broken_files(folder: Path) -> None:
         load_head(folder)
 
 
+def test_hostile_checkpoints() -> None:
+    """Four hundred broken and attacking checkpoints, in a process of their own: a clear error each, no code run."""
+    script = Path(__file__).parent / "hostile.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, "--count", "400"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert sum(report["kinds"].values()) == 400
+    assert len(report["kinds"]) == 17
+    assert report["wrong"] == []
+    assert report["code_ran"] is False
+    assert report["megabytes_gained"] < 200
+
+
 def test_a_name_that_is_neither_directory_nor_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointFormatError, match="no local directory"):
         load_head("nobody/nothing")
     with pytest.raises(CheckpointFormatError, match="no local directory"):
         load_head("not a repository name")
+
+
+def test_frequent_tokens_become_the_draft_vocabulary(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """FR-Spec's lists hold absolute ids, most frequent first."""
+    model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
+    path = tmp_path_factory.mktemp("fr") / "freq_8.pt"
+    head = EagleHead(EagleConfig.for_target(model.config))
+    head.save_pretrained(folder / "whole")
+    torch.save([40, 3, 17, 90, 5, 33], path)
+    loaded = load_head(folder / "whole", hot_tokens=path)
+    assert loaded.hot_token_ids.tolist() == [3, 5, 17, 33, 40, 90]
+    loaded.save_pretrained(folder / "hot")
+    assert load_head(folder / "hot").hot_token_ids.tolist() == [3, 5, 17, 33, 40, 90]
+    drafter = model.load_drafter(folder / "whole", hot_tokens=path)
+    ids = torch.arange(4, 11)[None]
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+    drafted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, speculative="eagle")
+    assert torch.equal(drafted, plain)
+    assert drafter.head.config.draft_vocab_size == 6
+    SpeculativeGenerationMixin.detach(model)
+    for content, error in (([1, 1], CheckpointFormatError), ([], CheckpointFormatError), ([-1], CheckpointFormatError),
+                           (["a"], CheckpointFormatError), ({"a": 1}, CheckpointFormatError),
+                           ([1, 96], InvalidConfigError)):  # fmt: skip
+        torch.save(content, path)
+        with pytest.raises(error):
+            load_head(folder / "whole", hot_tokens=path)
+    own = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=8))
+    own.set_hot_token_ids(torch.arange(8))
+    own.save_pretrained(folder / "three")
+    with pytest.raises(InvalidConfigError, match="lm_head of its own"):
+        load_head(folder / "three", hot_tokens=torch.arange(4))
+
+
+def test_dtype_and_device(folder: Path) -> None:
+    head = load_head(folder, dtype=torch.float32, device="cpu")
+    assert head.dtype == torch.float32
+    assert head.d2t.dtype == torch.long
+    assert load_head(folder.parent, subfolder=folder.name).dtype == torch.bfloat16
+
+
+def test_a_drafter_on_trial(folder: Path, sure_llama: Any) -> None:
+    """A random head guesses little of a model that is sure of itself, one that knows the answer all of it."""
+    state = torch.random.get_rng_state()
+    with pytest.warns(UserWarning, match="probably made for another one"):
+        sure_llama.load_drafter(folder, verify=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert sure_llama.last_speculation is None
+    with pytest.warns(UserWarning, match="guessed 0 of"):
+        sure_llama.load_drafter(folder, verify=[torch.arange(3, 9)[None]])
+    ids = torch.arange(3, 9)[None]
+    answer = sure_llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL_TOKENS)[:, 6:]
+    sure_llama.add_drafter(OracleDrafter(answer, "always", zoo.VOCAB_SIZE))
+    assert try_drafter(sure_llama, "oracle", [ids]) > 0.8
 
 
 def test_a_target_and_its_head_in_one_call(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

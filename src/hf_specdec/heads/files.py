@@ -7,6 +7,7 @@ Next: `heads/layouts.py` says what was found, `heads/formats.py` makes a head of
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,12 +40,19 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Fields:
         size = path.stat().st_size
         if size > max_bytes:
             raise CheckpointFormatError(f"{path} has {size} bytes, expected at most {max_bytes}.")
-        fields: Any = json.loads(path.read_bytes())
+        fields: Any = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error}.", "Expected a JSON object.") from error
     if not isinstance(fields, dict):
         raise CheckpointFormatError(f"{path} holds a {type(fields).__name__}, expected a JSON object.")
     return fields
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
 
 
 class TensorFiles:
@@ -78,13 +86,9 @@ class TensorFiles:
         """These tensors.
 
         Raises:
-            CheckpointFormatError: Floating-point values that are not finite, or a broken file.
+            CheckpointFormatError: A broken file.
         """
-        tensors = {name: self._read_one(name) for name in names}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise CheckpointFormatError(f"{self._file_of[name]}: {name} has values that are not finite.")
-        return tensors
+        return {name: self._read_one(name) for name in names}
 
     def _read_one(self, name: str) -> Tensor:
         file = self._file_of[name]
@@ -107,12 +111,11 @@ def shard_names(index: Path) -> list[str]:
     mapping = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CheckpointFormatError(f"{index} has no weight_map.", "Expected tensor names and the files they are in.")
-    names = list(dict.fromkeys(mapping.values()))
-    for name in names:
+    for name in mapping.values():
         plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and "\0" not in name
         if not plain or Path(name).suffix not in (".safetensors", *PICKLED):
-            raise CheckpointFormatError(f"{index} names {name!r} as a file; expected one beside it.")
-    return names
+            raise CheckpointFormatError(f"{index} names {str(name)[:120]!r} as a file; expected one beside it.")
+    return list(dict.fromkeys(mapping.values()))
 
 
 def listed(names: Sequence[str], at_most: int = 8) -> str:

@@ -264,11 +264,25 @@ def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
             f"{where}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, wanted))}.",
             "" if name == "d2t" else "Quantised heads are not read: ask for the original weights.",
         )
-    return tensor.to(torch.long) if name == "d2t" else tensor.clone()
+    if name == "d2t":
+        return tensor.to(torch.long)
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointFormatError(f"{where}: {name} has values that are not finite.")
+    return tensor.clone()
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Rotary positions that published heads have."""
 
 
 def _rotary(config: Any, where: str) -> LlamaRotaryEmbedding:
     """The one buffer that is computed, not stored."""
+    kind, theta = config.rope_parameters.get("rope_type"), config.rope_parameters.get("rope_theta", 1.0)
+    if kind not in ROPE_TYPES or not isinstance(theta, int | float) or theta <= 0:
+        raise CheckpointFormatError(
+            f"{where}: rope_type is {kind!r} and rope_theta {theta!r}; expected one of {', '.join(ROPE_TYPES)}, and a "
+            "positive number."
+        )
     try:
         rotary = LlamaRotaryEmbedding(config)
     except Exception as error:  # see _lay_out
@@ -290,7 +304,7 @@ def _check_mask(head: Head, mask: Tensor, where: str) -> None:
     ids = head.hot_token_ids
     if ids is None or (bool(mask.all()) and not bool(head.d2t.any())):  # the latter: SpecForge's unset buffers
         return
-    if not torch.equal(mask.flatten().nonzero().flatten(), ids):
+    if len(mask) != head.config.vocab_size or not torch.equal(mask.flatten().nonzero().flatten(), ids):
         raise CheckpointFormatError(f"{where}: t2d marks other tokens than d2t.")
 
 

@@ -11,7 +11,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import SchedulerType
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.target import LAST, lm_head_rows
@@ -52,9 +53,11 @@ class Objective(nn.Module, ABC):
             it runs the target itself.
         learning_rate_multiplier: Of every parameter of the head, relative to others that are trained with it.
         progress: How much of the run is done, 0 to 1; the trainer keeps it.
+        recipe: The objective's own settings, a dataclass.
     """
 
     head: Any
+    recipe: Any
     layers: tuple[int, ...] = (LAST,)
     learning_rate_multiplier: float = 1.0
     progress: float = 0.0
@@ -244,6 +247,7 @@ def fit(
     trainer = HeadTrainer(objective, target, data, arguments)
     trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)) if resume else None)
     trainer.save_state()
+    objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
     if not trainer.is_fsdp_enabled:
         return objective.head
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
@@ -252,6 +256,22 @@ def fit(
     if of_head:
         head.load_state_dict(of_head)
     return head
+
+
+def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
+    """What the head's card tells of a run; of several runs in a row, of the last."""
+    arguments = trainer.args
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    accuracies = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
+    return {
+        "objective": type(objective).__name__,
+        "conversations": num_conversations,
+        "optimiser steps": trainer.state.global_step,
+        "batch": batch,
+        "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
+        **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
+        **({"predicted tau at the end, on training batches": round(accuracies[-1], 2)} if accuracies else {}),
+    }
 
 
 def last_checkpoint(folder: Path) -> str | None:
