@@ -12,7 +12,7 @@ from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.layouts import says_head
 from hf_specdec.mixin import SpeculativeGenerationMixin
 
-HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only", "proxies")
+HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
 """What holds for both downloads."""
 
 HEAD_OPTIONS = ("revision", "subfolder")
@@ -36,8 +36,8 @@ class AutoSpeculativeModelForCausalLM:
             name_or_path: Path or Hub id of a target, or of a head that names its target.
             drafter: Path or Hub id of a head.
             **kwargs: For the target's `AutoModelForCausalLM.from_pretrained` (dtype, device_map, ...). `token`,
-                `cache_dir`, `force_download`, `local_files_only` and `proxies` hold for the head as well; `revision`
-                and `subfolder` for what `name_or_path` names.
+                `cache_dir`, `force_download` and `local_files_only` hold for the head as well; `revision` and
+                `subfolder` for what `name_or_path` names.
 
         Raises:
             CheckpointFormatError: A head that names no target, or no head at `drafter`.

@@ -25,11 +25,15 @@ class UnsupportedGenerationError(SpeculativeDecodingError):
 
 
 class DrafterMismatchError(SpeculativeDecodingError):
-    """A drafter that does not fit this target: sizes, vocabulary, tensors, or not loaded at all."""
+    """A drafter that does not fit: sizes, vocabulary, layers, tensors, or not loaded at all."""
 
 
 class CheckpointFormatError(SpeculativeDecodingError):
-    """A head's files cannot be read: no known layout, broken file, missing or unknown tensors."""
+    """A head's files cannot be read: no known layout, a broken file, a config that describes no head."""
+
+
+class HeadTensorsError(CheckpointFormatError, DrafterMismatchError):
+    """A head's files can be read, but its tensors are not those of the head that its config describes."""
 
 
 class InvalidConfigError(SpeculativeDecodingError, ValueError):

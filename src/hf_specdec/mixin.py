@@ -126,7 +126,8 @@ class SpeculativeGenerationMixin:
             token: Hub token.
             verify: Try it on a few prompts and warn where its first drafted token is accepted less than one time in
                 ten: prompts of token ids `[1, P]`, or True for ones that this model makes up.
-            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
+            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...; another is a
+                `TypeError`.
 
         Raises:
             CheckpointFormatError: The files are no head.

@@ -44,6 +44,8 @@ class DraftAttention(nn.Module):
                 f"Attention needs num_attention_heads, num_key_value_heads and head_dim >= 1, the first a multiple of "
                 f"the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
             )
+        if config.num_hidden_layers != 1:
+            raise InvalidConfigError(f"A draft head has one layer, got num_hidden_layers={config.num_hidden_layers}.")
         if config.sliding_window is not None and config.sliding_window < 1:
             raise InvalidConfigError(f"`sliding_window` is None or at least 1, got {config.sliding_window}.")
         self.head_dim = config.head_dim

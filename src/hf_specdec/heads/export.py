@@ -42,7 +42,7 @@ class Format:
     file_name: str = "model.safetensors"
 
 
-def export_head(head: Head, path: str | Path, *, format: str) -> Path:
+def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT) -> Path:
     """Write a head as others read it.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_specdec.errors import CheckpointFormatError, SpeculativeDecodingError
+from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
@@ -71,8 +71,9 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
         The head, in the dtype that holds all its tensors, with `layout` set.
 
     Raises:
-        CheckpointFormatError: No known layout, a config that describes no head, tensors missing, unknown or of
-            another shape, type or value than they can have.
+        CheckpointFormatError: No known layout, a config that describes no head, tensors of a type or value that
+            they cannot have.
+        HeadTensorsError: Tensors that are missing, unknown or of another shape.
     """
     layout = find_layout(fields, frozenset(files.shapes), where)
     theirs, skipped = _names_of(layout, files, where)
@@ -249,7 +250,7 @@ def _compare(head: Head, shapes: Shapes, theirs: Mapping[str, str], where: str) 
     }
     text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
     if text:
-        raise CheckpointFormatError(f"{where}: its tensors do not fit its config. {text}.")
+        raise HeadTensorsError(f"{where}: its tensors do not fit its config. {text}.")
 
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

@@ -49,9 +49,10 @@ class Checkpoint:
 
 
 def load_head(
-    repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None,
+    repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None, subfolder: str = "",
+    cache_dir: str | Path | None = None, force_download: bool = False, local_files_only: bool = False,
     dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-    hot_tokens: Tensor | str | Path | None = None, **kwargs: Any,
+    hot_tokens: Tensor | str | Path | None = None,
 ) -> Head:  # fmt: skip
     """Read a head in any layout of `heads/layouts.py`; `head.layout` names the one it was.
 
@@ -59,18 +60,22 @@ def load_head(
         repo_or_path: A local directory or a Hub id.
         revision: Branch, tag or commit on the Hub.
         token: Hub token; None uses the stored one.
+        subfolder: Of the directory or the repository.
+        cache_dir, force_download, local_files_only: As everywhere in transformers.
         dtype: To convert the weights to; None leaves them as they are stored.
         device: To put them on; None is the CPU.
         hot_tokens: Draft over these target ids only: ids `[n]`, or an FR-Spec list, `freq_*.pt`. For heads that share
             the target's lm_head.
-        **kwargs: `subfolder`, and further arguments of `huggingface_hub.hf_hub_download`, e.g. `cache_dir`.
 
     Raises:
-        CheckpointFormatError: No such repository or directory, no known layout, a broken file; missing or unknown
-            tensors or tensors of another shape.
+        CheckpointFormatError: No such repository or directory, no known layout, a broken file.
+        HeadTensorsError: Tensors that are missing, unknown or of another shape.
         InvalidConfigError: Hot tokens that the head cannot take.
     """
-    checkpoint = open_checkpoint(repo_or_path, revision=revision, token=token, **kwargs)
+    checkpoint = open_checkpoint(
+        repo_or_path, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir,
+        force_download=force_download, local_files_only=local_files_only,
+    )  # fmt: skip
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
     head.name_or_path = checkpoint.where
     if hot_tokens is not None:

@@ -1,0 +1,60 @@
+"""Exported heads in the code of others, each in an environment of its own (their pins of transformers differ).
+
+python -m venv /tmp/speculators && /tmp/speculators/bin/pip install torch==2.13.0 speculators
+SPECULATORS_PYTHON=/tmp/speculators/bin/python make test
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from hf_specdec import Eagle3Config, Eagle3Head, export_head
+from test_layouts import window_of
+
+PYTHON = os.environ.get("SPECULATORS_PYTHON")
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    {"norm_before_residual": True, "norm_before_fc": True, "attention_bias": True},
+    {"qk_norm": True, "sliding_window": 5},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path / "target")
+    torch.manual_seed(0)
+    config = Eagle3Config.for_target(model.config, draft_vocab_size=24, eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+                                     base_model_name_or_path=str(tmp_path / "target"), **fields)  # fmt: skip
+    head = Eagle3Head(config).eval()
+    head.set_hot_token_ids(torch.arange(0, 96, 4))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    export_head(head, tmp_path / "head", format="speculators")
+    embedding = model.get_input_embeddings().weight.detach()
+    features, ids = torch.randn(1, 12, 96), torch.randint(0, zoo.VOCAB_SIZE, (1, 12))
+    save_file(
+        {"embedding": embedding.clone(), "features": features, "input_ids": ids}, tmp_path / "inputs.safetensors"
+    )
+    script = Path(__file__).parent / "engines" / "speculators_logits.py"
+    arguments = [tmp_path / "head", tmp_path / "inputs.safetensors", tmp_path / "output.safetensors"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(PYTHON), script, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with torch.no_grad():
+        hidden = head(embedding[ids], head.fuse(features), torch.arange(12)[None], window_of(config.sliding_window))
+        torch.testing.assert_close(
+            head.score(hidden), load_file(tmp_path / "output.safetensors")["logits_0"], atol=1e-4, rtol=0
+        )
