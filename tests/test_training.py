@@ -365,6 +365,27 @@ def test_training_resumes_exactly(version: int, tmp_path: Path) -> None:
     assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
 
 
+def test_a_run_is_not_continued_with_other_data_or_settings(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+
+    def train(talks: Any, recipe: EagleTrainingConfig, **fields: Any) -> Any:
+        options = arguments(tmp_path, 2, save_strategy="steps", save_steps=2, per_device_train_batch_size=2)
+        return train_eagle(model, random_head(model, version=1, **fields), talks, options, recipe, resume=True)
+
+    recipe = EagleTrainingConfig(0.0, 1.0, noise=0.1)
+    trained = train(TALKS, recipe)
+    assert trained.config.recipe["optimiser steps"] == 2
+    assert trained.config.recipe["objective"] == "EagleObjective"
+    train(TALKS, recipe)
+    for talks, other, fields, what in (
+        (TALKS[1:], recipe, {}, "lengths of the conversations"),
+        (TALKS, EagleTrainingConfig(0.0, 1.0, noise=0.2), {}, "settings"),
+        (TALKS, recipe, {"draft_vocab_size": 50}, "head"),
+    ):
+        with pytest.raises(InvalidConfigError, match=f"another {what}"):
+            train(talks, other, **fields)
+
+
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_quantised_target_is_a_target(version: int, tmp_path: Path) -> None:
     """int8 weights: features, teacher and start come from what the quantised model computes."""

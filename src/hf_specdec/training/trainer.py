@@ -8,6 +8,7 @@ FSDP see the head alone; the frozen target stays outside. Before: `training/feat
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -245,7 +246,14 @@ def fit(
         main process, and an untrained one on the others.
     """
     trainer = HeadTrainer(objective, target, data, arguments)
-    trainer.train(resume_from_checkpoint=last_checkpoint(Path(arguments.output_dir)) if resume else None)
+    checkpoint = last_checkpoint(Path(arguments.output_dir)) if resume else None
+    facts = {
+        "head": {name: value for name, value in objective.head.config.to_dict().items() if name not in NOT_OF_A_RUN},
+        "settings": asdict(objective.recipe),
+        "lengths of the conversations": hashlib.sha256(repr(list(trainer.train_dataset.lengths)).encode()).hexdigest(),
+    }
+    _check_same_run(Path(arguments.output_dir) / RUN_NAME, facts, checkpoint, trainer.is_world_process_zero())
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
     if not trainer.is_fsdp_enabled:
@@ -256,6 +264,28 @@ def fit(
     if of_head:
         head.load_state_dict(of_head)
     return head
+
+
+RUN_NAME = "run.json"
+"""Beside the checkpoints: what their run trains, and on what."""
+
+NOT_OF_A_RUN = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures")
+
+
+def _check_same_run(path: Path, facts: dict[str, Any], checkpoint: str | None, is_main: bool) -> None:
+    """Refuse to go on from a checkpoint of other data or settings; note down what a new run is made of."""
+    if checkpoint is not None and path.exists():
+        before = json.loads(path.read_text())
+        now = json.loads(json.dumps(facts))
+        other = [name for name in now if before.get(name) != now[name]]
+        if other:
+            raise InvalidConfigError(
+                f"{checkpoint} belongs to a run with another {' and another '.join(other)}.",
+                "Give another output directory, or delete that one.",
+            )
+    elif is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=1))
 
 
 def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
