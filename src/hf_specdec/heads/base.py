@@ -62,7 +62,7 @@ class DraftHead(HotTokens, PreTrainedModel):
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         card = Path(save_directory) / CARD_NAME
-        if not card.exists():
+        if not card.exists() and kwargs.get("is_main_process", True):
             card.write_text(model_card(self.config, self.method))
         if push_to_hub:
             self._upload(Path(save_directory), repo_id, **upload)

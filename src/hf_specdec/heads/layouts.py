@@ -203,7 +203,7 @@ MEDUSA_MODEL = replace(
     matches=_named(r"medusa_head\.\d+\..*"),
     writers="Medusa 1.0 (a whole model, its own base included)",
     renames=((r"medusa_head\.(\d+\..*)", r"heads.\1"),),
-    unread=(r"(model|lm_head|transformer|language_model)\..*",),
+    unread=(r"(model|lm_head|transformer|language_model|gpt_neox|embed_out|backbone|visual)\..*",),
 )
 MODELOPT_MEDUSA = replace(
     MEDUSA_MODEL,
