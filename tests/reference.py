@@ -7,13 +7,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.heads.attention import Attend, attend_causally
 from hf_specdec.target import Verification
 from hf_specdec.tree import TokenTree, stack_trees
+
+
+def window_of(size: int | None) -> Attend:
+    """What the drafter's mask does, over a whole sequence."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = torch.arange(query.shape[2])
+        behind = length[:, None] - length
+        mask = (behind >= 0) & (behind < (size or len(length)))
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    return attend if size else attend_causally
 
 
 def path_to_root(parents: Sequence[int], node: int) -> list[int]:

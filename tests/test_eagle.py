@@ -24,6 +24,7 @@ from hf_specdec import (
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
 from hf_specdec.target import LAST, lm_head_rows
 from hf_specdec.training import Conversation, capture_features
+from reference import window_of
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -39,6 +40,16 @@ VERSION_3: list[dict[str, Any]] = [
     {"version": 3, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "qkv_bias": True},
     {"version": 3, "fc_norm": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 ]
+
+
+OF_OTHERS: list[dict[str, Any]] = [
+    {"layernorms": True, "own_embedding": True, "attention_bias": True},
+    {"sliding_window": 4},
+    {"version": 3, "sliding_window": 4, "qk_norm": True, "norm_before_fc": True, "norm_before_residual": True},
+    {"version": 3, "own_embedding": True, "target_hidden_size": 32, "hidden_size": 24, "intermediate_size": 40,
+     "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
+]  # fmt: skip
+"""What only heads made elsewhere have."""
 
 
 def random_head(model: Any, seed: int = 0, version: int = 1, **fields: Any) -> Head:
@@ -121,13 +132,14 @@ class SlowEagle:
     def children(self, path: list[int]) -> Tensor:
         """`[Vd]` log-probabilities of what follows the text and the drafted path."""
         tokens, features = [*self.text[1:], *path], self.features
-        embeddings = self.model.get_input_embeddings()(torch.tensor([tokens]))
+        embeddings = self.head.embedding_for(self.model)(torch.tensor([tokens]))
+        attend = window_of(self.head.config.sliding_window)
         for length in range(len(self.text) - 1, len(tokens) + 1):
             positions = torch.arange(length)[None]
-            predicted = self.head(embeddings[:, :length], features[None, :length], positions)
+            predicted = self.head(embeddings[:, :length], features[None, :length], positions, attend)
             if length < len(tokens):
                 features = torch.cat([features, predicted[0, -1:]])
-        lm_head = lm_head_rows(self.model, self.head.hot_token_ids)
+        lm_head = lm_head_rows(self.model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         return self.head.score(predicted[0, -1], lm_head).log_softmax(-1)
 
     def best_children(self, path: list[int], k: int) -> list[tuple[float, int]]:
@@ -162,7 +174,7 @@ def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
     return set(paths.values()) - {()}
 
 
-@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, *VERSION_3], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 40}, *VERSION_3, *OF_OTHERS], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -> None:
     """Every tree of a ragged, padded batch equals the one recomputed for its row alone, features included."""

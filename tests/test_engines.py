@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from hf_specdec import Eagle3Config, Eagle3Head, export_head
-from test_layouts import window_of
+from reference import window_of
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON")
 VARIANTS: list[dict[str, Any]] = [

@@ -27,22 +27,10 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.heads.attention import Attend, attend_causally
 from layouts import Example, Target
+from reference import window_of
 
 EXAMPLES = layouts.all_examples()
-
-
-def window_of(size: int | None) -> Attend:
-    """What the drafter's mask does, over a whole sequence."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        length = torch.arange(query.shape[2])
-        behind = length[:, None] - length
-        mask = (behind >= 0) & (behind < (size or len(length)))
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-
-    return attend if size else attend_causally
 
 
 @torch.no_grad()
