@@ -198,14 +198,15 @@ def slow_eagle_loss(
                 continue
             hidden = known[:, :root]
             for depth in range(step + 1):
-                embedded = model.get_input_embeddings()(ids[:, 1 : root + depth + 1])
+                embedded = head.embedding_for(model)(ids[:, 1 : root + depth + 1])
                 output = head(embedded, hidden, torch.arange(root + depth)[None])
                 hidden = torch.cat([hidden, output[:, -1:]], dim=1)
             wanted = states[-1][0, last - 1]
             probs = (rows @ wanted).softmax(-1)
-            logits = rows @ hidden[0, -1] if head.shares_lm_head else head.score(hidden[0, -1], None)
+            logits = head.score(hidden[0, -1], rows.matmul)
             loss = -config.token_weight * (probs * logits.log_softmax(-1)).sum()
-            loss = loss + config.feature_weight * torch.nn.functional.smooth_l1_loss(hidden[0, -1], wanted)
+            if config.feature_weight:
+                loss = loss + config.feature_weight * torch.nn.functional.smooth_l1_loss(hidden[0, -1], wanted)
             losses.append(loss)
             agreed.append(bool(hot[logits.argmax()] == (model.lm_head.weight @ wanted).argmax()))
         right.append((sum(agreed), len(agreed)))
@@ -213,7 +214,15 @@ def slow_eagle_loss(
     return total, right
 
 
-@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 50}, {"version": 3, "draft_vocab_size": 50}], ids=str)
+OTHER_WIDTH = {"version": 3, "own_embedding": True, "target_hidden_size": 32, "hidden_size": 24,
+               "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"draft_vocab_size": 50}, {"version": 3, "draft_vocab_size": 50}, {"layernorms": True}, OTHER_WIDTH],
+    ids=str,
+)
 def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
     """Several turns in one conversation, padding in the batch, gradients included."""
     model = zoo.build("llama")

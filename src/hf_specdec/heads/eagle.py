@@ -10,6 +10,7 @@ to the same methods (`heads/eagle3.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class EagleHead(EagleFamilyHead):
         output: Tensor = self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend)
         return output
 
-    def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
         """Logits `[..., Vd]` of the tokens after `hidden [..., D]`.
 
         Args:

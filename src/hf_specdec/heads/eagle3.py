@@ -7,6 +7,7 @@ feature by a second linear layer, published weights have query, key and value re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ class Eagle3Head(EagleFamilyHead):
         output: Tensor = self.midlayer(token_embeddings, hidden, self.rotary_emb(hidden, position_ids), attend)
         return self.norm(output) if self.config.norm_output else output
 
-    def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits `[..., Vd]` of the tokens after `hidden [..., D]`, by the head's own lm_head."""
         logits: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return logits

@@ -174,7 +174,7 @@ class EagleObjective(Objective):
         for step in range(recipe.aligned_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
-            logits = self._teacher.logits(drafted) if self.head.shares_lm_head else self.head.score(drafted).float()
+            logits = self.head.score(drafted, self._teacher.logits).float()
             # a sum over a count, so that a batch without such entries has a loss of zero
             count = max(len(drafted), 1)
             loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
