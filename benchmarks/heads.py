@@ -28,6 +28,7 @@ def shapes(method, config, nodes):
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     if method == "eagle":
         found[f"dynamic {nodes}"] = {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes}
+        found[f"deep {nodes}"] = {"tree": "dynamic", "num_steps": 10, "top_k": 6, "num_draft_tokens": nodes}
     else:
         paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
         found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}

@@ -63,6 +63,9 @@ class EagleDrafter(Drafter):
     def __init__(self, head: EagleHead | Eagle3Head) -> None:
         self.head = head.eval().requires_grad_(False)
 
+    def __repr__(self) -> str:
+        return f"EagleDrafter({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
+
     def check_target(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the head next to the target's lm_head.
 

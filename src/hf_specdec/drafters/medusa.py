@@ -42,6 +42,11 @@ class MedusaDrafter(Drafter):
     def __init__(self, heads: MedusaHeads) -> None:
         self.heads = heads.eval().requires_grad_(False)
 
+    def __repr__(self) -> str:
+        return (
+            f"MedusaDrafter({self.heads.config.medusa_num_heads} heads of {self.heads.name_or_path or 'this process'})"
+        )
+
     def check_target(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the heads next to the target's lm_head.
 

@@ -76,7 +76,8 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT) -> Pa
     if reasons:
         raise CheckpointFormatError(f"The format {format!r} cannot hold this head: {'; '.join(reasons)}.")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rules.tensors(head).items()}
-    config = {**rules.config(head), "dtype": str(head.dtype).removeprefix("torch.")}
+    dtype = str(head.dtype).removeprefix("torch.")
+    config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # the new name and the old one
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / rules.file_name, metadata={"format": "pt"})
     if format == "medusa":  # Medusa's own loader knows only this one; ours and TGI's read the other
