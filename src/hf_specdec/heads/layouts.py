@@ -143,38 +143,22 @@ SPECULATORS_EAGLE3 = Layout(
 )  # fmt: skip
 
 
-def _is_eagle3(fields: Fields, names: Names) -> bool:
-    return EAGLE3.matches(fields, names)
+def _of_specforge(fields: Fields, names: Names) -> bool:
+    return EAGLE3.matches(fields, names) and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
 
 
-MODELOPT_EAGLE3 = replace(
-    EAGLE3,
-    name="modelopt-eagle3",
-    matches=lambda fields, names: (
-        _is_eagle3(fields, names)
-        and lookup(fields, "eagle_config.use_aux_hidden_state") is not None
-        and "t2d" not in names
-    ),
-    writers="ModelOpt",
-)
-SGLANG_EAGLE3 = replace(
-    EAGLE3,
-    name="sglang",
-    matches=lambda fields, names: (
-        _is_eagle3(fields, names)
-        and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
-        and "embed_tokens.weight" not in names
-    ),
-    writers="SpecForge's export for SGLang",
-)
-SPECFORGE_EAGLE3 = replace(
-    EAGLE3,
-    name="specforge",
-    matches=lambda fields, names: (
-        _is_eagle3(fields, names) and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
-    ),
-    writers="SpecForge",
-)
+def _of_modelopt(fields: Fields, names: Names) -> bool:
+    says_more = lookup(fields, "eagle_config.use_aux_hidden_state") is not None
+    return EAGLE3.matches(fields, names) and says_more and "t2d" not in names
+
+
+def _for_sglang(fields: Fields, names: Names) -> bool:
+    return _of_specforge(fields, names) and "embed_tokens.weight" not in names
+
+
+MODELOPT_EAGLE3 = replace(EAGLE3, name="modelopt-eagle3", matches=_of_modelopt, writers="ModelOpt")
+SGLANG_EAGLE3 = replace(EAGLE3, name="sglang", matches=_for_sglang, writers="SpecForge's export for SGLang")
+SPECFORGE_EAGLE3 = replace(EAGLE3, name="specforge", matches=_of_specforge, writers="SpecForge")
 
 # ----------------------------------------------------------------------------------------------- Medusa
 
