@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_specdec import AutoSpeculativeModelForCausalLM, EagleHead, SpeculativeGenerationMixin, load_head
@@ -72,6 +73,11 @@ def custom_generate() -> Any:
     return list(model.drafters)
 
 
+def by_commit() -> Any:
+    sha = HfApi().model_info("org/eagle", revision="doubled").sha
+    return total(load_head("org/eagle", revision=sha)) == total(load_head("org/eagle", revision="doubled"))
+
+
 def together() -> Any:
     model = AutoSpeculativeModelForCausalLM.from_pretrained("org/eagle", dtype=torch.float32)
     assert isinstance(model, SpeculativeGenerationMixin)
@@ -82,6 +88,7 @@ ONLINE: Attempts = {
     "by id": lambda: load_head("org/eagle").layout,
     "pickled": lambda: load_head("org/published").layout,
     "by branch": lambda: round(total(load_head("org/eagle", revision="doubled")) / total(load_head("org/eagle")), 3),
+    "by commit": by_commit,
     "no such branch": lambda: load_head("org/eagle", revision="nowhere"),
     "private": lambda: load_head("org/private"),
     "private, with a token": lambda: load_head("org/private", token=TOKEN).layout,

@@ -80,6 +80,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("by id", "hf-specdec"),
         ("pickled", "eagle3"),
         ("by branch", 2.0),
+        ("by commit", True),
         ("private, with a token", "hf-specdec"),
         ("push", ["CommitInfo", "hf-specdec"]),
         ("push while saving", "hf-specdec"),
