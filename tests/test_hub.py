@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ from hf_specdec import (
     EagleConfig,
     EagleHead,
     InvalidConfigError,
+    MedusaConfig,
+    MedusaHeads,
     SpeculativeGenerationMixin,
     load_head,
 )
@@ -128,6 +131,20 @@ def test_a_name_that_is_neither_directory_nor_repository(monkeypatch: pytest.Mon
         load_head("nobody/nothing")
     with pytest.raises(CheckpointFormatError, match="no local directory"):
         load_head("not a repository name")
+
+
+def test_counts_are_not_believed(folder: Path) -> None:
+    """A loop as long as a configuration says would not end."""
+    heads = MedusaHeads(MedusaConfig(32, 96))
+    heads.save_pretrained(folder / "medusa")
+    three = Eagle3Head(Eagle3Config.for_target(zoo.build("llama").config, fc_norm=True))
+    three.save_pretrained(folder / "three")
+    for name, fields in (("medusa", {"medusa_num_heads": 10**12}), ("medusa", {"medusa_num_layers": 10**12}),
+                         ("three", {"eagle_aux_hidden_state_layer_ids": list(range(10**5))})):  # fmt: skip
+        shutil.copytree(folder / name, folder / "copy", dirs_exist_ok=True)
+        edit_config(folder / "copy", **fields)
+        with pytest.raises(CheckpointFormatError, match="more parts than there are tensors"):
+            load_head(folder / "copy")
 
 
 def test_frequent_tokens_become_the_draft_vocabulary(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import layouts
 import zoo
@@ -67,6 +68,23 @@ def test_reads_as_its_authors_do(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     if "d2t" in example.tensors:
         assert torch.equal(head.hot_token_ids, example.tensors["d2t"] + torch.arange(layouts.VD))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_drafts_for_a_target_without_changing_its_answer(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    size = example.target_size
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=layouts.V, hidden_size=size, intermediate_size=24, num_hidden_layers=32,
+                    num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
+    ).eval()  # fmt: skip
+    drafter = SpeculativeGenerationMixin.attach(model).load_drafter(example.write(tmp_path))
+    ids = torch.randint(0, layouts.V, (2, 9))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, speculative=drafter.method, **options), plain)
+    assert model.last_speculation.num_drafted_tokens > 0
 
 
 def same_head(first: Any, second: Any) -> None:

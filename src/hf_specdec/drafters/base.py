@@ -84,6 +84,8 @@ def fit_head(head: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
     """
     target, own = text_config(model), head.config
     read = getattr(own, "target_hidden_size", None) or own.hidden_size
+    if own.vocab_size is None:  # Medusa heads without an lm_head say nothing of it
+        own.vocab_size = target.vocab_size
     for size, wanted in (("hidden_size", read), ("vocab_size", own.vocab_size)):
         if getattr(target, size) != wanted:
             raise DrafterMismatchError(

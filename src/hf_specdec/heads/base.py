@@ -61,11 +61,12 @@ class DraftHead(HotTokens, PreTrainedModel):
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
+        is_main = kwargs.get("is_main_process", True)
         card = Path(save_directory) / CARD_NAME
-        if not card.exists() and kwargs.get("is_main_process", True):
+        if is_main and not card.exists():
             card.write_text(model_card(self.config, self.method))
-        if push_to_hub:
-            self._upload(Path(save_directory), repo_id, **upload)
+        if is_main and push_to_hub:
+            self.push_to_hub(repo_id, **upload, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
         """Upload the head with its card, and a `custom_generate/generate.py` that names it.
@@ -78,25 +79,21 @@ class DraftHead(HotTokens, PreTrainedModel):
                 `save_pretrained` takes, e.g. `max_shard_size`.
         """
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
-        with tempfile.TemporaryDirectory() as folder:
+        upload.setdefault("commit_message", f"Upload {type(self).__name__}")
+        api = HfApi(token=upload.pop("token", None))
+        repo = api.create_repo(repo_id, private=upload.pop("private", None), exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
             self.save_pretrained(folder, **kwargs)
-            (Path(folder) / CARD_NAME).unlink()
-            return self._upload(Path(folder), repo_id, **upload)
-
-    def _upload(
-        self, folder: Path, repo_id: str, *, token: str | bool | None = None, private: bool | None = None,
-        commit_message: str | None = None, **options: Any,
-    ) -> CommitInfo:  # fmt: skip
-        api = HfApi(token=token)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        code = folder / "custom_generate" / "generate.py"
-        code.parent.mkdir(exist_ok=True)
-        code.write_text(CUSTOM_GENERATE.format(repo=repo))
-        card = folder / CARD_NAME
-        if not card.exists() and not api.file_exists(repo, CARD_NAME):
-            card.write_text(model_card(self.config, self.method, repo))
-        message = commit_message or f"Upload {type(self).__name__}"
-        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, **options)
+            code = folder / "custom_generate" / "generate.py"
+            code.parent.mkdir()
+            code.write_text(CUSTOM_GENERATE.format(repo=repo))
+            card = folder / CARD_NAME
+            if api.file_exists(repo, CARD_NAME):
+                card.unlink()
+            else:
+                card.write_text(model_card(self.config, self.method, repo))
+            return api.upload_folder(repo_id=repo, folder_path=folder, **upload)
 
 
 UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")

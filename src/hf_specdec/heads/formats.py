@@ -108,6 +108,9 @@ def _lay_out(layout: Layout, fields: Fields, shapes: Shapes, where: str) -> Head
             config = layout.config_class.from_dict(fields)
         else:
             config = layout.config_class(**_settings(layout, fields, shapes))
+        counted = [getattr(config, name, 1) for name in ("medusa_num_heads", "medusa_num_layers")]
+        if max(*counted, len(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or ())) > len(shapes):
+            raise CheckpointFormatError("its config tells of more parts than there are tensors.")
         with torch.device("meta"):
             return HEADS[layout.config_class](config)
     except SpeculativeDecodingError as error:

@@ -22,7 +22,7 @@ class MedusaConfig(PreTrainedConfig):
 
     Args:
         hidden_size: The target's D.
-        vocab_size: The target's V.
+        vocab_size: The target's V; None, of heads that share its lm_head, is found when they meet it.
         medusa_num_heads: K, tokens drafted beyond the root.
         medusa_num_layers: Residual blocks per head; their weights are not tied.
         shared_lm_head: Score with the target's own lm_head; else every head has one (bias-free).
@@ -39,7 +39,7 @@ class MedusaConfig(PreTrainedConfig):
     def __init__(
         self,
         hidden_size: int = 4096,
-        vocab_size: int = 32000,
+        vocab_size: int | None = 32000,
         medusa_num_heads: int = 4,
         medusa_num_layers: int = 1,
         shared_lm_head: bool = True,
@@ -108,7 +108,9 @@ class MedusaHeads(DraftHead):
                 f"medusa_num_layers={config.medusa_num_layers}."
             )
         self.shares_lm_head = config.shared_lm_head
-        size = config.draft_vocab_size or config.vocab_size
+        size = config.draft_vocab_size or config.vocab_size or 0
+        if not size and not config.shared_lm_head:
+            raise InvalidConfigError("Medusa heads with lm_heads of their own need a vocab_size, got None.")
         heads = []
         for _ in range(config.medusa_num_heads):
             head = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.medusa_num_layers))

@@ -60,7 +60,7 @@ class HotTokens:
                 "Hot tokens can be given to heads that share the target's lm_head.",
             )
         ids = token_ids.to(torch.long).flatten().sort().values
-        size = self.config.vocab_size
+        size = self.config.vocab_size or 2**31  # unknown until the head meets its target
         if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] == ids[:-1]).any()):
             raise InvalidConfigError(f"Hot tokens are distinct ids from 0 to {size - 1}, at least one.")
         self.config.draft_vocab_size = len(ids)
