@@ -21,6 +21,7 @@ from hf_specdec import (
     Eagle3Head,
     EagleConfig,
     EagleHead,
+    HeadTensorsError,
     InvalidConfigError,
     MedusaConfig,
     MedusaHeads,
@@ -264,6 +265,22 @@ def test_configs_that_do_not_fit(name: str, change: dict[str, Any], message: str
     Example("", {**example.config, **change}, example.tensors, example.draft, example.file).write(tmp_path)
     with pytest.raises(CheckpointFormatError, match=message):
         load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("speculators eagle3, every norm", ["layers.0.self_attn.o_proj.bias"]),
+        ("speculators eagle3, every norm", list(layouts.BIASES)),
+        ("speculators eagle3 of Qwen3, sliding", list(layouts.QWEN3_NORMS)),
+        ("eagle of Qwen2, scaled", list(layouts.QKV_BIASES)),
+    ],
+)
+def test_what_a_config_promises_must_be_there(name: str, missing: list[str], tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    tensors = {key: tensor for key, tensor in example.tensors.items() if key not in missing}
+    with pytest.raises(HeadTensorsError, match="missing tensors"):
+        load_head(Example("", example.config, tensors, example.draft).write(tmp_path))
 
 
 def test_a_mask_that_contradicts_the_vocabulary(tmp_path: Path) -> None:

@@ -162,14 +162,16 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
     if heads < 1 or rows % heads:
         raise CheckpointFormatError(f"{prefix}self_attn.q_proj has {rows} rows for {heads} attention heads.")
     types = getattr(config, "layer_types", None) or [None]
+    # a nested configuration is the draft layer's own and binds; at the top it is often a copy of the target's
+    bound = layer if layout.layer_config else {}
     return {
         **found,
         "head_dim": rows // heads,
         "rope_parameters": config.rope_parameters,
-        "attention_bias": f"{prefix}self_attn.o_proj.bias" in shapes,
+        "attention_bias": bool(bound.get("attention_bias")) or f"{prefix}self_attn.o_proj.bias" in shapes,
         "qkv_bias": f"{prefix}self_attn.q_proj.bias" in shapes,
-        "mlp_bias": f"{prefix}mlp.gate_proj.bias" in shapes,
-        "qk_norm": f"{prefix}self_attn.q_norm.weight" in shapes,
+        "mlp_bias": bool(bound.get("mlp_bias")) or f"{prefix}mlp.gate_proj.bias" in shapes,
+        "qk_norm": family is Qwen3Config or f"{prefix}self_attn.q_norm.weight" in shapes,
         "own_embedding": "embed_tokens.weight" in shapes,
         "sliding_window": config.sliding_window if types[0] == "sliding_attention" else None,
         "draft_vocab_size": shapes["d2t"][0] if shapes.get("d2t") else None,
