@@ -75,7 +75,7 @@ def verdict(name: str) -> Verdict:
     except UnsupportedModelError as error:
         return Verdict(name, "refused", _short(str(error)))
     try:
-        facts = model._speculation.facts
+        facts = model._speculation.facts[0]
         for batch_size in (1, 3):
             ids, mask = prompts(batch_size)
             options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}

@@ -1,5 +1,7 @@
 """The static key-value cache: one preallocated buffer for all layers, in which a tree is tried and its path kept.
 
+A text that outgrows the buffer is moved to a larger one, seldom: an answer that could be long costs what it becomes.
+
 Three verbs: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
 tokens of row b sit in slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` for every row,
 so that appending is one contiguous copy even where rows have accepted different numbers of tokens. Every layer
@@ -20,6 +22,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
 
+CAPACITY_TIER = 64
+"""Caches that grow have a multiple of this many slots."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
@@ -35,26 +40,41 @@ CacheLayout = tuple[LayerLayout | None, ...]
 """One entry per layer of the model; None where the layer shares another layer's keys and values."""
 
 
+class Share:
+    """One layer's keys `[B, H, S, Dk]` and values `[B, H, S, Dv]`: views of a buffer, renewed where it moves."""
+
+    __slots__ = ("keys", "values")
+
+    keys: Tensor
+    values: Tensor
+
+
 class KeyValueBuffer:
     """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of one shape."""
 
     def __init__(self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor) -> None:
-        def allocate(like: Tensor) -> Tensor:
-            batch, heads, _, dim = like.shape
-            return like.new_empty(num_layers, batch, heads, capacity, dim)
-
-        self.keys, self.values = allocate(key_states), allocate(value_states)
-        self.num_taken = 0
+        self.keys, self.values = (_allocate(num_layers, like, capacity) for like in (key_states, value_states))
+        self.shares: list[Share] = []
 
     @property
     def is_full(self) -> bool:
         """Whether every layer of the buffer has been handed out."""
-        return self.num_taken == self.keys.shape[0]
+        return len(self.shares) == self.keys.shape[0]
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The next free layer's keys `[B, H, S, Dk]` and values `[B, H, S, Dv]`."""
-        self.num_taken += 1
-        return self.keys[self.num_taken - 1], self.values[self.num_taken - 1]
+    def take(self) -> Share:
+        """The next free layer's share."""
+        self.shares.append(Share())
+        self._renew()
+        return self.shares[-1]
+
+    def grow(self, capacity: int) -> None:
+        """Move everything to larger memory."""
+        for name in ("keys", "values"):
+            states: Tensor = getattr(self, name)
+            moved = _allocate(states.shape[0], states[0], capacity)
+            moved[:, :, :, : states.shape[3]] = states
+            setattr(self, name, moved)
+        self._renew()
 
     def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots within their rows, all layers at once; the gather makes a copy, so ranges may overlap.
@@ -66,20 +86,50 @@ class KeyValueBuffer:
             # advanced indices around a slice: the indexed result is [M, n, H, D] on both sides
             states[:, rows, :, targets] = states[:, rows, :, sources]
 
+    def _renew(self) -> None:
+        for share, keys, values in zip(self.shares, self.keys, self.values, strict=False):
+            share.keys, share.values = keys, values
+
+
+def _allocate(num_layers: int, like: Tensor, capacity: int) -> Tensor:
+    """Memory for `[num_layers, B, H, capacity, D]`, from one layer's `[B, H, *, D]`.
+
+    Raises:
+        CacheCapacityError: There is not as much.
+    """
+    batch, heads, _, dim = like.shape
+    try:
+        return like.new_empty(num_layers, batch, heads, capacity, dim)
+    except (RuntimeError, MemoryError) as error:
+        size = num_layers * batch * heads * capacity * dim * like.itemsize
+        raise CacheCapacityError(
+            f"A key-value cache of {capacity} slots for {batch} rows does not fit the memory of {like.device}: the "
+            f"keys (or values) of {num_layers} layers alone take {size / 1e9:.1f} GB.",
+            "Shorten the prompt or max_new_tokens, or give fewer rows.",
+        ) from error
+
 
 class KeyValueStore:
     """The buffers of one cache: layers of one layout share one; what does not fit its layout gets one of its own.
 
     It knows none of the layers that draw on it, so that nothing but the cache keeps its memory alive.
+
+    Args:
+        layout: One entry per layer.
+        capacity: Slots per row that are known to be needed at most.
+        reserve: Slots that are kept ready behind the text while it grows; None allocates all of `capacity` at once,
+            and no more.
     """
 
-    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int) -> None:
-        self.layout, self.capacity = tuple(layout), capacity
+    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None) -> None:
+        self.layout, self.limit, self.reserve = tuple(layout), capacity, reserve
+        self.capacity = capacity if reserve is None else 0
         self.buffers: list[KeyValueBuffer] = []
         self._open: dict[LayerLayout, KeyValueBuffer] = {}
 
-    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer's share `[B, H, capacity, D]` of the buffer for its layout."""
+    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
+        """One layer's share of the buffer for its layout."""
+        self.make_room(key_states.shape[-2])
         actual = layer_layout(key_states, value_states)
         buffer = self._open.get(actual)
         if layout != actual or buffer is None or buffer.is_full:
@@ -90,6 +140,28 @@ class KeyValueStore:
                 self._open[actual] = buffer
         return buffer.take()
 
+    def make_room(self, needed: int) -> None:
+        """Have at least so many slots.
+
+        Raises:
+            CacheCapacityError: More than there may be, or than there is memory for.
+        """
+        if needed <= self.capacity:
+            return
+        if self.reserve is None:
+            raise CacheCapacityError(
+                f"The key-value cache has {self.capacity} slots, this forward needs {needed}.",
+                "Raise SpeculativeConfig.max_cache_length or leave it None.",
+            )
+        # half of what there is and more, so that a text of any length is moved a few times only
+        ahead = needed + max(self.reserve, self.capacity // 2)
+        grown = -(-ahead // CAPACITY_TIER) * CAPACITY_TIER
+        if needed <= self.limit:
+            grown = min(grown, self.limit)
+        for buffer in self.buffers:
+            buffer.grow(grown)
+        self.capacity = grown
+
 
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the cache's buffer, in the shape transformers' attention expects."""
@@ -97,14 +169,24 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
-        super().__init__()
         self.store = store
         self.layout = layout
         self.end = 0  # slots written, committed or not
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> Tensor:
+        """`[B, H, capacity, Dk]`."""
+        return self._share.keys
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, H, capacity, Dv]`."""
+        return self._share.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take this layer's share of the buffer at the first forward, which knows batch size and dtype."""
-        self.keys, self.values = self.store.allocate(self.layout, key_states, value_states)
+        self._share = self.store.allocate(self.layout, key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -114,14 +196,11 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self.end = self.end, self.end + key_states.shape[-2]
-        if self.end > self.store.capacity:
-            raise CacheCapacityError(
-                f"The key-value cache has {self.store.capacity} slots, this forward needs {self.end}.",
-                "Raise SpeculativeConfig.max_cache_length or leave it None.",
-            )
-        self.keys[:, :, begin : self.end] = key_states
-        self.values[:, :, begin : self.end] = value_states
-        return self.keys[:, :, : self.end], self.values[:, :, : self.end]
+        self.store.make_room(self.end)
+        keys, values = self._share.keys, self._share.values
+        keys[:, :, begin : self.end] = key_states
+        values[:, :, begin : self.end] = value_states
+        return keys[:, :, : self.end], values[:, :, : self.end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset that transformers' own masks (at prefill) must have."""
@@ -132,12 +211,12 @@ class TreeLayer(CacheLayerMixin):
         return self.end
 
     def get_max_length(self) -> int:
-        """Slots there are."""
-        return self.store.capacity
+        """Slots there may be."""
+        return self.store.limit
 
     def get_max_cache_shape(self) -> int:
         """The name transformers 5.17 has for `get_max_length`."""
-        return self.store.capacity
+        return self.store.limit
 
 
 class TreeCache(Cache):
@@ -148,18 +227,20 @@ class TreeCache(Cache):
     Args:
         layout: One entry per layer, from `probe.inspect_target`; layers of one layout share one buffer. A layer
             whose first keys do not fit its layout gets a buffer of its own.
-        capacity: Slots per row.
+        capacity: Slots per row that will be needed at most.
+        reserve: Slots kept ready behind the text: the buffers are moved to larger ones as it grows, also beyond
+            `capacity`. None allocates all of `capacity` with the first forward, and no more ever.
     """
 
-    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int) -> None:
-        self.store = KeyValueStore(layout, capacity)
+    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None = None) -> None:
+        self.store = KeyValueStore(layout, capacity, reserve)
         super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
         self._adopted: Cache | None = None
 
     @property
     def capacity(self) -> int:
-        """Slots per row."""
+        """Slots per row that are allocated."""
         return self.store.capacity
 
     @property

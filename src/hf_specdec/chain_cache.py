@@ -23,12 +23,10 @@ class ChainCache(DynamicCache):
 
     Args:
         config: The text decoder's.
-        capacity: Committed slots a row can come to have; told to drafters, nothing is allocated.
     """
 
-    def __init__(self, config: Any, capacity: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.capacity = capacity
         self.lengths: list[int] = []  # committed tokens of each row, all equal; empty before the first commit
         self._can_cut = not any(hasattr(layer, "recurrent_states") for layer in self.layers)
         self._marked: list[dict[str, Any]] = []

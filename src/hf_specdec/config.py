@@ -186,6 +186,11 @@ class SpeculativeConfig(_Fields):
             values["adaptive"] = self.adaptive.to_dict()
         return values
 
+    @staticmethod
+    def storable(value: Any) -> Any:
+        """What JSON can hold of anything that `speculative=` takes."""
+        return value.to_dict() if isinstance(value, SpeculativeConfig) else value
+
     @classmethod
     def of(cls, value: Any) -> Self:
         """A config from anything `speculative=` takes: a method name, a dict of fields, or a config.

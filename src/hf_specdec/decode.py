@@ -73,7 +73,7 @@ def speculate(call: Call, cache: TreeCache | ChainCache, transcript: Transcript)
         stack.enter_context(call.model._optimize_model_for_decode())
         with stats.time("draft"):
             own = None if padding is None else padding.last(call.input_ids.shape[1])
-            prompt = Prompt(call.input_ids, own, roots, prefill.features, cache.capacity)
+            prompt = Prompt(call.input_ids, own, roots, prefill.features)
             session = call.drafter.start(call.model, prompt, call.config)
         del prefill, prompt
         while call.has_unfinished(all(transcript.finished)):
@@ -102,8 +102,8 @@ def speculate(call: Call, cache: TreeCache | ChainCache, transcript: Transcript)
             if not all(transcript.finished):
                 with stats.time("draft"):
                     session.observe(acceptance, verification)
-        if call.returns_cache:
-            level(target, transcript, call.input_ids.device)
+        if call.returns_cache and isinstance(cache, TreeCache):  # rows over a chain cache are in step
+            level(target, cache, transcript, call.input_ids.device)
         if call.streamer is not None:
             call.streamer.end()
     stats.num_generated_tokens = sum(transcript.num_generated)
@@ -123,15 +123,15 @@ def root_only(roots: Tensor) -> TokenTree:
     return TokenTree(roots[:, None], torch.full((1,), ROOT_PARENT, device=roots.device))
 
 
-def level(target: Target, transcript: Transcript, device: torch.device) -> None:
+def level(target: Target, cache: TreeCache, transcript: Transcript, device: torch.device) -> None:
     """Bring the cache of ragged rows to one length: shorter rows go on with padding, as in plain generate."""
     width = max(map(len, transcript.new_tokens))
     missing = [
         [*tokens[-1:], *[transcript.pad_token_id] * (width - len(tokens) - 1)] if len(tokens) < width else []
         for tokens in transcript.new_tokens
     ]
-    while longest := max(map(len, missing)):  # rows over a chain cache are in step: none is missing
-        size = min(longest, target.cache.capacity - target.cache.start)
+    while longest := max(map(len, missing)):
+        size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
         chunks = [row[:size] for row in missing]
         padded = [[*row, *[transcript.pad_token_id] * (size - len(row))] for row in chunks]
         tokens = torch.tensor(padded, device=device)

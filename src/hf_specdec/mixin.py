@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,17 @@ from hf_specdec.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.fingerprint import Fingerprint
 from hf_specdec.heads.hub import load_head
-from hf_specdec.probe import TargetFacts, fingerprint, inspect_target
+from hf_specdec.probe import inspect_target
 from hf_specdec.sampling import Transcript
+from hf_specdec.state import STATE, current_facts, fit_again, register, state_of
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target import cache_argument, text_config
 from hf_specdec.trial import try_drafter
 
-CAPACITY_TIER = 64
-"""Cache capacities are rounded up to a multiple of this many slots."""
-
-STATE = "_speculation"
-"""The one entry this package keeps in a model's `__dict__`; no parameter, buffer or module."""
-
-
-class SpeculationState:
-    """What attaching adds to a model: its drafters, what the probe found, and the last call's statistics."""
-
-    def __init__(self) -> None:
-        self.drafters: dict[str, Drafter] = {}
-        self.facts: TargetFacts | None = None
-        self.last: SpeculationStats | None = None
+RESERVED_SLOTS = 1024
+"""Slots that are allocated for an answer before it is known how long it will be."""
 
 
 class SpeculativeGenerationMixin:
@@ -79,7 +70,7 @@ class SpeculativeGenerationMixin:
         facts = inspect_target(model)
         base: Any = type(model)
         model.__class__ = _speculative_class(base)
-        _state(model).facts = facts
+        state_of(model).facts = [replace(facts, fingerprint=Fingerprint.of(model))]
         return model
 
     @staticmethod
@@ -106,12 +97,12 @@ class SpeculativeGenerationMixin:
     @property
     def drafters(self) -> dict[str, Drafter]:
         """The registered drafters by name (a copy)."""
-        return dict(_state(self).drafters)
+        return dict(state_of(self).drafters)
 
     @property
     def last_speculation(self) -> SpeculationStats | None:
         """Statistics of the last speculative `generate()` on this model."""
-        return _state(self).last
+        return state_of(self).last
 
     def load_drafter(
         self, repo_or_path: str | Path, *, name: str | None = None, revision: str | None = None,
@@ -136,9 +127,9 @@ class SpeculativeGenerationMixin:
         head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
         drafter = self.add_drafter(HEAD_DRAFTERS[type(head)](head), name)
         if verify is not False:
-            last = _state(self).last
+            last = state_of(self).last
             try_drafter(self, name or drafter.method, None if verify is True else verify)
-            _state(self).last = last
+            state_of(self).last = last
         return drafter
 
     def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
@@ -155,8 +146,7 @@ class SpeculativeGenerationMixin:
             raise DrafterMismatchError(
                 f"A drafter is an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
             )
-        drafter.check_target(self)
-        _state(self).drafters[name or drafter.method] = drafter
+        register(self, drafter, name or drafter.method)
         return drafter
 
     def remove_drafter(self, name: str) -> Drafter:
@@ -165,10 +155,30 @@ class SpeculativeGenerationMixin:
         Raises:
             DrafterMismatchError: There is none of that name.
         """
-        drafters = _state(self).drafters
+        drafters = state_of(self).drafters
         if name not in drafters:
             raise DrafterMismatchError(f"There is no drafter {name!r}.", f"Registered: {sorted(drafters) or 'none'}.")
+        state_of(self).fitted.pop(name)
         return drafters.pop(name)
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does; a default stored as `generation_config.speculative` is kept.
+
+        transformers drops what a model's own configuration does not know where `generation_config.json` says that it
+        was made from it; with such a default it was not.
+        """
+        stored: Any = self.generation_config  # type: ignore[attr-defined]
+        speculative = getattr(stored, "speculative", None)
+        if speculative is None:
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        made_from = stored._from_model_config
+        stored._from_model_config, stored.speculative = False, SpeculativeConfig.storable(speculative)
+        try:
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            stored._from_model_config, stored.speculative = made_from, speculative
 
     # ------------------------------------------------------------------------------------------- generate()'s hooks
 
@@ -183,7 +193,7 @@ class SpeculativeGenerationMixin:
             speculative = getattr(prepared, "speculative", None)
             if speculative is None:
                 speculative = getattr(self.generation_config, "speculative", None)  # type: ignore[attr-defined]
-        prepared.speculative = speculative
+        prepared.speculative = None if speculative is False else speculative
         return prepared, model_kwargs
 
     def _validate_generation_mode(
@@ -199,7 +209,9 @@ class SpeculativeGenerationMixin:
         options.check_mode(generation_mode, generation_config, generation_mode_kwargs)
         options.check_settings(config)
         options.rule_for(config, generation_config)
-        _check_facts(self)
+        options.check_training(self)
+        options.check_adapter(self)
+        fit_again(self, drafter, current_facts(self).fingerprint)
         generation_config.speculative = config
 
     def _prepare_cache_for_generation(
@@ -212,7 +224,6 @@ class SpeculativeGenerationMixin:
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         options.check_inputs(model_kwargs, generation_config)
-        options.check_adapter(self)
         config: SpeculativeConfig = generation_config.speculative
         given = model_kwargs.get(cache_argument(self))
         needed = max_cache_length + 1 + self._drafter_for(config).num_nodes(config)
@@ -223,10 +234,10 @@ class SpeculativeGenerationMixin:
                 f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {config.max_cache_length}.",
                 "Raise it, or leave it None; or shorten the prompt or max_new_tokens.",
             )
-        capacity = config.max_cache_length or -(-needed // CAPACITY_TIER) * CAPACITY_TIER
-        facts = _check_facts(self)
+        facts = current_facts(self)
         options.check_chain(generation_config, facts.no_branches)
-        cache = facts.new_cache(text_config(self), capacity)
+        reserve = RESERVED_SLOTS if config.max_cache_length is None else None
+        cache = facts.new_cache(text_config(self), config.max_cache_length or needed, reserve)
         if given is not None:
             cache.adopt(given)
         model_kwargs[cache_argument(self)] = cache
@@ -288,7 +299,7 @@ class SpeculativeGenerationMixin:
             pad_token_id=0 if pad_token_id is None else int(pad_token_id),
         )
         output = decode.speculate(call, cache, transcript)
-        _state(self).last = output.speculation
+        state_of(self).last = output.speculation
         return output if returns_dict else output.sequences
 
     def _drafter_for(self, config: SpeculativeConfig) -> Drafter:
@@ -299,7 +310,7 @@ class SpeculativeGenerationMixin:
             DrafterMismatchError: A method whose head is not loaded.
             UnsupportedGenerationError: A method of a later version.
         """
-        registered = _state(self).drafters
+        registered = state_of(self).drafters
         name = ALIASES.get(config.method, config.method)
         if name == "auto":
             methods = {drafter.method for drafter in registered.values()}
@@ -344,19 +355,3 @@ def _reduce_attached(self: Any, protocol: int) -> tuple[Any, ...]:
 def _new_attached(base: type) -> Any:
     cls: Any = _speculative_class(base)
     return cls.__new__(cls)
-
-
-def _state(model: Any) -> SpeculationState:
-    state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
-    return state
-
-
-# ----------------------------------------------------------------------------------------------- checks
-
-
-def _check_facts(model: PreTrainedModel) -> TargetFacts:
-    """What the probe found, anew where dtype, device or attention have changed since."""
-    state = _state(model)
-    if state.facts is None or state.facts.fingerprint != fingerprint(model):
-        state.facts = inspect_target(model)
-    return state.facts

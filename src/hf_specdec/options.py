@@ -30,6 +30,7 @@ from hf_specdec.cache import TreeCache, seen_tokens
 from hf_specdec.chain_cache import ChainCache
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
+from hf_specdec.probe import drops_cache
 from hf_specdec.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS, execution_device
 
 KEPT_INPUTS = frozenset({
@@ -201,6 +202,20 @@ def check_adapter(model: PreTrainedModel) -> None:
             f"The adapter's {str(kind.value).lower().replace('_', ' ')} brings a cache of its own, so `speculative` "
             "cannot be kept.",
             "Use LoRA or prompt tuning, or disable the adapter.",
+        )
+
+
+def check_training(model: PreTrainedModel) -> None:
+    """Refuse a model that checkpoints gradients in train mode: its layers are given no cache there.
+
+    Raises:
+        UnsupportedGenerationError: Saying how to switch either off.
+    """
+    if drops_cache(model):
+        raise UnsupportedGenerationError(
+            "Gradient checkpointing in train mode takes the key-value cache away from the layers, and `speculative` "
+            "needs it.",
+            "Call model.eval() or model.gradient_checkpointing_disable() before generating.",
         )
 
 

@@ -22,6 +22,9 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+RESERVED_TOKENS = 1024
+"""Room for answers before it is known how long they will be; it doubles where they are longer."""
+
 
 class Transcript:
     """Tokens so far, row by row, with what chooses the next one and what ends a row.
@@ -54,7 +57,9 @@ class Transcript:
         pad_token_id: int = 0,
     ) -> None:
         batch_size, self.prompt_length = input_ids.shape
-        self._ids = input_ids.new_zeros(batch_size, max(max_length, self.prompt_length + 1))
+        self._ids = input_ids.new_zeros(
+            batch_size, min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
+        )
         self._ids[:, : self.prompt_length] = input_ids
         self._processor, self._keep_scores, self._keep_logits = logits_processor, keep_scores, keep_logits
         self._row_processors = [of_row(logits_processor, row) for row in range(batch_size)]
@@ -178,6 +183,8 @@ class Transcript:
         """Write the token, apply EOS and length; returns the row's new length."""
         tokens = self.new_tokens[row]
         length = self.prompt_length + len(tokens) + 1
+        if length > self._ids.shape[1]:
+            self._ids = nn.functional.pad(self._ids, (0, length))
         self._ids[row, length - 1] = token
         tokens.append(token)
         if not self.finished[row]:

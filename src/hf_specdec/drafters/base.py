@@ -28,7 +28,6 @@ class Prompt:
     padding: PromptPadding | None
     roots: Tensor  # [B] first emitted tokens
     features: Tensor | None  # [B, P, layers * D] the hidden states that the drafter reads
-    capacity: int  # committed tokens a row can come to have
 
 
 class DraftSession(ABC):

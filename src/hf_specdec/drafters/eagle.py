@@ -26,6 +26,8 @@ from hf_specdec.masks import committed_slots
 from hf_specdec.target import FeatureTap, Verification, lm_head_rows, text_config
 from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
 
+RESERVED_SLOTS = 512
+"""Of the draft layer's cache, behind the text."""
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
 DEFAULT_NUM_NODES = 16
@@ -148,8 +150,7 @@ class _EagleSession(DraftSession):
         self._window = head.config.sliding_window
         self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids
-        scratch = max(shape.num_steps + 1, shape.num_steps * max(shape.num_nodes, shape.top_k))
-        self._cache = TreeCache([None], prompt.capacity + scratch)
+        self._cache = TreeCache([None], capacity=0, reserve=RESERVED_SLOTS)
         self._static = None if shape.choices is None else StaticLevels.of(shape.choices, prompt.roots.device)
         # entries to add next: features [B, T, layers * D], the tokens after them [B, T], how many are real in a row
         # a continued cache has no features of what it holds, and virtual tokens have no ids

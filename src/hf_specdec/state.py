@@ -1,0 +1,88 @@
+"""What attaching adds to a model, and how it is kept true while the model changes.
+
+One object in the model's `__dict__`, no parameter, buffer or module. Before: `probe.py`. After: `mixin.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.fingerprint import Fingerprint
+from hf_specdec.probe import TargetFacts, inspect_target
+from hf_specdec.stats import SpeculationStats
+
+STATE = "_speculation"
+"""The one entry this package keeps in a model's `__dict__`."""
+
+KEPT_FACTS = 4
+"""Findings of the probe that are kept: a model that goes back and forth (adapters, modes) is probed once for each."""
+
+logger = logging.getLogger(__name__)
+
+
+class SpeculationState:
+    """A model's drafters, what the probe found, and the last call's statistics."""
+
+    def __init__(self) -> None:
+        self.drafters: dict[str, Drafter] = {}
+        self.fitted: dict[str, Fingerprint] = {}  # the model that each drafter was last checked against
+        self.facts: list[TargetFacts] = []  # latest first
+        self.last: SpeculationStats | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another model: nothing was found out about it yet."""
+        return {"drafters": self.drafters, "fitted": {}, "facts": [], "last": self.last}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+def state_of(model: Any) -> SpeculationState:
+    """The model's own, made where there is none yet."""
+    state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
+    return state
+
+
+def current_facts(model: PreTrainedModel) -> TargetFacts:
+    """What the probe found, anew where the model is not made as it was.
+
+    Raises:
+        UnsupportedModelError: As it is now, it cannot verify drafted tokens.
+    """
+    state, now = state_of(model), Fingerprint.of(model)
+    for facts in state.facts:
+        if facts.fingerprint == now:
+            return facts
+    if state.facts:
+        changed = ", ".join(state.facts[0].fingerprint.differences(now))
+        logger.info("%s has changed since it was probed (%s): probing it again", type(model).__name__, changed)
+    facts = inspect_target(model)
+    state.facts = [facts, *state.facts][:KEPT_FACTS]
+    return facts
+
+
+def register(model: PreTrainedModel, drafter: Drafter, name: str) -> None:
+    """Check a drafter against the model and keep it under a name.
+
+    Raises:
+        DrafterMismatchError: It was made for another model.
+    """
+    state = state_of(model)
+    drafter.check_target(model)
+    state.drafters[name], state.fitted[name] = drafter, Fingerprint.of(model)
+
+
+def fit_again(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
+    """Check a registered drafter against a model that is not made as it was when the drafter was checked last.
+
+    Raises:
+        DrafterMismatchError: It fits no more: the vocabulary was resized, layers were taken out, ...
+    """
+    state = state_of(model)
+    for name, registered in state.drafters.items():
+        if registered is drafter and state.fitted.get(name) != now:
+            register(model, drafter, name)
