@@ -2,7 +2,7 @@
 # make test   every test (the command CI runs)        make check   lint, types and the fast tests
 # make models every architecture of transformers against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
-# make fuzz   random combinations of options, plain against speculative (COUNT of them)
+# make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
 PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
@@ -44,6 +44,7 @@ notebooks: $(VENV)/.installed
 COUNT ?= 3000
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --count $(COUNT)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_changes.py --count $(COUNT)
 
 bench: $(VENV)/.installed
 	$(BIN)/hf-specdec bench --prompts $(PROMPTS) --methods transformers_prompt_lookup,prompt_lookup,eagle --json benchmarks/results/speed.json

@@ -36,7 +36,12 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import zoo
-from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec import (
+    DrafterMismatchError,
+    SpeculativeGenerationMixin,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
@@ -100,6 +105,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @functools.cache
 def attached(name: str) -> Any:
     """A tiny model with random EAGLE heads of both kinds and random Medusa heads."""
+    return with_heads(name)
+
+
+def with_heads(name: str) -> Any:
+    """The same, of one's own."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
     torch.manual_seed(0)
     eagle = EagleHead(EagleConfig.for_target(model.config, bias=True))
@@ -125,7 +135,12 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     fresh: dict[str, Callable[[], Any]] = field(default_factory=dict)
     seed: int = 0
-    comparable: bool = True  # False: a sampled batch of ragged rows, which draws in another order
+    changed: Any = None  # the model to run, where it is not the tiny one as it was built
+
+    @property
+    def target(self) -> Any:
+        """The model to run."""
+        return attached(self.model) if self.changed is None else self.changed
 
     def __str__(self) -> str:
         shown = {name: value for name, value in self.options.items() if not isinstance(value, torch.Tensor)}
@@ -229,12 +244,13 @@ def _cache(made: Case, rng: random.Random) -> None:
     if "past_key_values" in made.fresh:
         return
     kind = rng.choice(["empty", "filled", "filled", "new tokens", "static"])
-    model, ids, mask = attached(made.model), made.ids, made.mask
+    ids, mask = made.ids, made.mask
     known = 0 if kind in ("empty", "static") else rng.randrange(1, max(2, ids.shape[1]))
     if known >= ids.shape[1]:
         known = 0
 
     def cache() -> Any:
+        model = made.target
         if kind == "static":
             return StaticCache(config=model.config, max_cache_len=64)
         past = DynamicCache(config=model.config)
@@ -261,7 +277,7 @@ def _cache(made: Case, rng: random.Random) -> None:
 
 def _embeddings(made: Case, rng: random.Random) -> None:
     if "past_key_values" not in made.fresh and "encoder_repetition_penalty" not in made.options:
-        made.options["inputs_embeds"] = attached(made.model).get_input_embeddings()(made.ids).detach()
+        made.fresh["inputs_embeds"] = lambda: made.target.get_input_embeddings()(made.ids).detach()
         if rng.random() < 0.7:
             made.options["drop_ids"] = True
 
@@ -329,7 +345,7 @@ def run(made: Case, speculative: Any) -> tuple[Any, dict[str, Any], torch.Tensor
     if not options.pop("drop_ids", False):
         options["input_ids"] = made.ids
     torch.manual_seed(made.seed)
-    output = attached(made.model).generate(**options, speculative=speculative)
+    output = made.target.generate(**options, speculative=speculative)
     return output, fresh, torch.get_rng_state()
 
 
@@ -342,7 +358,7 @@ def check(made: Case) -> str:
     Raises:
         AssertionError: They differ.
     """
-    model = attached(made.model)
+    model = made.target
     try:
         plain, plain_fresh, plain_state = run(made, None)
     except Exception as error:
@@ -364,7 +380,7 @@ def check(made: Case) -> str:
         config = {"method": "eagle", "tree": [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]}
     try:
         ours, ours_fresh, our_state = run(made, config)
-    except UnsupportedGenerationError:
+    except (UnsupportedGenerationError, UnsupportedModelError, DrafterMismatchError):
         return "refused"
     if not _comparable(made):
         assert type(plain) is type(ours) or isinstance(ours, type(plain))

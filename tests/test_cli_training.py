@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_specdec import Eagle3Head, EagleHead, MedusaHeads, SpeculativeGenerationMixin, load_head
+from hf_specdec import (
+    AutoSpeculativeModelForCausalLM,
+    Eagle3Head,
+    EagleHead,
+    MedusaHeads,
+    SpeculativeGenerationMixin,
+    load_head,
+)
 from launched import launch
 from test_cli import run
 from test_distill import CLI
@@ -89,7 +96,10 @@ def test_every_kind_of_head(
     model.load_drafter(tmp_path / "head")
     assert getattr(head.config, "norm_output", False) is ("--head-fields" in command)
     if "--joint" in command:
-        assert head.config.base_model_name_or_path == str(target.resolve())
+        assert head.config.base_model_name_or_path == "./model"
+        again = AutoSpeculativeModelForCausalLM.from_pretrained(tmp_path / "head")
+        assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+        assert again.drafters
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fuzz
+import fuzz_changes
 
 BATCH = 40
 
@@ -29,3 +30,11 @@ def test_the_check_sees_a_difference() -> None:
     fuzz.compare(plain, plain.clone())
     with pytest.raises(AssertionError, match="ids differ"):
         fuzz.compare(plain, other)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_changes_between_calls_are_seen(first: int) -> None:
+    outcomes = [outcome for number in range(first, first + 15) for outcome in fuzz_changes.check(number)]
+    assert outcomes.count("equal") > len(outcomes) / 3
+    assert "refused" in outcomes

@@ -120,7 +120,7 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("eagle3, official", "sglang"),
         ("eagle3, official", "speculators"),
         ("eagle3, whole vocabulary, another width", "eagle3"),
-        ("eagle3 of ModelOpt", "eagle3"),
+        ("eagle3 of ModelOpt", "sglang"),
         ("eagle3 of ModelOpt", "speculators"),
         ("eagle3 of SpecForge, unmapped", "eagle3"),
         ("speculators eagle3, every norm", "speculators"),
@@ -193,13 +193,31 @@ CONFIG = {
 }
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def untied_heads() -> MedusaHeads:
+    """Two blocks per head, of which the second has learnt something else."""
+    heads = MedusaHeads(MedusaConfig(32, 64, medusa_num_layers=2, shared_lm_head=False))
+    torch.nn.init.ones_(heads.heads[1][1].linear.weight)  # type: ignore[index, union-attr, arg-type]
+    return heads
+
+
 @pytest.mark.parametrize(
     ("head", "format", "reason"),
     [
         (lambda: MedusaHeads(MedusaConfig(32, 64, draft_vocab_size=8)), "medusa", "no hot-token vocabulary"),
         (lambda: MedusaHeads(MedusaConfig(32, 64, medusa_num_layers=2)), "medusa", "one residual block"),
         (lambda: EagleHead(EagleConfig(**CONFIG, draft_vocab_size=8)), "eagle", "no hot-token vocabulary"),
+        (lambda: untied_heads(), "medusa", "one residual block per head, repeated: these are 2"),
         (lambda: EagleHead(EagleConfig(**CONFIG, layernorms=True)), "eagle", "no layernorms"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, rope_parameters=LINEAR | {"rope_theta": 5e5})), "eagle",
+         "linear at 500000"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, rope_parameters=LINEAR | {"rope_type": "dynamic"})), "eagle",
+         "dynamic at 10000"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, rope_parameters=layouts.LLAMA3 | {"rope_theta": 5e5})), "eagle3",
+         "llama3 at 500000.*speculators"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, head_dim=16)), "eagle3", "head_dim is hidden_size"),
         (lambda: EagleHead(EagleConfig(**CONFIG, head_dim=16)), "eagle", "head_dim is hidden_size"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_before_residual=True)), "eagle3", "norm_before_residual"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_output=True)), "sglang", "recycles the raw hidden"),

@@ -74,7 +74,7 @@ def test_the_tree_holds_each_heads_best_tokens(fields: dict[str, Any]) -> None:
         model(input_ids=ids, use_cache=False)
     features, choices = tap.take(), [(0,), (0, 1), (1,), (2,), (0, 1, 3)]
     config = SpeculativeConfig("medusa", tree=choices)  # type: ignore[arg-type]
-    prompt = Prompt(ids, None, torch.tensor([9]), features, 100)
+    prompt = Prompt(ids, None, torch.tensor([9]), features)
     tree = MedusaDrafter(heads).start(model, prompt, config).propose()
     tree.validate()
     wanted = [9]

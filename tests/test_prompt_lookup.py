@@ -50,7 +50,7 @@ def test_matches_equal_brute_force(tokens: list[int], cuts: list[int]) -> None:
 
 
 def propose(ids: list[int], root: int, **fields: Any) -> tuple[list[int], list[int]]:
-    prompt = Prompt(torch.tensor([ids]), None, torch.tensor([root]), None, 100)
+    prompt = Prompt(torch.tensor([ids]), None, torch.tensor([root]), None)
     session = PromptLookupDrafter().start(None, prompt, SpeculativeConfig("prompt_lookup", **fields))  # type: ignore[arg-type]
     tree = session.propose()
     tree.validate()

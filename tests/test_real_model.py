@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
 
 from hf_specdec import SpeculativeGenerationMixin, bench
-from hf_specdec.demo import encode
+from hf_specdec.loading import encode
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -283,24 +284,36 @@ def test_an_overfitted_head_is_accepted_to_the_bottom_of_its_tree(
     assert sure_llama.last_speculation.mean_accepted_length > 3.5
 
 
-def test_a_head_starts_from_what_its_target_has() -> None:
-    """Llama gives all of it; Gemma's norms compute something else, GPT-2's layers are built otherwise."""
-    for name, norms, layer in (("llama", True, True), ("gemma", False, True), ("gpt2", False, False)):
-        model: Any = zoo.build(name)
-        head = random_head(model, version=3, draft_vocab_size=40)
-        start_from_target(head, model)
-        hot = head.hot_token_ids
-        assert hot is not None
-        torch.testing.assert_close(head.lm_head.weight.detach(), model.get_output_embeddings().weight[hot])
-        last = zoo.build(name).get_decoder().layers[-2] if layer else None
-        own = head.midlayer
-        if last is not None:
-            torch.testing.assert_close(own.mlp.down_proj.weight.detach(), last.mlp.down_proj.weight)
-            torch.testing.assert_close(own.self_attn.q_proj.weight[:, 32:].detach(), last.self_attn.q_proj.weight)
-        if norms:
-            assert torch.equal(head.norm.weight, model.model.norm.weight)
-        else:
-            assert torch.equal(head.norm.weight, torch.ones(32))
+@pytest.mark.parametrize(
+    ("name", "fields", "misfits"),
+    [
+        ("llama", {}, ()),
+        ("qwen3", {"qk_norm": True}, ()),
+        ("qwen3", {}, ("attention",)),
+        ("gemma", {}, ("MLP",)),  # another activation
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh"}, ()),  # norms of another notation
+        ("gpt2", {}, ("lm_head", "MLP", "attention")),
+    ],
+)
+def test_a_head_starts_from_what_its_target_has(name: str, fields: dict[str, Any], misfits: tuple[str, ...]) -> None:
+    model: Any = copy.deepcopy(zoo.build(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.rand_like(parameter))
+    head = random_head(model, version=3, draft_vocab_size=40, **fields)
+    before = {key: tensor.clone() for key, tensor in head.state_dict().items()}
+    assert start_from_target(head, model) == misfits
+    if misfits:
+        assert all(torch.equal(tensor, before[key]) for key, tensor in head.state_dict().items())
+        return
+    own, hidden, last = head.midlayer, torch.randn(3, 32), model.model.layers[-2]
+    torch.testing.assert_close(head.lm_head.weight.detach(), model.lm_head.weight[head.hot_token_ids])
+    torch.testing.assert_close(head.norm(hidden), model.model.norm(hidden), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(own.mlp(hidden), last.mlp(hidden))
+    torch.testing.assert_close(own.hidden_norm(hidden), last.input_layernorm(hidden), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(own.self_attn.q_proj.weight[:, 32:].detach(), last.self_attn.q_proj.weight)
+    assert torch.equal(own.self_attn.q_proj.weight[:, :32], before["midlayer.self_attn.q_proj.weight"][:, :32])
 
 
 # ------------------------------------------------------------------------------------------------------ Medusa
@@ -387,11 +400,11 @@ def test_a_run_is_not_continued_with_other_data_or_settings(tmp_path: Path) -> N
     assert trained.config.recipe["objective"] == "EagleObjective"
     train(TALKS, recipe)
     for talks, other, fields, what in (
-        (TALKS[1:], recipe, {}, "lengths of the conversations"),
-        (TALKS, EagleTrainingConfig(0.0, 1.0, noise=0.2), {}, "settings"),
-        (TALKS, recipe, {"draft_vocab_size": 50}, "head"),
+        (TALKS[1:], recipe, {}, "data.conversations was 3, is 2.*data.tokens was 15, is 10"),
+        (TALKS, EagleTrainingConfig(0.0, 1.0, noise=0.2), {}, "settings.noise was 0.1, is 0.2"),
+        (TALKS, recipe, {"draft_vocab_size": 50}, "head.draft_vocab_size was None, is 50"),
     ):
-        with pytest.raises(InvalidConfigError, match=f"another {what}"):
+        with pytest.raises(InvalidConfigError, match=what):
             train(talks, other, **fields)
 
 

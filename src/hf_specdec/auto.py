@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -14,6 +15,9 @@ from hf_specdec.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
 """What holds for both downloads."""
+
+BESIDE = "./"
+"""Begins the name of a target that lies in the head's own directory or repository."""
 
 HEAD_OPTIONS = ("revision", "subfolder")
 """What holds for the repository that was named."""
@@ -56,9 +60,12 @@ class AutoSpeculativeModelForCausalLM:
                     f"The head {name_or_path} names no target (base_model_name_or_path).",
                     "Give both: from_pretrained(target, drafter=head).",
                 )
-            if head.config.base_model_name_or_path != str(name_or_path):
+            base = head.config.base_model_name_or_path
+            if base.startswith(BESIDE):  # the model that was trained with it, in a directory of its own there
+                kwargs["subfolder"] = str(Path(kwargs.get("subfolder", "")) / base.removeprefix(BESIDE))
+            elif base != str(name_or_path):
                 kwargs = {name: value for name, value in kwargs.items() if name not in HEAD_OPTIONS}
-            name_or_path = head.config.base_model_name_or_path
+                name_or_path = base
         model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs))
         if head is not None:
             model.add_drafter(HEAD_DRAFTERS[type(head)](head))

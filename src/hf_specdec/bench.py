@@ -19,8 +19,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_specdec.demo import encode
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.loading import encode
 
 PEERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -83,12 +83,22 @@ def read_questions(path: Path, *, limit: int | None = None, per_category: int | 
             continue
         try:
             row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("it is no JSON object")
             category = "mt_bench" if row["category"] in MT_BENCH else row["category"]
-            questions.append(Question(str(row["question_id"]), category, tuple(row["turns"])))
+            turns = row["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise TypeError("its turns are no list of texts")
+            questions.append(Question(str(row["question_id"]), category, tuple(turns)))
         except (ValueError, KeyError, TypeError) as error:
+            missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidConfigError(
-                f"{path}, line {number} is no question: {error!r}.", "Expected question_id, category and turns."
+                f"{path}, line {number} is no question: {missing}.", "Expected question_id, category and turns."
             ) from error
+    if not questions:
+        raise InvalidConfigError(
+            f"{path} holds no questions.", "Expected JSON lines with question_id, category, turns."
+        )
     by_category: dict[str, list[Question]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -60,14 +60,22 @@ class _Fields:
         Raises:
             InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
         """
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise InvalidConfigError(
-                    f"{cls.__name__} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
-                )
+        check_names(cls.__name__, values, [field.name for field in fields(cls)])  # type: ignore[arg-type]
         return cls(**values)
+
+
+def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
+    """Refuse names of fields that there are not, and name the nearest that there is.
+
+    Raises:
+        InvalidConfigError: The first such name.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise InvalidConfigError(
+                f"{owner} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+            )
 
 
 def _require(condition: bool, expected: str, name: str, value: Any) -> None:

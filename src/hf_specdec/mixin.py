@@ -21,16 +21,16 @@ from hf_specdec import decode, options
 from hf_specdec.cache import TreeCache
 from hf_specdec.chain_cache import ChainCache
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters import ALIASES, HEAD_DRAFTERS, NEEDS_HEAD, PLANNED, TRAINING_FREE
+from hf_specdec.drafters import HEAD_DRAFTERS, NEEDS_HEAD, TRAINING_FREE, method_named
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import (
     CacheCapacityError,
     DrafterMismatchError,
     InvalidConfigError,
-    UnsupportedGenerationError,
     UnsupportedModelError,
 )
 from hf_specdec.fingerprint import Fingerprint
+from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.hub import load_head
 from hf_specdec.probe import inspect_target
 from hf_specdec.sampling import Transcript
@@ -105,13 +105,13 @@ class SpeculativeGenerationMixin:
         return state_of(self).last
 
     def load_drafter(
-        self, repo_or_path: str | Path, *, name: str | None = None, revision: str | None = None,
+        self, repo_or_path: str | Path | DraftHead, *, name: str | None = None, revision: str | None = None,
         token: str | bool | None = None, verify: bool | Sequence[Tensor] = False, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
         """Load a head in any published layout, check it against this model and register it.
 
         Args:
-            repo_or_path: A local directory or a Hub id.
+            repo_or_path: A local directory, a Hub id, or a head that is loaded or made already.
             name: The name to call it by in `speculative=`; None is its method's name.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
@@ -123,8 +123,19 @@ class SpeculativeGenerationMixin:
         Raises:
             CheckpointFormatError: The files are no head.
             DrafterMismatchError: The head was made for another model.
+            InvalidConfigError: Options of loading, with a head that is loaded.
         """
-        head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
+        if isinstance(repo_or_path, DraftHead):
+            given = {**kwargs, **{k: v for k, v in (("revision", revision), ("token", token)) if v is not None}}
+            if given:
+                raise InvalidConfigError(
+                    f"{', '.join(sorted(given))} tell how to load a head, and this {type(repo_or_path).__name__} is "
+                    "loaded already.",
+                    "Leave them out, or give its path or Hub id.",
+                )
+            head = repo_or_path
+        else:
+            head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
         drafter = self.add_drafter(HEAD_DRAFTERS[type(head)](head), name)
         if verify is not False:
             last = state_of(self).last
@@ -311,9 +322,9 @@ class SpeculativeGenerationMixin:
             UnsupportedGenerationError: A method of a later version.
         """
         registered = state_of(self).drafters
-        name = ALIASES.get(config.method, config.method)
+        methods = {drafter.method for drafter in registered.values()}
+        name = method_named(config.method, {*registered, *methods})
         if name == "auto":
-            methods = {drafter.method for drafter in registered.values()}
             name = next((method for method in NEEDS_HEAD if method in methods), "prompt_lookup")
         if name in registered:
             return registered[name]
@@ -322,15 +333,10 @@ class SpeculativeGenerationMixin:
             return of_method[0]
         if name in TRAINING_FREE:
             return TRAINING_FREE[name]()
-        if name in NEEDS_HEAD:
-            raise DrafterMismatchError(
-                f"speculative={name!r} needs a head, and none is loaded on this model.",
-                "Call model.load_drafter(path_or_hub_id) first.",
-            )
-        known = ", ".join(map(repr, sorted({"auto", *TRAINING_FREE, *ALIASES, *NEEDS_HEAD, *registered})))
-        if name in PLANNED:
-            raise UnsupportedGenerationError(f"The method {name!r} is not in this version.", f"There are: {known}.")
-        raise InvalidConfigError(f"There is no method or drafter {config.method!r}.", f"There are: {known}.")
+        raise DrafterMismatchError(
+            f"speculative={name!r} needs a head, and none is loaded on this model.",
+            "Call model.load_drafter(path_or_hub_id) first.",
+        )
 
 
 # ----------------------------------------------------------------------------------------------- the class swap

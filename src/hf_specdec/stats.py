@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
 
 
+def shown_tau(tau: float) -> str:
+    """For people: two digits, or a dash where no forward was counted."""
+    return f"{tau:.2f}" if tau else "-"
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """Counts and seconds of one `generate()` call.
@@ -80,7 +85,7 @@ class SpeculationStats:
         depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth) or "-"
         return (
             f"SpeculationStats({self.method}: {self.num_generated_tokens} tokens in {self.num_target_forwards} target "
-            f"forwards, tau {self.mean_accepted_length:.2f}, {self.tokens_per_second:.1f} tokens/s; "
+            f"forwards, tau {shown_tau(self.mean_accepted_length)}, {self.tokens_per_second:.1f} tokens/s; "
             f"acceptance by depth {depths}; draft {self.draft_seconds:.2f} s, verify {self.verify_seconds:.2f} s, "
             f"accept {self.accept_seconds:.2f} s of {self.total_seconds:.2f} s)"
         )
@@ -90,7 +95,7 @@ class SpeculationStats:
         rows = {
             "tokens": self.num_generated_tokens,
             "target forwards": self.num_target_forwards,
-            "tau": f"{self.mean_accepted_length:.2f}",
+            "tau": shown_tau(self.mean_accepted_length),
             "tokens/s": f"{self.tokens_per_second:.1f}",
             "acceptance by depth": " ".join(f"{share:.2f}" for share in self.acceptance_by_depth),
             "draft / verify / accept / total": f"{self.draft_seconds:.2f} / {self.verify_seconds:.2f} / "
@@ -112,5 +117,5 @@ class SpeculationStats:
         axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
         axes.set_xlabel("tokens per target forward")
         axes.set_ylabel("forwards")
-        axes.set_title(f"{self.method}: tau = {self.mean_accepted_length:.2f}")
+        axes.set_title(f"{self.method}: tau = {shown_tau(self.mean_accepted_length)}")
         return axes

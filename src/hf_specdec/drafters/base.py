@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import DrafterMismatchError
+from hf_specdec.heads.base import DraftHead
 from hf_specdec.masks import PromptPadding
 from hf_specdec.target import Verification, execution_device, text_config
 from hf_specdec.tree import TokenTree
@@ -70,29 +71,15 @@ class Drafter(ABC):
         """Raise `DrafterMismatchError` where this drafter was made for another model."""
 
 
-def fit_head(head: PreTrainedModel, model: PreTrainedModel, name: str) -> None:
+def fit_head(head: DraftHead, model: PreTrainedModel) -> None:
     """Compare a head's sizes with the target's, then move it next to the target's lm_head.
 
-    Args:
-        head: Its config has `hidden_size` (or `target_hidden_size`), `vocab_size`, `base_model_name_or_path`.
-        model: The target.
-        name: What to call the head in errors.
-
     Raises:
-        DrafterMismatchError: Another hidden size or vocabulary, or a target without lm_head.
+        DrafterMismatchError: Another hidden size or vocabulary, too few layers, or a target without lm_head.
     """
-    target, own = text_config(model), head.config
-    read = getattr(own, "target_hidden_size", None) or own.hidden_size
-    if own.vocab_size is None:  # Medusa heads without an lm_head say nothing of it
-        own.vocab_size = target.vocab_size
-    for size, wanted in (("hidden_size", read), ("vocab_size", own.vocab_size)):
-        if getattr(target, size) != wanted:
-            raise DrafterMismatchError(
-                f"This {name} is for a target of {size} {wanted}, {type(model).__name__} has {getattr(target, size)}.",
-                f"It was trained for {own.base_model_name_or_path or 'another model'}: load it on that one.",
-            )
+    head.check_sizes(text_config(model))
     lm_head = model.get_output_embeddings()
     if lm_head is None:
-        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {name}.")
+        raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")
     device = next((parameter.device for parameter in lm_head.parameters()), model.device)
     head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)

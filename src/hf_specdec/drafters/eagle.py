@@ -23,7 +23,7 @@ from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.masks import committed_slots
-from hf_specdec.target import FeatureTap, Verification, lm_head_rows, text_config
+from hf_specdec.target import FeatureTap, Verification, lm_head_rows
 from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
 
 RESERVED_SLOTS = 512
@@ -74,9 +74,8 @@ class EagleDrafter(Drafter):
         Raises:
             DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
         """
-        self.head.read_layers_of(text_config(model).num_hidden_layers)
+        fit_head(self.head, model)
         self.feature_layers = self.head.feature_layers
-        fit_head(self.head, model, "EAGLE head")
         self.head.share_embedding(model)
         FeatureTap(model, self.feature_layers)
 

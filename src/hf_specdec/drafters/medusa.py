@@ -53,7 +53,7 @@ class MedusaDrafter(Drafter):
         Raises:
             DrafterMismatchError: Another hidden size or vocabulary, or no lm_head.
         """
-        fit_head(self.heads, model, "set of Medusa heads")
+        fit_head(self.heads, model)
 
     def choices(self, config: SpeculativeConfig) -> list[Choice]:
         """The tree's nodes as ranks, level by level.

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 
+from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.card import CARD_NAME, model_card
 from hf_specdec.heads.vocabulary import HotTokens
 
@@ -35,6 +36,16 @@ def generate(model, speculative=None, **kwargs):
 """The file that lets a head's repository be named in `custom_generate=`."""
 
 
+def portable_name(name: str | None) -> str | None:
+    """A model's name as other machines know it: a Hub id. None for a path of this machine, and where there is none.
+
+    Example: "org/model" stays, "/home/me/model" is None.
+    """
+    if not name or name.startswith(("/", ".", "~")) or Path(name).is_absolute() or Path(name).exists():
+        return None
+    return name
+
+
 class DraftHead(HotTokens, PreTrainedModel):
     """Base of all heads.
 
@@ -46,6 +57,24 @@ class DraftHead(HotTokens, PreTrainedModel):
     base_model_prefix = ""
     method: ClassVar[str]
     layout: str = NATIVE_LAYOUT
+
+    def check_sizes(self, target_config: Any) -> None:
+        """Compare with the configuration of a target's text decoder, before its weights are loaded or anything is run.
+
+        Raises:
+            DrafterMismatchError: Another hidden size or vocabulary, or too few layers.
+        """
+        own = self.config
+        read = getattr(own, "target_hidden_size", None) or own.hidden_size
+        if own.vocab_size is None:  # Medusa heads without an lm_head say nothing of it
+            own.vocab_size = target_config.vocab_size
+        for size, wanted in (("hidden_size", read), ("vocab_size", own.vocab_size)):
+            if getattr(target_config, size) != wanted:
+                raise DrafterMismatchError(
+                    f"This {type(self).__name__} is for a target of {size} {wanted}, this one "
+                    f"({type(target_config).__name__}) has {getattr(target_config, size)}.",
+                    f"It was trained for {own.base_model_name_or_path or 'another model'}: load it on that one.",
+                )
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
@@ -116,6 +145,17 @@ class EagleFamilyHead(DraftHead):
 
     def read_layers_of(self, depth: int) -> None:
         """Settle which layers of a target so deep are read, where that is still open."""
+
+    def check_sizes(self, target_config: Any) -> None:
+        """See `DraftHead.check_sizes`; settles which layers are read."""
+        depth = target_config.num_hidden_layers
+        self.read_layers_of(depth)
+        super().check_sizes(target_config)
+        if max(self.feature_layers) > depth:
+            raise DrafterMismatchError(
+                f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
+                "It was trained for a deeper model.",
+            )
 
     def _make_embedding(self) -> None:
         """The embedding, where the head has its own; called by the head's `__init__`."""

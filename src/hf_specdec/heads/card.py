@@ -20,15 +20,8 @@ def model_card(config: Any, method: str, repo: str | None = None) -> str:
         repo: Its Hub id, where it is known.
     """
     base = config.base_model_name_or_path
-    title = TITLES.get(config.model_type, "Draft head")
-    known = base and "/" in base and not base.startswith(("/", ".", "~"))
-    data = ModelCardData(
-        library_name="hf-specdec",
-        base_model=base if known else None,
-        tags=["speculative-decoding", method, config.model_type.replace("_", "-")],
-    )
     parts = [
-        f"---\n{data.to_yaml()}\n---\n\n# {title} for {base or 'a model that its config does not name'}",
+        _heading(config, [method, config.model_type.replace("_", "-")]),
         "A draft head for speculative decoding with hf-specdec: generation gets "
         "faster, the answer stays what the model alone would give.",
         f"""```python
@@ -50,6 +43,28 @@ model.generate(**inputs, speculative="{method}")
     if config.recipe:
         parts += ["## Training", _table(("", ""), config.recipe)]
     return "\n\n".join(parts) + "\n"
+
+
+def export_card(config: Any, format: str, readers: str) -> str:
+    """The text of a card for a head in the layout of others.
+
+    Args:
+        config: The head's.
+        format: The layout.
+        readers: Who reads it, and how.
+    """
+    said = "A draft head for speculative decoding, converted by hf-specdec into the layout "
+    return "\n\n".join([_heading(config, [format]), f"{said}`{format}`.", readers]) + "\n"
+
+
+def _heading(config: Any, tags: list[str]) -> str:
+    """The metadata and the title."""
+    base, title = config.base_model_name_or_path, TITLES.get(config.model_type, "Draft head")
+    known = base and "/" in base and not base.startswith(("/", ".", "~"))
+    data = ModelCardData(
+        library_name="hf-specdec", base_model=base if known else None, tags=["speculative-decoding", *tags]
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n# {title} for {base or 'a model that its config does not name'}"
 
 
 def _table(header: tuple[str, str], rows: dict[str, Any]) -> str:

@@ -10,16 +10,19 @@ to the same methods (`heads/eagle3.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from hf_specdec.config import check_names
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.base import EagleFamilyHead, portable_name
 
 
 class EagleConfig(LlamaConfig):
@@ -68,15 +71,53 @@ class EagleConfig(LlamaConfig):
         Args:
             target_config: The target's configuration; its text part is read.
             **overrides: Fields of this class that shall differ, e.g. `intermediate_size`.
+
+        Raises:
+            InvalidConfigError: Fields that this class has not, or sizes that the target has not (a state-space model
+                knows no attention heads) and that are not given.
         """
+        general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        own = [field.name for field in dataclasses.fields(cls) if field.name not in general]
+        check_names(cls.__name__, overrides, own)
         text = target_config.get_text_config()
         shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                  "max_position_embeddings", "rms_norm_eps", "rope_parameters")  # fmt: skip
+                  "max_position_embeddings", "rms_norm_eps")  # fmt: skip
         fields = {name: getattr(text, name) for name in shared if getattr(text, name, None) is not None}
+        fields = {**fields, "rope_parameters": _rotary_of(text), **overrides}
+        if "hidden_size" in fields:  # what models that do not say it have
+            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
+        missing = [name for name in shared[:4] if name not in fields]
+        if missing:
+            raise InvalidConfigError(
+                f"{type(text).__name__} has no {', '.join(missing)} that a draft layer could be shaped by.",
+                f"Give {'it' if len(missing) == 1 else 'them'}: {cls.__name__}.for_target(config, {missing[0]}=...).",
+            )
         # heads whose size is not hidden / heads cannot be stored in the published layout: EAGLE ignores head_dim
-        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-        name = getattr(target_config, "_name_or_path", None)
-        return cls(**{**fields, "base_model_name_or_path": name, **overrides})
+        fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+        fields.setdefault("base_model_name_or_path", portable_name(getattr(target_config, "_name_or_path", None)))
+        return cls(**{name: value for name, value in fields.items() if value is not None or name in overrides})
+
+
+def _rotary_of(text_config: Any) -> dict[str, Any] | None:
+    """The target's rotary settings; of a hybrid target, which has some per kind of layer, those of full attention.
+
+    None where it has none, or of a kind that depends on sizes of its own (sections of images, parts of a head).
+    """
+    settings = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    if nested:
+        settings = settings.get("full_attention") or nested[0]
+    settings = {name: value for name, value in settings.items() if name in ROTARY_FIELDS and value is not None}
+    return settings if settings.get("rope_type", "default") in ROPE_TYPES and settings else None
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Rotary positions that draft layers have."""
+
+ROTARY_FIELDS = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+                 "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                 "truncate")  # fmt: skip
+"""What a draft layer's rotary settings may say."""
 
 
 class EagleLayer(nn.Module):

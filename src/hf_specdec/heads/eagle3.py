@@ -55,7 +55,13 @@ class Eagle3Config(EagleConfig):
             target_config: The target's configuration; its text part is read.
             **overrides: Fields of this class that shall differ.
         """
-        ids = paper_layers(target_config.get_text_config().num_hidden_layers)
+        depth = getattr(target_config.get_text_config(), "num_hidden_layers", None)
+        if depth is None and "eagle_aux_hidden_state_layer_ids" not in overrides:
+            raise InvalidConfigError(
+                f"{type(target_config).__name__} does not say how many layers the target has.",
+                "Give eagle_aux_hidden_state_layer_ids.",
+            )
+        ids = paper_layers(depth or 0)
         return super().for_target(target_config, **{"eagle_aux_hidden_state_layer_ids": ids, **overrides})
 
 

@@ -1,68 +1,93 @@
-"""From a head to the layouts of engines and of the authors; what a layout cannot hold is refused with the reason.
+"""From a head to the layouts of engines and of the authors, in a directory of its own, with a card.
 
-Every row of the table gives the conditions a head must meet, the names of its tensors there, and its config. The
-other way round is `heads/formats.py`.
+A head is written whole, beside its place first; nothing of another one stays, and none is written over unasked. The
+layouts are the table of `heads/engines.py`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import shutil
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
-from hf_specdec.heads.eagle import EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.card import CARD_NAME, export_card
+from hf_specdec.heads.engines import FORMATS
+from hf_specdec.heads.files import listed
 from hf_specdec.heads.formats import Head
-from hf_specdec.heads.medusa import MedusaHeads
 
-Fields = dict[str, Any]
-Tensors = dict[str, Tensor]
-
-SPECULATORS_VERSION = "0.9.0"
-"""The version of speculators whose layout is written."""
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """One layout to write."""
-
-    head_class: type[Head]
-    refuse: Callable[[Any], Mapping[str, bool]]  # reasons, and whether each applies
-    config: Callable[[Any], Fields]
-    tensors: Callable[[Any], Tensors]
-    file_name: str = "model.safetensors"
-
-
-def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT) -> Path:
-    """Write a head as others read it.
+def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
+    """Write a head as others read it, with a card that says who they are.
 
     Args:
         head: Any head of this package.
-        path: A directory, made where it is missing; one that is there must not hold a head of another layout.
-        format: `"hf-specdec"`; `"medusa"` (Medusa's legacy loader and Text Generation Inference), `"eagle"`,
-            `"eagle3"` (the authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"sglang"` (EAGLE-3).
+        path: A directory that is empty or not there yet.
+        format: `"hf-specdec"`; `"medusa"` (Medusa's code and Text Generation Inference), `"eagle"`, `"eagle3"` (the
+            authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"sglang"` (EAGLE-3).
+        replace: Put it in the place of another head; nothing of that one stays.
 
     Returns:
-        The directory.
+        The directory. Whatever the format has no place for is said in the log, see `lost_settings`.
 
     Raises:
-        InvalidConfigError: No such format.
+        InvalidConfigError: No such format, the directory that the head was read from, or one that holds something.
         CheckpointFormatError: The format is for other heads, or cannot hold something this head has; nothing is
             written then.
     """
     folder = Path(path)
+    _check_format(head, format)
+    _check_place(head, folder, replace)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        whole = Path(name) / "head"
+        _write(head, whole, format)
+        if folder.exists():
+            shutil.rmtree(folder)
+        whole.rename(folder)
+    lost = lost_settings(head, format)
+    if lost:
+        logger.info("%s: the format %r has no place for %s", folder, format, ", ".join(lost))
+    return folder
+
+
+OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "recipe", "tau")
+"""Fields of a head's config that say how it drafts and what is known of it, not what it is."""
+
+HEAD_FILES = re.compile(
+    r"config\.json|.+\.(safetensors|bin|pt)(\.index\.json)?|README\.md|[\w-]+\.png|custom_generate(/generate\.py)?"
+)
+"""What a head's directory may hold to be replaced as a whole."""
+
+
+def lost_settings(head: Head, format: str) -> list[str]:
+    """The settings of a head that a format has no place for; they are the drafter's defaults when it is read again.
+
+    Args:
+        head: The head.
+        format: As for `export_head`.
+    """
     if format == NATIVE_LAYOUT:
-        head.save_pretrained(folder)
-        return folder
+        return []
+    defaults, holds = type(head.config)(), FORMATS[format].holds
+    return [
+        name for name in OWN_SETTINGS
+        if name not in holds and getattr(head.config, name, None) not in (None, getattr(defaults, name, None))
+    ]  # fmt: skip
+
+
+def _check_format(head: Head, format: str) -> None:
+    if format == NATIVE_LAYOUT:
+        return
     if format not in FORMATS:
         raise InvalidConfigError(
             f"There is no format {format!r}.", f"There are: {NATIVE_LAYOUT}, {', '.join(FORMATS)}."
@@ -75,211 +100,33 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT) -> Pa
     reasons = [reason for reason, applies in rules.refuse(head).items() if applies]
     if reasons:
         raise CheckpointFormatError(f"The format {format!r} cannot hold this head: {'; '.join(reasons)}.")
+
+
+def _check_place(head: Head, folder: Path, replace: bool) -> None:
+    """Nothing is written over that was not meant: not the head itself, not another, nothing that is no head."""
+    if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
+        raise InvalidConfigError(f"{folder} is where this head was read from: it would be lost.", "Give another one.")
+    there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
+    if there and not replace:
+        raise InvalidConfigError(
+            f"{folder} is not empty: it holds {listed(there)}.", "Give a new directory; or replace=True (--force)."
+        )
+    strange = [name for name in there if not HEAD_FILES.fullmatch(name)]
+    if strange:
+        raise InvalidConfigError(f"{folder} holds {listed(strange)}, which no head has.", "Give another directory.")
+
+
+def _write(head: Head, folder: Path, format: str) -> None:
+    if format == NATIVE_LAYOUT:
+        head.save_pretrained(folder)
+        return
+    rules = FORMATS[format]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rules.tensors(head).items()}
     dtype = str(head.dtype).removeprefix("torch.")
     config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # the new name and the old one
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     save_file(tensors, folder / rules.file_name, metadata={"format": "pt"})
-    if format == "medusa":  # Medusa's own loader knows only this one; ours and TGI's read the other
+    if format == "medusa":  # Medusa's own loaders know only this one; ours and TGI's read the other
         torch.save(tensors, folder / "medusa_lm_head.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return folder
-
-
-# ----------------------------------------------------------------------------------------------- configurations
-
-
-def _layer_config(head: EagleHead | Eagle3Head) -> Fields:
-    """A one-layer Llama configuration, in the keys that readers of all ages know."""
-    config = head.config
-    rope = dict(config.rope_parameters)
-    theta, kind = rope.pop("rope_theta", 10000.0), rope.pop("rope_type", "default")
-    fields = {
-        name: getattr(config, name)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
-                     "mlp_bias", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
-    }  # fmt: skip
-    scaling = None if kind == "default" else {"type": kind, "rope_type": kind, **rope}
-    return {**fields, "model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False,
-            "rope_theta": theta, "rope_scaling": scaling, "use_cache": True}  # fmt: skip
-
-
-def _eagle_config(head: EagleHead) -> Fields:
-    own = {"bias": head.config.bias, "qkv_bias": head.config.qkv_bias, "architectures": ["LlamaForCausalLM"]}
-    return {**_layer_config(head), **own, **_base(head)}
-
-
-def _eagle3_config(head: Eagle3Head) -> Fields:
-    config = head.config
-    own: Fields = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-    }
-    if config.target_hidden_size is not None:
-        own["target_hidden_size"] = config.target_hidden_size
-    if config.eagle_aux_hidden_state_layer_ids is not None:  # as outputs of layers, which is one less
-        outputs = [layer - 1 for layer in config.eagle_aux_hidden_state_layer_ids]
-        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
-    return {**_layer_config(head), **own, **_base(head)}
-
-
-def _sglang_config(head: Eagle3Head) -> Fields:
-    return {**_eagle3_config(head), **({"fc_norm": True} if head.config.fc_norm else {})}
-
-
-def _speculators_config(head: Eagle3Head) -> Fields:
-    config = head.config
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
-    layer = _layer_config(head)
-    if config.qk_norm:
-        layer = {**layer, "model_type": "qwen3"}
-    if config.sliding_window is not None:
-        layer = {**layer, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window,
-                 "use_sliding_window": True, "max_window_layers": 0}  # fmt: skip
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_steps or 3, "verifier_accept_k": 1,
-                "accept_tolerance": 0.0}  # fmt: skip
-    verifier = {"name_or_path": config.base_model_name_or_path, "architectures": []}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "embed_requires_grad": False,
-        "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in flags},
-    }
-
-
-def _medusa_config(head: MedusaHeads) -> Fields:
-    config = head.config
-    fields = {
-        "medusa_num_heads": config.medusa_num_heads,
-        "medusa_num_layers": config.medusa_num_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "version": "2" if config.shared_lm_head else "1",
-    }
-    return {**fields, **_base(head)}
-
-
-def _base(head: Head) -> Fields:
-    return {"base_model_name_or_path": head.config.base_model_name_or_path}
-
-
-# ----------------------------------------------------------------------------------------------- tensors
-
-
-def _state(head: Head) -> Tensors:
-    return dict(head.state_dict())
-
-
-def _medusa_tensors(head: MedusaHeads) -> Tensors:
-    return {name.removeprefix("heads."): tensor for name, tensor in _state(head).items()}
-
-
-def _with_vocabulary(head: Eagle3Head) -> Tensors:
-    """EAGLE-3's tensors with the draft vocabulary in both directions, the whole one too."""
-    tensors, config = _state(head), head.config
-    size = config.draft_vocab_size or config.vocab_size
-    ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size)
-    marked = torch.zeros(config.vocab_size, dtype=torch.bool)
-    marked[ids.cpu()] = True
-    return {**tensors, "d2t": ids - torch.arange(size, device=ids.device), "t2d": marked}
-
-
-def _sglang_tensors(head: Eagle3Head) -> Tensors:
-    return {name: tensor for name, tensor in _with_vocabulary(head).items() if not name.startswith("embed_tokens")}
-
-
-def _speculators_tensors(head: Eagle3Head) -> Tensors:
-    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in _with_vocabulary(head).items()}
-
-
-# ----------------------------------------------------------------------------------------------- what does not fit
-
-
-def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "it has no hot-token vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
-        "with a shared lm_head it has one residual block per head": config.shared_lm_head
-        and config.medusa_num_layers != 1,
-    }
-
-
-def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "it has no hot-token vocabulary (engines take such a list separately)": config.draft_vocab_size is not None,
-        "it has no layernorms": config.layernorms,
-        "it has no norms of queries and keys": config.qk_norm,
-        "it has no biases of the output projection and the MLP": config.attention_bias or config.mlp_bias,
-        "its head_dim is hidden_size / num_attention_heads": config.head_dim
-        != config.hidden_size // config.num_attention_heads,
-        "it knows rotary positions unscaled, linear or dynamic": config.rope_parameters.get("rope_type", "default")
-        not in ("default", "linear", "dynamic"),
-        "it attends to everything": config.sliding_window is not None,
-    }
-
-
-def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "it has no `norm_before_residual` (speculators has)": config.norm_before_residual,
-        "it has no `norm_before_fc` (speculators has)": config.norm_before_fc,
-        "it recycles the raw hidden state, not the normed one of `norm_output` (speculators has both)":
-            config.norm_output,
-        "it has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
-        or config.mlp_bias or config.qk_norm or config.bias,
-        "it attends to everything (speculators knows sliding windows)": config.sliding_window is not None,
-    }  # fmt: skip
-
-
-def _eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    ids = head.config.eagle_aux_hidden_state_layer_ids
-    paper = ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
-    return {
-        **_plain_layer_refusals(head),
-        "it has no `fc_norm` (sglang and speculators have)": head.config.fc_norm,
-        f"it reads the layers 2, L/2 and L-3, not {ids} (sglang and speculators can)": not paper,
-    }
-
-
-def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    ids = head.config.eagle_aux_hidden_state_layer_ids
-    return {
-        **_plain_layer_refusals(head),
-        "it takes embeddings from the target, this head has its own": head.config.own_embedding,
-        "it cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
-    }
-
-
-def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "the target's features must be as wide as the head": config.target_hidden_size is not None,
-        "`fc` has no bias": config.bias,
-        "biases of query, key and value come with one of the output projection": config.qkv_bias
-        and not config.attention_bias,
-        "the norms of queries and keys are Qwen3's, whose MLP has no bias": config.qk_norm and config.mlp_bias,
-        "sliding windows are Qwen3's, which has norms of queries and keys": config.sliding_window is not None
-        and not config.qk_norm,
-    }
-
-
-FORMATS: dict[str, Format] = {
-    "medusa": Format(MedusaHeads, _medusa_refusals, _medusa_config, _medusa_tensors, "medusa_lm_head.safetensors"),
-    "eagle": Format(EagleHead, _eagle_refusals, _eagle_config, _state),
-    "eagle3": Format(Eagle3Head, _eagle3_refusals, _eagle3_config, _with_vocabulary),
-    "speculators": Format(Eagle3Head, _speculators_refusals, _speculators_config, _speculators_tensors),
-    "sglang": Format(Eagle3Head, _sglang_refusals, _sglang_config, _sglang_tensors),
-}
-"""What `export_head` writes besides our own layout."""
+    (folder / CARD_NAME).write_text(export_card(head.config, format, rules.readers(head)))

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
-from hf_specdec.heads.eagle import EagleConfig, EagleHead
+from hf_specdec.heads.eagle import ROPE_TYPES, EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
 from hf_specdec.heads.files import Fields, TensorFiles, listed
 from hf_specdec.heads.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
@@ -275,10 +275,6 @@ def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise CheckpointFormatError(f"{where}: {name} has values that are not finite.")
     return tensor.clone()
-
-
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Rotary positions that published heads have."""
 
 
 def _rotary(config: Any, where: str) -> LlamaRotaryEmbedding:

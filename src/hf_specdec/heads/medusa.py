@@ -6,6 +6,7 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.base import DraftHead, portable_name
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -66,12 +68,16 @@ class MedusaConfig(PreTrainedConfig):
         Args:
             target_config: The target's configuration; its text part is read.
             **overrides: Fields of this class that shall differ.
+
+        Raises:
+            InvalidConfigError: Fields that this class has not.
         """
+        check_names(cls.__name__, overrides, list(inspect.signature(cls).parameters)[:-1])
         text = target_config.get_text_config()
         fields = {
             "hidden_size": text.hidden_size,
             "vocab_size": text.vocab_size,
-            "base_model_name_or_path": getattr(target_config, "_name_or_path", None),
+            "base_model_name_or_path": portable_name(getattr(target_config, "_name_or_path", None)),
         }
         return cls(**{**fields, **overrides})
 

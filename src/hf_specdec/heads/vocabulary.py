@@ -25,8 +25,18 @@ class HotTokens:
     shares_lm_head: bool
 
     def _make_hot_tokens(self) -> None:
-        """The buffer, where the head has a vocabulary of its own; called by the head's `__init__`."""
-        if self.config.draft_vocab_size is not None:
+        """The buffer, where the head has a vocabulary of its own; called by the head's `__init__`.
+
+        Raises:
+            InvalidConfigError: It is larger than the target's.
+        """
+        size, whole = self.config.draft_vocab_size, self.config.vocab_size
+        if size is not None and (size < 1 or (whole is not None and size > whole)):
+            raise InvalidConfigError(
+                f"`draft_vocab_size` must be from 1 to the target's {whole} tokens, got {size}.",
+                "Leave it None to draft over all of them.",
+            )
+        if size is not None:
             offsets = torch.zeros(self.config.draft_vocab_size, dtype=torch.long)
             self.register_buffer("d2t", offsets)  # type: ignore[attr-defined]
 
@@ -67,15 +77,21 @@ class HotTokens:
         self._make_hot_tokens()
         self.set_hot_token_ids(ids)
 
-    @torch.no_grad()
     def rows_of(self, lm_head: nn.Module) -> Tensor:
         """`[Vd, D]` what a linear map from features to V logits has for the draft vocabulary, quantised or not."""
-        weight = getattr(lm_head, "weight", None)
-        if type(lm_head) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
-            rows = weight.detach()
-        else:  # whatever it is made of, its answer to the unit vectors is its matrix
-            example = next(lm_head.parameters())
-            dtype = example.dtype if example.is_floating_point() else torch.float32
-            rows = lm_head(torch.eye(self.config.hidden_size, dtype=dtype, device=example.device)).T
-        ids = self.hot_token_ids
+        rows, ids = linear_weight(lm_head, self.config.hidden_size), self.hot_token_ids
         return rows if ids is None else rows[ids.to(rows.device)]
+
+
+@torch.no_grad()
+def linear_weight(layer: nn.Module, in_features: int) -> Tensor:
+    """The matrix `[out, in]` of a linear layer, quantised or not, without its bias."""
+    weight = getattr(layer, "weight", None)
+    if type(layer) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
+        return weight.detach()
+    # whatever it is made of, its answer to the unit vectors is its matrix
+    example = next(layer.parameters())
+    dtype = example.dtype if example.is_floating_point() else torch.float32
+    units = torch.eye(in_features, dtype=dtype, device=example.device)
+    answers: Tensor = layer(units) - layer(torch.zeros_like(units[:1]))
+    return answers.T

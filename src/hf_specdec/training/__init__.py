@@ -1,5 +1,6 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
+from hf_specdec.training.arguments import head_arguments
 from hf_specdec.training.conversations import Conversation, most_frequent_tokens, read_conversations
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
 from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
@@ -7,6 +8,7 @@ from hf_specdec.training.features import FeatureStore, capture_features, feature
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
 from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
 from hf_specdec.training.prompts import Prompt, read_prompts
+from hf_specdec.training.runs import check_same_run, run_facts
 from hf_specdec.training.trainer import predicted_tau
 from hf_specdec.training.tree_search import TreeSearch, search_tree
 
@@ -20,13 +22,16 @@ __all__ = [
     "Prompt",
     "TreeSearch",
     "capture_features",
+    "check_same_run",
     "distill",
     "feature_bytes",
+    "head_arguments",
     "invented_prompts",
     "most_frequent_tokens",
     "predicted_tau",
     "read_conversations",
     "read_prompts",
+    "run_facts",
     "search_tree",
     "start_from_target",
     "train_eagle",

@@ -88,6 +88,15 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     partial.replace(path)
 
 
+def need_datasets(why: str) -> None:
+    """Have the package `datasets` before a work that ends with it.
+
+    Raises:
+        InvalidConfigError: It is missing.
+    """
+    _datasets(why)
+
+
 def _datasets(why: str) -> tuple[Any, Any]:
     """The packages `datasets` and `pyarrow.parquet`."""
     try:

@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.training.conversations import write_parquet
+from hf_specdec.heads.base import portable_name
+from hf_specdec.training.conversations import need_datasets, write_parquet
 from hf_specdec.training.processes import processes
 from hf_specdec.training.prompts import INVENTED, Prompt
 
@@ -125,9 +126,11 @@ def distill(
         `number`, `model`, `temperature`, `finish_reason` (`"stop"` or `"length"`).
 
     Raises:
-        InvalidConfigError: No prompts, turns that a model without chat template cannot take, or a directory that was
-            made with other settings, prompts or weights; only prompts that are too long.
+        InvalidConfigError: The package `datasets` is missing; no prompts, turns that a model without chat template
+            cannot take, or a directory that was made with other settings, prompts or weights; only prompts that are
+            too long.
     """
+    need_datasets("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     folder = Path(output_dir)
@@ -188,7 +191,7 @@ def _settings(model: PreTrainedModel, config: DistillConfig, parts: Sequence[Seq
     return {
         **asdict(config),
         "temperatures": list(config.temperatures),
-        "model": model.config._name_or_path,
+        "model": _model_name(model),
         "dtype": str(model.dtype),
         "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
         "prompts": hashlib.sha256(plan.encode()).hexdigest()[:16],
@@ -296,8 +299,14 @@ def _answer_part(speaker: _Speaker, chats: Sequence[_Chat]) -> list[dict[str, An
             chat.add(prompt, answer, text, "stop" if speaker.ended(answer) else "length")
         alive = [chat for chat in alive if chat.finish_reason == "stop"]
     names = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-    model = speaker.model.config._name_or_path
+    model = _model_name(speaker.model)
     return [{"model": model, **{name: getattr(chat, name) for name in names}} for chat in chats if chat.messages]
+
+
+def _model_name(model: PreTrainedModel) -> str:
+    """For the rows: its Hub id, or the last part of a path of this machine."""
+    name = model.config._name_or_path
+    return portable_name(name) or Path(name).name
 
 
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:

@@ -7,6 +7,7 @@ entropy over the draft vocabulary, through several drafted steps (training-time 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,8 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
-from hf_specdec.target import LAST, find_backbone
+from hf_specdec.heads.vocabulary import linear_weight
+from hf_specdec.target import LAST, find_backbone, text_config
 from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
 
 
@@ -84,45 +86,101 @@ def train_eagle(
 
 
 @torch.no_grad()
-def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> None:
+def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
     """Give an EAGLE-3 head the target's own parts to begin with: on little data that is most of what it comes to know.
 
-    The lm_head is the target's, cut to the draft vocabulary; `fc` passes the highest captured feature. Of the final
-    norm and of the last layer but one it takes what is there and fits: parts with Llama's names and sizes, norms that
-    compute what Llama's do. Query, key and value read their hidden half as the target's layer does.
+    `fc` passes the highest captured feature; the lm_head, cut to the draft vocabulary, comes with the final norm
+    before it; attention (query, key and value read their hidden half) and MLP are those of the last layer but one,
+    with the norms before them. Norms of another notation (Gemma's `1 + weight`) are taken by what they compute.
+
+    All of them or none: an lm_head over a layer that is still random is sure of what is wrong, and the head learns
+    more slowly than from nothing (measured on SmolLM2 and Gemma 3 over the first 20 steps; all together, faster).
 
     Args:
         head: A new head; its draft vocabulary is set.
         model: The target.
+
+    Returns:
+        What does not fit; then the head is left as it was. Empty where it was started.
     """
-    size, device = head.config.hidden_size, head.fc.weight.device
-    head.lm_head.weight.copy_(head.rows_of(model.get_output_embeddings()))
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    parts = {"fc": _take_feature, "lm_head": _take_lm_head, "MLP": _take_mlp, "attention": _take_attention}
+    misfits = tuple(name for name, take in parts.items() if not take(head, model))
+    if misfits:
+        head.load_state_dict(before)
+    return misfits
+
+
+def _take_feature(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    size = head.config.hidden_size
+    if head.target_hidden_size != size:
+        return False
     head.fc.weight.mul_(0.3)
-    head.fc.weight[:, -size:] += torch.eye(size, device=device)
-    backbone, layers = find_backbone(model)
-    layer, own = layers[max(len(layers) - 2, 0)], head.midlayer
-    linears = dict(own.named_modules())
-    for name, source in layer.named_modules():
-        target = linears.get(name)
-        if type(source) is nn.Linear and isinstance(target, nn.Linear) and source.weight.is_floating_point():
-            place = target.weight[:, size:] if name in QKV else target.weight
-            if place.shape == source.weight.shape:
-                place.copy_(source.weight)
-    norms = ((backbone, "norm", head.norm), (layer, "input_layernorm", own.hidden_norm),
-             (layer, "post_attention_layernorm", own.post_attention_layernorm))  # fmt: skip
-    probe = torch.randn(4, size, device=device)
-    for parent, name, target in norms:
-        source = getattr(parent, name, None)
-        if source is not None and getattr(source, "weight", torch.empty(0)).shape == target.weight.shape:
-            kept = target.weight.clone()
-            target.weight.copy_(source.weight)
-            theirs = source(probe.to(source.weight)).to(probe)
-            if not torch.allclose(theirs, target(probe), atol=0.05, rtol=0.05):
-                target.weight.copy_(kept)
+    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    return True
 
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-"""Layers of an EAGLE-3 head that read embedding and hidden state side by side."""
+def _take_lm_head(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    rows, (backbone, _) = head.rows_of(model.get_output_embeddings()), find_backbone(model)
+    if rows.shape != head.lm_head.weight.shape:
+        return False
+    head.lm_head.weight.copy_(rows)
+    return _take_norm(head.norm, getattr(backbone, "norm", None))
+
+
+def _take_mlp(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    layer, own, config = _last_but_one(model), head.midlayer, text_config(model)
+    norm = getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
+    return (
+        head.config.hidden_act in (getattr(config, "hidden_act", None), getattr(config, "hidden_activation", None))
+        and _take_linears(own.mlp, getattr(layer, "mlp", None), ("gate_proj", "up_proj", "down_proj"))
+        and _take_norm(own.post_attention_layernorm, norm)
+    )
+
+
+def _take_attention(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    layer, own = _last_but_one(model), head.midlayer
+    theirs = getattr(layer, "self_attn", None)
+    normed = [name for name in ("q_norm", "k_norm") if hasattr(theirs, name)]
+    return (
+        bool(normed) == head.config.qk_norm
+        and _take_linears(own.self_attn, theirs, ("q_proj", "k_proj", "v_proj", "o_proj"))
+        and all(_take_norm(getattr(own.self_attn, name), getattr(theirs, name)) for name in normed)
+        and _take_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
+    )
+
+
+def _last_but_one(model: PreTrainedModel) -> nn.Module:
+    _, layers = find_backbone(model)
+    return layers[max(len(layers) - 2, 0)]
+
+
+def _take_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
+    """Copy linear layers of the same names and sizes; of those that read the embedding as well, the hidden half."""
+    for name in names:
+        target, source = getattr(own, name), getattr(theirs, name, None)
+        size = getattr(source, "in_features", None)
+        if source is None or size is None or (getattr(source, "bias", None) is not None) != (target.bias is not None):
+            return False
+        weight, place = linear_weight(source, size), target.weight[:, -size:]
+        if place.shape != weight.shape:
+            return False
+        place.copy_(weight)
+        if target.bias is not None:
+            target.bias.copy_(source.bias)
+    return True
+
+
+def _take_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
+    """The weight by which an RMSNorm of Llama's computes what another norm does, found by trying it."""
+    weight: Tensor = own.weight  # type: ignore[assignment]
+    parameter = getattr(theirs, "weight", None)
+    if theirs is None or not isinstance(parameter, Tensor) or parameter.shape != weight.shape:
+        return False
+    first, second = torch.randn(2, 4, len(weight), device=weight.device).unbind()
+    weight.fill_(1.0)
+    weight.copy_((theirs(first.to(parameter)).to(weight) / own(first)).median(dim=0).values)
+    return torch.allclose(theirs(second.to(parameter)).to(weight), own(second), atol=0.05, rtol=0.05)
 
 
 class EagleObjective(Objective):

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.target import LAST, FeatureTap, execution_device, text_config
 from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.processes import processes
 
 INDEX = "features.json"
 
@@ -107,7 +108,8 @@ def capture_features(
 ) -> FeatureStore:
     """Run the frozen target once over all conversations and keep the features its head will see.
 
-    Started again after an interrupt it goes on; a directory of the same conversations is read as it is.
+    Started again after an interrupt it goes on; a directory of the same conversations is read as it is. Under
+    `accelerate launch` every process captures its share of the files, and all wait for the last.
 
     Args:
         model: The target; its dtype is the dtype of the features.
@@ -125,8 +127,7 @@ def capture_features(
         raise InvalidConfigError(
             f"Capturing needs conversations and layers that end with {LAST}, got {len(conversations)} and {layers}."
         )
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, state = Path(folder), processes()
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
     lengths = [len(conversation.input_ids) for conversation in ordered]
@@ -134,10 +135,12 @@ def capture_features(
     index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
              "conversations": hashlib.sha256(told.encode()).hexdigest(), "model": model.config._name_or_path,
              "dtype": str(model.dtype)}  # fmt: skip
-    left = [number for number in range(len(parts)) if not _part(folder, number).exists()]
-    _claim(folder, index, feature_bytes(model, [row for number in left for row in parts[number]], layers))
+    with state.main_process_first():
+        left = [number for number in range(len(parts)) if not _part(folder, number).exists()]
+        _claim(folder, index, feature_bytes(model, [row for number in left for row in parts[number]], layers))
+    mine = left[state.process_index :: state.num_processes]
     training, _ = model.training, model.eval()
-    for number in tqdm(left, unit="batch", disable=not progress):
+    for number in tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)):
         rows = [torch.tensor(conversation.input_ids) for conversation in parts[number]]
         sizes = torch.tensor([len(row) for row in rows])
         features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
@@ -150,6 +153,7 @@ def capture_features(
         save_file(tensors, partial)
         partial.replace(_part(folder, number))
     model.train(training)
+    state.wait_for_everyone()
     return FeatureStore(folder)
 
 
@@ -169,6 +173,7 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _claim(folder: Path, index: dict[str, Any], needed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / INDEX
     if path.exists():
         if json.loads(path.read_text()) != index:

@@ -8,7 +8,6 @@ FSDP see the head alone; the frozen target stays outside. Before: `training/feat
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,9 +26,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SchedulerType
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.target import LAST, lm_head_rows
+from hf_specdec.target import LAST, lm_head_rows, text_config
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.features import FeatureStore, collate, features_of
+from hf_specdec.training.progress import show_progress
+from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, run_facts
 
 TrainingData = FeatureStore | Sequence[Conversation]
 """Captured features, or conversations whose features are made in every step."""
@@ -163,6 +164,7 @@ class HeadTrainer(Trainer):
         arguments = copy.copy(arguments)
         arguments.remove_unused_columns = False  # an objective takes all of them
         super().__init__(model=objective, args=arguments, train_dataset=dataset, data_collator=collate)
+        show_progress(self)
         self._objective, self._target = objective, target
         self._columns = columns_of(data, objective.layers)
         self._right: Tensor | float = 0.0
@@ -244,15 +246,22 @@ def fit(
     Returns:
         The head. Under FSDP what was trained lies in shards: there it is a new head with the gathered weights, on the
         main process, and an untrained one on the others.
+
+    Raises:
+        InvalidConfigError: FSDP in a single process, or a directory whose run has another head, settings or data.
+        DrafterMismatchError: The head was made for another model.
     """
-    trainer = HeadTrainer(objective, target, data, arguments)
+    objective.head.check_sizes(text_config(target))
+    check_processes(arguments)
     checkpoint = last_checkpoint(Path(arguments.output_dir)) if resume else None
-    facts = {
-        "head": {name: value for name, value in objective.head.config.to_dict().items() if name not in NOT_OF_A_RUN},
-        "settings": asdict(objective.recipe),
-        "lengths of the conversations": hashlib.sha256(repr(list(trainer.train_dataset.lengths)).encode()).hexdigest(),
-    }
-    _check_same_run(Path(arguments.output_dir) / RUN_NAME, facts, checkpoint, trainer.is_world_process_zero())
+    facts = run_facts(objective.head, objective.recipe, as_dataset(data).lengths)
+    if checkpoint is not None:
+        check_same_run(Path(arguments.output_dir), facts)
+    trainer = HeadTrainer(objective, target, data, arguments)
+    if checkpoint is None and trainer.is_world_process_zero():
+        path = Path(arguments.output_dir) / RUN_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts, indent=1))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
@@ -264,28 +273,6 @@ def fit(
     if of_head:
         head.load_state_dict(of_head)
     return head
-
-
-RUN_NAME = "run.json"
-"""Beside the checkpoints: what their run trains, and on what."""
-
-NOT_OF_A_RUN = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures")
-
-
-def _check_same_run(path: Path, facts: dict[str, Any], checkpoint: str | None, is_main: bool) -> None:
-    """Refuse to go on from a checkpoint of other data or settings; note down what a new run is made of."""
-    if checkpoint is not None and path.exists():
-        before = json.loads(path.read_text())
-        now = json.loads(json.dumps(facts))
-        other = [name for name in now if before.get(name) != now[name]]
-        if other:
-            raise InvalidConfigError(
-                f"{checkpoint} belongs to a run with another {' and another '.join(other)}.",
-                "Give another output directory, or delete that one.",
-            )
-    elif is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts, indent=1))
 
 
 def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
@@ -302,21 +289,6 @@ def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> d
         **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
         **({"predicted tau at the end, on training batches": round(accuracies[-1], 2)} if accuracies else {}),
     }
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint; one that a killed run left half written is passed over.
-
-    The Trainer writes `trainer_state.json` last, so a checkpoint that has it has everything.
-    """
-    whole = []
-    for checkpoint in folder.glob("checkpoint-*"):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        whole.append(checkpoint)
-    return str(max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))) if whole else None
 
 
 def predicted_tau(accuracies: Sequence[float]) -> float:

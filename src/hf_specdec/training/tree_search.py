@@ -8,6 +8,7 @@ too: a larger tree accepts more and costs more, and what it costs is measured.
 from __future__ import annotations
 
 import heapq
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
 
+logger = logging.getLogger(__name__)
+
 Accuracies = tuple[tuple[float, ...], ...]
 """`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
 
@@ -46,11 +49,20 @@ class TreeSearch:
     accuracies: Accuracies
     expected_tau: Mapping[int, float]  # by number of nodes, root included
     verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty where the number was given
+    draft_seconds: float = 0.0  # measured, of this tree
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the tree, root included."""
         return len(self.choices) + 1
+
+    @property
+    def expected_speed_up(self) -> float | None:
+        """Over plain decoding, by what was measured; None where the number of nodes was given."""
+        if not self.verify_seconds:
+            return None
+        step = self.verify_seconds[self.num_nodes] + self.draft_seconds
+        return self.expected_tau[self.num_nodes] * self.verify_seconds[1] / step
 
     @property
     def acceptance(self) -> dict[Choice, float]:
@@ -83,12 +95,17 @@ def search_tree(
 
     Raises:
         InvalidConfigError: No answers in `data`, none that the head foresaw, or sizes that mean nothing.
+        DrafterMismatchError: The head was made for another model.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
         raise InvalidConfigError(
             f"A tree has 2 nodes or more, a depth and a width, got num_nodes={num_nodes}, max_nodes={max_nodes}, "
             f"num_steps={num_steps}, top_k={top_k}."
         )
+    head.check_sizes(text_config(model))
+    size = head.config.draft_vocab_size or head.config.vocab_size
+    if top_k > size:
+        raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {size} tokens.")
     accuracies = rank_accuracies(model, head, data, num_steps=num_steps, top_k=top_k)
     grown = grow_tree(accuracies, num_nodes or max_nodes)
     if not grown:
@@ -96,6 +113,7 @@ def search_tree(
     gains = [node_acceptance(path, accuracies) for path in grown]
     expected = {size: 1.0 + sum(gains[: size - 1]) for size in range(1, len(grown) + 2)}
     seconds: dict[int, float] = {}
+    drafting: dict[int, float] = {}
     if num_nodes is None:
         sizes = sorted({size for size in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size <= len(grown) + 1})
         seconds = verify_seconds(model, [1, *sizes], context)
@@ -105,7 +123,13 @@ def search_tree(
             drafting = dict.fromkeys(sizes, level)  # all heads run at once
         best = max(sizes, key=lambda size: expected[size] / (seconds[size] + drafting[size]))
         grown = grown[: best - 1]
-    found = TreeSearch(tuple(grown), accuracies, expected, seconds)
+    found = TreeSearch(tuple(grown), accuracies, expected, seconds, drafting.get(len(grown) + 1, 0.0))
+    if found.expected_speed_up is not None and found.expected_speed_up < 1:
+        logger.warning(
+            "No tree of this head pays here: the best one, of %d nodes, is expected to run at %.2f of the speed of "
+            "plain decoding. Its first guess is right in %.0f %% of the places; train it further.",
+            found.num_nodes, found.expected_speed_up, 100 * accuracies[0][0],
+        )  # fmt: skip
     head.config.tree = [list(path) for path in found.choices]
     head.config.num_draft_tokens = found.num_nodes
     return found

@@ -1,7 +1,4 @@
-"""The command line: `hf-specdec demo | generate | bench`, and what `cli_heads.py` and `cli_training.py` add.
-
-A user's mistake is one line on stderr and exit code 2.
-"""
+"""The commands that generate: `hf-specdec demo | generate | bench`."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -20,24 +16,16 @@ from rich.table import Table
 from transformers import TextStreamer
 
 from hf_specdec import bench as benchmark
-from hf_specdec import cli_heads, cli_training
 from hf_specdec import demo as demonstration
-from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
-
-app = typer.Typer(
-    help="Lossless speculative decoding for Hugging Face transformers.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-)  # fmt: skip
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-Model = Annotated[str | None, typer.Option(help="Path or Hub id; default: the packaged SmolLM2-135M-Instruct.")]
-Head = Annotated[str | None, typer.Option("--drafter", help="Path or Hub id of a draft head.")]
-Precision = Annotated[Dtype, typer.Option(help="Of the weights. Ids are guaranteed equal in float32.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Length of the answer at most.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, writable_file
+from hf_specdec.drafters import NEEDS_HEAD, method_named
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.hub import load_head
+from hf_specdec.loading import default_head, encode, load_model
+from hf_specdec.stats import shown_tau
 
 
-@app.command()
 def demo(
     model: Model = None,
     drafter: Head = None,
@@ -48,30 +36,34 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Answer one prompt plainly and speculatively, and show speed, tau and equality."""
+    _check_prompt(prompt)
+    head = _head_for([method], model, drafter)
     console = Console()
-    lm, tokenizer = demonstration.load_model(model, drafter, getattr(torch, dtype))
+    lm, tokenizer = load_model(model, head, dtype)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if not as_json:
         console.print(f"[bold]{prompt}[/bold]")
     result = demonstration.run(lm, tokenizer, prompt, method=method, max_new_tokens=max_new_tokens, streamer=streamer)
     if as_json:
-        typer.echo(json.dumps(result.to_dict()))
+        typer.echo(json.dumps({**result.to_dict(), "dtype": _dtype_of(lm)}))
     else:
         demonstration.report(result, console)
+        console.print(f"weights in {_dtype_of(lm)}", highlight=False)
 
 
-@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input.")],
     model: Model = None,
     drafter: Head = None,
     method: Annotated[str, typer.Option(help="What to pass as `speculative=`, or 'plain'.")] = "auto",
     max_new_tokens: NewTokens = 256,
-    dtype: Precision = "float32",
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    dtype: Precision = "auto",
+    temperature: Annotated[float, typer.Option(min=0.0, callback=finite, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample among the k best tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus to sample from; 1 is all.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus to sample from; 1 is all.")
+    ] = 1.0,
+    seed: Seed = 0,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted depth.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(min=1, help="Nodes per tree, root included.")] = None,
     as_json: Json = False,
@@ -79,10 +71,10 @@ def generate(
     """Answer a prompt, streamed as it comes."""
     if prompt == "-":
         prompt = sys.stdin.read()
-    if not prompt.strip():
-        raise InvalidConfigError("The prompt is empty.")
-    lm, tokenizer = demonstration.load_model(model, drafter, getattr(torch, dtype))
-    inputs = demonstration.encode(tokenizer, prompt, lm.device)
+    _check_prompt(prompt)
+    head = _head_for([method], model, drafter)
+    lm, tokenizer = load_model(model, head, dtype)
+    inputs = encode(tokenizer, prompt, lm.device)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -97,13 +89,12 @@ def generate(
     stats = None if speculative is None else lm.last_speculation
     if as_json:
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(),
+        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": _dtype_of(lm),
                                "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
     elif stats is not None:
-        typer.echo(repr(stats), err=True)
+        typer.echo(f"{stats!r}, weights in {_dtype_of(lm)}", err=True)
 
 
-@app.command()
 def bench(
     prompts: Annotated[Path, typer.Option(help="JSON lines: question_id, category, turns.")],
     model: Model = None,
@@ -113,13 +104,15 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions at most.")] = None,
     per_category: Annotated[int | None, typer.Option(min=1, help="Questions of each category at most.")] = None,
-    dtype: Precision = "bfloat16",
+    dtype: Precision = "auto",
     output: Annotated[Path | None, typer.Option("--json", help="Write every measurement to this file.")] = None,
 ) -> None:
     """Measure methods against plain generate(), interleaved per prompt."""
-    questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
-    lm, tokenizer = demonstration.load_model(model, drafter, getattr(torch, dtype))
+    writable_file(output, "--json")
     names = [name.strip() for name in methods.split(",") if name.strip()]
+    questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
+    head = _head_for([name for name in names if name not in benchmark.PEERS], model, drafter)
+    lm, tokenizer = load_model(model, head, dtype)
     rows: list[benchmark.Measurement] = []
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(questions) * len({"plain", *names}))
@@ -127,10 +120,10 @@ def bench(
             rows.append(row)
             progress.advance(task)
     summary = benchmark.summarise(rows)
-    table = Table("category", "method", "tokens/s", "x plain", "tau", "equal")
+    table = Table("category", "method", "tokens/s", "x plain", "tau", "equal", title=f"weights in {_dtype_of(lm)}")
     for line in summary:
         table.add_row(line["category"], line["method"], f"{line['tokens_per_second']:.1f}", f"{line['speed_up']:.2f}",
-                      f"{line['tau']:.2f}", f"{line['ids_equal']}/{line['questions']}")  # fmt: skip
+                      shown_tau(line["tau"]), f"{line['ids_equal']}/{line['questions']}")  # fmt: skip
     Console().print(table)
     if output is not None:
         document = {"environment": benchmark.environment(lm), "summary": summary,
@@ -138,29 +131,30 @@ def bench(
         output.write_text(json.dumps(document, indent=1))
 
 
-app.command()(cli_heads.inspect)
-app.command()(cli_heads.convert)
-app.command()(cli_training.distill)
-app.command()(cli_training.tree)
-app.add_typer(cli_training.train, name="train")
+def _check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise InvalidConfigError("The prompt is empty.")
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        sys.exit(app(standalone_mode=False) or 0)
-    except SpeculativeDecodingError as error:
-        _fail(str(error))
-    except typer.BadParameter as error:
-        _fail(error.format_message())
-    except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except typer.TyperException as error:
-        _fail(str(error))
+def _head_for(methods: list[str], model: str | None, drafter: str | None) -> DraftHead | None:
+    """The head to load on the model; before a model is loaded, see that every method can be had with it.
+
+    Raises:
+        InvalidConfigError: There is no such method.
+        DrafterMismatchError: A method needs another head than is given.
+        CheckpointFormatError: The head cannot be read.
+    """
+    wanted = [method_named(method) for method in methods if method != "plain"]
+    place = drafter or default_head(model)
+    head = None if place is None else load_head(place)
+    for method in wanted:
+        if method in NEEDS_HEAD and (head is None or head.method != method):
+            given = "none is given" if head is None else f"{place} is one for {head.method!r}"
+            raise DrafterMismatchError(
+                f"The method {method!r} needs a head of its own, and {given}.", "Give one: --drafter PATH_OR_HUB_ID."
+            )
+    return head
 
 
-def _fail(message: str) -> None:
-    typer.echo(f"hf-specdec: {' '.join(message.split())}", err=True)
-    sys.exit(2)
+def _dtype_of(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")

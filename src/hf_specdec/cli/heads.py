@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specdec.heads.export import export_head
+from hf_specdec.cli.options import writable_directory
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.export import export_head, lost_settings
 from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.report import inspect_head
 
@@ -52,18 +54,27 @@ def inspect(
 
 def convert(
     head: Source,
-    output: Annotated[Path, typer.Argument(help="Directory to write.")],
+    output: Annotated[Path, typer.Argument(help="Directory to write; a new one, or an empty one.")],
     format: Annotated[FormatName, typer.Option(help="Layout to write.")] = "hf-specdec",
     revision: Revision = None,
     target: Annotated[str | None, typer.Option(help="Name of its target to write down, where it names none.")] = None,
     hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list, freq_*.pt, to draft over.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")] = None,
+    force: Annotated[bool, typer.Option(help="Put it in the place of the head that is in OUTPUT.")] = False,
 ) -> None:
     """Write a head in the layout of an engine, or any head in ours."""
+    writable_directory(output, "OUTPUT")
+    if Path(head).resolve() == output.resolve():
+        raise InvalidConfigError(
+            f"{output} is the head itself: it would be lost.", "Give another directory as OUTPUT."
+        )
     loaded = load_head(
         head, revision=revision, hot_tokens=hot_tokens, dtype=None if dtype is None else getattr(torch, dtype)
     )
     if target is not None:
         loaded.config.base_model_name_or_path = target
-    folder = export_head(loaded, output, format=format)
+    folder = export_head(loaded, output, format=format, replace=force)
     typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
+    lost = lost_settings(loaded, format)
+    if lost:
+        typer.echo(f"not stored, because {format} has no place for it: {', '.join(lost)}", err=True)

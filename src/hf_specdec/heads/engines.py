@@ -1,0 +1,314 @@
+"""The layouts that engines and the authors' code read, as a table: what fits, under which names, in which config.
+
+What a layout cannot hold is refused with the reason. Writing is `heads/export.py`; the other way round is
+`heads/layouts.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.formats import Head
+from hf_specdec.heads.medusa import MedusaHeads
+
+Fields = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version of speculators whose layout is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One layout to write."""
+
+    head_class: type[Head]
+    refuse: Callable[[Any], Mapping[str, bool]]  # reasons, and whether each applies
+    config: Callable[[Any], Fields]
+    tensors: Callable[[Any], Tensors]
+    readers: Callable[[Any], str]  # for its card: who reads it, and how
+    file_name: str = "model.safetensors"
+    holds: tuple[str, ...] = ()  # which of OWN_SETTINGS it has a place for
+
+
+# ----------------------------------------------------------------------------------------------- configurations
+
+
+def _layer_config(head: EagleHead | Eagle3Head) -> Fields:
+    """A one-layer Llama configuration, in the keys that readers of all ages know."""
+    config = head.config
+    rope = dict(config.rope_parameters)
+    theta, kind = rope.pop("rope_theta", PLAIN_THETA), rope.pop("rope_type", "default")
+    fields = {
+        name: getattr(config, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                     "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias",
+                     "mlp_bias", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+    }  # fmt: skip
+    scaling = None if kind == "default" else {"type": kind, "rope_type": kind, **rope}
+    return {**fields, "model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False,
+            "rope_theta": theta, "rope_scaling": scaling, "use_cache": True}  # fmt: skip
+
+
+def _for_eagles_code(fields: Fields) -> Fields:
+    """EAGLE's configuration class demands exactly two keys of a rotary scaling."""
+    scaling = fields["rope_scaling"]
+    return {**fields, "rope_scaling": scaling and {"type": scaling["type"], "factor": scaling["factor"]}}
+
+
+PLAIN_THETA = 10000.0
+"""The rotary base that EAGLE's scaled classes have, whatever a configuration says."""
+
+
+def _eagle_config(head: EagleHead) -> Fields:
+    own = {"bias": head.config.bias, "qkv_bias": head.config.qkv_bias, "architectures": ["LlamaForCausalLM"]}
+    return {**_for_eagles_code(_layer_config(head)), **own, **_base(head)}
+
+
+def _eagle3_config(head: Eagle3Head) -> Fields:
+    config = head.config
+    own: Fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+    }
+    if config.target_hidden_size is not None:
+        own["target_hidden_size"] = config.target_hidden_size
+    if config.eagle_aux_hidden_state_layer_ids is not None:  # as outputs of layers, which is one less
+        outputs = [layer - 1 for layer in config.eagle_aux_hidden_state_layer_ids]
+        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+    return {**_layer_config(head), **own, **_base(head)}
+
+
+def _official_config(head: Eagle3Head) -> Fields:
+    return {**_for_eagles_code(_eagle3_config(head)), "architectures": ["LlamaForCausalLM"]}
+
+
+def _sglang_config(head: Eagle3Head) -> Fields:
+    return {**_eagle3_config(head), **({"fc_norm": True} if head.config.fc_norm else {})}
+
+
+def _speculators_config(head: Eagle3Head) -> Fields:
+    config = head.config
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    layer = _layer_config(head)
+    if config.qk_norm:
+        layer = {**layer, "model_type": "qwen3"}
+    if config.sliding_window is not None:
+        layer = {**layer, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window,
+                 "use_sliding_window": True, "max_window_layers": 0}  # fmt: skip
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_steps or 3, "verifier_accept_k": 1,
+                "accept_tolerance": 0.0}  # fmt: skip
+    verifier = {"name_or_path": config.base_model_name_or_path, "architectures": []}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in flags},
+    }
+
+
+def _medusa_config(head: MedusaHeads) -> Fields:
+    config = head.config
+    fields = {
+        "medusa_num_heads": config.medusa_num_heads,
+        "medusa_num_layers": config.medusa_num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "version": "2" if config.shared_lm_head else "1",
+    }
+    return {**fields, **_base(head)}
+
+
+def _base(head: Head) -> Fields:
+    return {"base_model_name_or_path": head.config.base_model_name_or_path}
+
+
+# ----------------------------------------------------------------------------------------------- tensors
+
+
+def _state(head: Head) -> Tensors:
+    return dict(head.state_dict())
+
+
+def _medusa_tensors(head: MedusaHeads) -> Tensors:
+    return {name.removeprefix("heads."): tensor for name, tensor in _state(head).items()}
+
+
+def _with_vocabulary(head: Eagle3Head) -> Tensors:
+    """EAGLE-3's tensors with the draft vocabulary in both directions, the whole one too."""
+    tensors, config = _state(head), head.config
+    size = config.draft_vocab_size or config.vocab_size
+    ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size)
+    marked = torch.zeros(config.vocab_size, dtype=torch.bool)
+    marked[ids.cpu()] = True
+    return {**tensors, "d2t": ids - torch.arange(size, device=ids.device), "t2d": marked}
+
+
+def _sglang_tensors(head: Eagle3Head) -> Tensors:
+    return {name: tensor for name, tensor in _with_vocabulary(head).items() if not name.startswith("embed_tokens")}
+
+
+def _speculators_tensors(head: Eagle3Head) -> Tensors:
+    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in _with_vocabulary(head).items()}
+
+
+# ----------------------------------------------------------------------------------------------- what does not fit
+
+
+def _tied(head: MedusaHeads) -> bool:
+    """Whether the residual blocks of every head are one block, repeated."""
+    blocks = [list(parts.children())[: head.config.medusa_num_layers] for parts in head.heads]
+    return all(
+        torch.equal(tensor, other.state_dict()[name])
+        for first, *others in blocks
+        for other in others
+        for name, tensor in first.state_dict().items()
+    )
+
+
+def _rotary_refusals(head: EagleHead | Eagle3Head, instead: str) -> Mapping[str, bool]:
+    """What EAGLE's own attention cannot compute: its scaled rotary classes have a base of their own."""
+    config = head.config
+    rope = config.rope_parameters
+    kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", PLAIN_THETA)
+    return {
+        f"EAGLE's code scales rotary positions linearly at rope_theta {PLAIN_THETA:g} or not at all, here they are "
+        f"{kind} at {theta:g} ({instead})": kind != "default" and (kind != "linear" or theta != PLAIN_THETA),
+        f"its head_dim is hidden_size / num_attention_heads in EAGLE's code ({instead})":
+            config.head_dim != config.hidden_size // config.num_attention_heads,
+    }  # fmt: skip
+
+
+def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
+    config = head.config
+    return {
+        "Medusa's code has one residual block per head, repeated: these are "
+        f"{config.medusa_num_layers} different ones": not config.shared_lm_head and not _tied(head),
+        "it has no hot-token vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
+        "with a shared lm_head it has one residual block per head": config.shared_lm_head
+        and config.medusa_num_layers != 1,
+    }
+
+
+def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
+    config = head.config
+    return {
+        "it has no hot-token vocabulary (engines take such a list separately)": config.draft_vocab_size is not None,
+        "it has no layernorms": config.layernorms,
+        "it has no norms of queries and keys": config.qk_norm,
+        "it has no biases of the output projection and the MLP": config.attention_bias or config.mlp_bias,
+        **_rotary_refusals(head, "vLLM and SGLang would take it; there is no other format for EAGLE-1 here"),
+        "it attends to everything": config.sliding_window is not None,
+    }
+
+
+def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
+    config = head.config
+    return {
+        "it has no `norm_before_residual` (speculators has)": config.norm_before_residual,
+        "it has no `norm_before_fc` (speculators has)": config.norm_before_fc,
+        "it recycles the raw hidden state, not the normed one of `norm_output` (speculators has both)":
+            config.norm_output,
+        "it has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
+        or config.mlp_bias or config.qk_norm or config.bias,
+        "it attends to everything (speculators knows sliding windows)": config.sliding_window is not None,
+    }  # fmt: skip
+
+
+def _eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
+    ids = head.config.eagle_aux_hidden_state_layer_ids
+    paper = ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
+    return {
+        **_plain_layer_refusals(head),
+        **_rotary_refusals(head, "vLLM takes it from speculators, SGLang from sglang"),
+        "it has no `fc_norm` (sglang and speculators have)": head.config.fc_norm,
+        f"it reads the layers 2, L/2 and L-3, not {ids} (sglang and speculators can)": not paper,
+    }
+
+
+def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
+    ids = head.config.eagle_aux_hidden_state_layer_ids
+    return {
+        **_plain_layer_refusals(head),
+        "it takes embeddings from the target, this head has its own": head.config.own_embedding,
+        "it cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
+    }
+
+
+def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
+    config = head.config
+    return {
+        "the target's features must be as wide as the head": config.target_hidden_size is not None,
+        "`fc` has no bias": config.bias,
+        "biases of query, key and value come with one of the output projection": config.qkv_bias
+        and not config.attention_bias,
+        "the norms of queries and keys are Qwen3's, whose MLP has no bias": config.qk_norm and config.mlp_bias,
+        "sliding windows are Qwen3's, which has norms of queries and keys": config.sliding_window is not None
+        and not config.qk_norm,
+    }
+
+
+def _medusa_readers(head: MedusaHeads) -> str:
+    loader = "medusa_model_legacy.py" if head.config.shared_lm_head else "medusa_model.py"
+    return (
+        f"`medusa_lm_head.pt` is for Medusa's own code, and there for `medusa/model/{loader}` only: the other loader "
+        "takes it without a word and drafts something else. `medusa_lm_head.safetensors` is for Text Generation "
+        "Inference (`--model-id` of this directory) and for hf-specdec."
+    )
+
+
+def _eagle_readers(head: EagleHead) -> str:
+    return (
+        "EAGLE's code: `EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=HERE, use_eagle3=False)`. vLLM: "
+        '`--speculative-config \'{"method": "eagle", "model": HERE, "num_speculative_tokens": 4}\'`. SGLang: '
+        "`--speculative-algorithm EAGLE --speculative-draft-model-path HERE`."
+    )
+
+
+def _eagle3_readers(head: Eagle3Head) -> str:
+    return (
+        "EAGLE's code: `EaModel.from_pretrained(base_model_path=TARGET, ea_model_path=HERE, use_eagle3=True)`. vLLM: "
+        '`--speculative-config \'{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4}\'`.'
+    )
+
+
+def _speculators_readers(head: Eagle3Head) -> str:
+    settings = '{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4}'
+    return f"vLLM: `vllm serve HERE`, or with its target named `vllm serve TARGET --speculative-config '{settings}'`."
+
+
+def _sglang_readers(head: Eagle3Head) -> str:
+    return "SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path HERE`."
+
+
+FORMATS: dict[str, Format] = {
+    "medusa": Format(
+        MedusaHeads, _medusa_refusals, _medusa_config, _medusa_tensors, _medusa_readers, "medusa_lm_head.safetensors"
+    ),
+    "eagle": Format(EagleHead, _eagle_refusals, _eagle_config, _state, _eagle_readers),
+    "eagle3": Format(Eagle3Head, _eagle3_refusals, _official_config, _with_vocabulary, _eagle3_readers),
+    "speculators": Format(
+        Eagle3Head, _speculators_refusals, _speculators_config, _speculators_tensors, _speculators_readers,
+        holds=("num_steps",),
+    ),
+    "sglang": Format(Eagle3Head, _sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
+}  # fmt: skip
+"""What `export_head` writes besides our own layout."""
