@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import zoo
-from hf_specdec import EagleConfig, EagleHead, cli
+from hf_specdec import EagleConfig, EagleHead, cli, load_head
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +110,53 @@ def test_bench_measures_and_writes(
         (["generate", " ", "--model", "MODEL"], "prompt is empty"),
         (["generate", "w5", "--model", "MODEL", "--max-new-tokens", "0"], "max-new-tokens"),
         (["generate", "w5", "--dtype", "int4"], "dtype"),
+        (["generate", "w5", "--model", "MODEL", "--seed", "-1"], "seed"),
+        (["generate", "w5", "--model", "MODEL", "--temperature", "inf"], "finite"),
+        (["generate", "w5", "--model", "MODEL/head"], "it is a draft head. Give it as --drafter"),
+        (["generate", "w5", "--model", "BARE"], "its directory has no tokenizer. Save it beside the model"),
+        (["generate", "w5", "--model", "EMPTY"], "holds no config.json"),
+        (["generate", "w5", "--model", "MODEL", "--method", "medusa"], "none is given. Give one: --drafter"),
+        (
+            ["generate", "w5", "--model", "MODEL", "--method", "medusa", "--drafter", "HEAD"],
+            "is one for 'eagle'. Give",
+        ),
+        (["generate", "w5", "--model", "MODEL", "--method", "mtp"], "not in this version"),
+        (["demo", "--model", "MODEL", "--method", "medusa"], "--drafter"),
+        (["demo", "--model", "MODEL", "--prompt", ""], "prompt is empty"),
+        (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "prompt_lookup,foo"], "drafter 'foo'"),
+        (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY/no/out.json"], "does not exist"),
+        (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY"], "is a directory"),
+        (["bench", "--model", "NONE", "--prompts", "EMPTY/none.jsonl"], "holds no questions"),
+        (["bench", "--model", "NONE", "--prompts", "EMPTY/bad.jsonl"], "line 1 is no question: it has no 'category'"),
         (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read"),
         (["inspect", "/nowhere"], "no local directory"),
         (["inspect", "MODEL"], "no head in a known layout"),
         (["convert", "HEAD", "OUT", "--format", "medusa"], "is for MedusaHeads"),
         (["convert", "HEAD", "OUT", "--format", "gguf"], "format"),
+        (["convert", "HEAD", "HEAD", "--format", "eagle"], "is the head itself"),
+        (["convert", "HEAD", "HEAD", "--format", "eagle", "--force"], "is the head itself"),
+        (["convert", "HEAD", "MODEL", "--format", "eagle"], "is not empty"),
+        (["convert", "HEAD", "MODEL", "--format", "eagle", "--force"], "which no head has"),
+        (["convert", "HEAD", "PROMPTS/out"], "is a file"),
         (["nonsense"], "nonsense"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
-    message: str,
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    places = {"MODEL": str(model_path), "HEAD": str(model_path / "head"), "OUT": str(model_path / "out")}
-    code = run(monkeypatch, *[places.get(a, a) for a in arguments])
+    for name in ("empty", "bare"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bare" / "config.json").write_text((model_path / "config.json").read_text())
+    for name, text in (("none", " "), ("bad", '{"question_id": 1}')):
+        (tmp_path / "empty" / f"{name}.jsonl").write_text(text)
+    (tmp_path / "prompts.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["w5"]}')
+    places = {"MODEL": model_path, "HEAD": model_path / "head", "OUT": model_path / "out", "EMPTY": tmp_path / "empty",
+              "BARE": tmp_path / "bare", "PROMPTS": tmp_path / "prompts.jsonl", "NONE": tmp_path / "none"}  # fmt: skip
+    filled = [str(places[a.split("/")[0]]) + a[len(a.split("/")[0]) :] if a.split("/")[0] in places else a
+              for a in arguments]  # fmt: skip
+    code = run(monkeypatch, *filled)
     streams = capsys.readouterr()
     assert code == 2
     assert message in streams.err
@@ -147,9 +181,68 @@ def test_inspect_and_convert(
         assert words in shown
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "distill", "tree"])
 def test_every_command_has_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, command, "--help") == 0
     assert "--model" in capsys.readouterr().out
+
+
+def test_a_head_takes_the_place_of_another_whole(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Converted into a directory with another head: refused, or that one's card and pictures go as well."""
+    head = EagleHead(EagleConfig.for_target(zoo.build("llama").config, num_steps=3, tree=[[0], [1]]))
+    head.save_pretrained(tmp_path / "mine")
+    old = tmp_path / "old"
+    assert run(monkeypatch, "convert", model_path / "head", old, "--format", "eagle") == 0
+    (old / "README.md").write_text("the card of another head")
+    (old / "training.png").touch()
+    assert run(monkeypatch, "convert", tmp_path / "mine", old, "--format", "eagle") == 2
+    assert "is not empty: it holds README.md, config.json" in capsys.readouterr().err
+    assert (old / "README.md").read_text() == "the card of another head"
+    assert run(monkeypatch, "convert", tmp_path / "mine", old, "--format", "eagle", "--force") == 0
+    assert "not stored, because eagle has no place for it: tree, num_steps" in capsys.readouterr().err
+    assert sorted(path.name for path in old.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    card = (old / "README.md").read_text()
+    assert "EaModel.from_pretrained" in card
+    assert "converted by hf-specdec into the layout `eagle`" in card
+    assert load_head(tmp_path / "mine").config.tree == [[0], [1]]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_commands_name_the_dtype_and_the_version(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
+    assert run(monkeypatch, "generate", "w5", "--model", model_path, "--max-new-tokens", 1) == 0
+    shown = capsys.readouterr().err
+    assert "weights in float32" in shown  # the checkpoint's own
+    assert "tau -," in shown
+
+
+def test_a_command_without_arguments_shows_its_help_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([], ["train"]):
+        assert run(monkeypatch, *arguments) == 2
+        streams = capsys.readouterr()
+        assert "Usage" in streams.out + streams.err
+        assert "hf-specdec: " not in streams.err
+
+
+def test_generating_and_inspecting_import_nothing_of_training(model_path: Path) -> None:
+    """Nor does the help: whoever has an old peft, or none, is not bothered by it."""
+    code = (
+        "import sys; from hf_specdec import cli; sys.argv[1:] = {arguments}\n"
+        "try: cli.main()\nexcept SystemExit as ended: assert not ended.code\n"
+        "bad = [n for n in ('hf_specdec.training', 'transformers.trainer', 'peft', 'datasets', 'matplotlib') "
+        "if n in sys.modules]\nassert not bad, bad"
+    )
+    for arguments in (["--help"], ["train", "--help"], ["train", "eagle", "--help"], ["inspect", f"{model_path}/head"],
+                      ["generate", "w5", "--model", str(model_path), "--max-new-tokens", "3"]):  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-c", code.format(arguments=arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     Eagle3Head,
+    EagleConfig,
     EagleHead,
     MedusaHeads,
     SpeculativeGenerationMixin,
@@ -130,6 +132,136 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     streams = capsys.readouterr()
     assert message in streams.err
     assert len(streams.err.strip().splitlines()) == 1
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads the weights of a target has begun to work."""
+
+    def load_target(*_: Any) -> Any:
+        raise AssertionError("a target was loaded")
+
+    monkeypatch.setattr("hf_specdec.cli.training.load_target", load_target)
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As if a package were not installed."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else find_spec(name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eagle", "--draft-vocab-size", "999999"], "from 1 to the target's 96 tokens, got 999999"),
+        (["medusa", "--draft-vocab-size", "97"], "from 1 to the target's 96 tokens, got 97"),
+        (["medusa", "--num-heads", "100000"], "num-heads"),
+        (
+            ["eagle", "--head-fields", {"fc_norms": True}],
+            "has no field 'fc_norms'. Did you mean 'fc_norm'",
+        ),
+        (["medusa", "--head-fields", {"num_head": 3}], "Did you mean 'medusa_num_heads'"),
+        (["eagle", "--head-fields", {"num_attention_heads": 0}], "num_attention_heads"),
+        (["eagle", "--arguments", {"bf16": True, "fsdp": "full_shard"}], "this is a single one"),
+        (["eagle", "--arguments", {"learningrate": 1}], "training arguments cannot be used"),
+        (["eagle", "--seed", "4294967296"], "seed"),
+        (["eagle", "--epochs", "0"], "epochs"),
+        (["eagle", "--learning-rate", "nan"], "learning-rate"),
+        (["eagle", "--max-steps", "-7"], "max-steps"),
+        (["eagle", "--features", "TALKS/below"], "is a file"),
+        (["eagle", "--output", "TALKS"], "is a file"),
+        (["eagle", "--output", "MODEL"], "no training run here has made"),
+        (["eagle", "--initial-head", "STRANGER"], "for a target of vocab_size 64"),
+        (["eagle", "--initial-head", "MODEL"], "no head in a known layout"),
+    ],
+)
+def test_training_refuses_before_it_loads_the_target(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_model: None, arguments: list[Any], message: str,
+) -> None:  # fmt: skip
+    stranger = EagleConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=4)
+    EagleHead(stranger).save_pretrained(tmp_path / "stranger")
+    (tmp_path / "fields.json").write_text(json.dumps(next((a for a in arguments if isinstance(a, dict)), {})))
+    names = {"MODEL": saved, "TALKS": talks, "TALKS/below": talks / "below", "STRANGER": tmp_path / "stranger"}
+    given = [tmp_path / "fields.json" if isinstance(a, dict) else names.get(a, a) for a in arguments]
+    output = [] if "--output" in given else ["--output", tmp_path / "out"]
+    assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, *output) == 2
+    streams = capsys.readouterr()
+    assert message in streams.err
+    assert len(streams.err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("datasets", ["distill", "--invent", "3", "--output", "OUT"]),
+        ("peft", ["train", "medusa", "--joint", "--data", "TALKS", "--output", "OUT"]),
+        ("matplotlib", ["tree", "--drafter", "HEAD", "--data", "TALKS", "--output", "OUT", "--plot", "OUT.png"]),
+    ],
+)
+def test_a_missing_package_is_told_first(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_model: None, package: str, command: list[str],
+) -> None:  # fmt: skip
+    without(monkeypatch, package)
+    names = {"TALKS": talks, "OUT": tmp_path / "out", "OUT.png": tmp_path / "out.png"}
+    assert run(monkeypatch, *[names.get(a, a) for a in command], "--model", saved) == 2
+    assert f"needs the package {package}. pip install 'hf-specdec[training]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_a_run_ends_without_its_picture(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head is there, the log is a table, and the head names no path of this machine but says so."""
+    without(monkeypatch, "matplotlib")
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps({"logging_steps": 1}))
+    assert run(monkeypatch, "train", "medusa", "--data", talks, "--model", saved, "--output", tmp_path / "head",
+               "--max-steps", 2, "--num-heads", 1, "--arguments", more) == 0  # fmt: skip
+    streams = capsys.readouterr()
+    assert "training.png was not drawn" in streams.err
+    assert "--base-model-name" in streams.err
+    rows = [
+        line.split() for line in (streams.out + streams.err).splitlines() if "loss" in line or line[:9].strip() == "1"
+    ]
+    assert rows[0][:4] == ["step", "loss", "gradient", "rate"]
+    assert len(rows[0]) >= 6
+    assert "{'" not in streams.out + streams.err
+    assert not (tmp_path / "head" / "training.png").exists()
+    for text in ((tmp_path / "head" / name).read_text() for name in ("config.json", "README.md")):
+        assert str(tmp_path) not in text
+    assert load_head(tmp_path / "head").config.base_model_name_or_path is None
+
+
+def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps({"save_steps": 1}))
+    command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "head", "--max-steps", 1,
+               "--arguments", more, "--base-model-name", "org/target"]  # fmt: skip
+    assert run(monkeypatch, *command) == 0
+    assert load_head(tmp_path / "head").config.base_model_name_or_path == "org/target"
+    assert "The head starts from the target's lm_head" in capsys.readouterr().err
+    monkeypatch.setattr("hf_specdec.cli.training.load_target", None)
+    assert run(monkeypatch, *command, "--aligned-steps", 2) == 2
+    assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
+
+
+def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_model: None,
+) -> None:  # fmt: skip
+    for name in ("head", "other"):
+        EagleHead(EagleConfig.for_target(AutoConfig.from_pretrained(saved))).save_pretrained(tmp_path / name)
+    command = ["tree", "--drafter", tmp_path / "head", "--data", talks, "--model", saved]
+    assert run(monkeypatch, *command, "--output", tmp_path / "other") == 2
+    assert "not the directory of this head" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(monkeypatch, *command, "--output", tmp_path / "head", "--dtype", "float32", "--top-k", 96) == 0
+    assert isinstance(load_head(tmp_path / "head").config.tree, list)
 
 
 @pytest.mark.parametrize("command", [["distill"], ["tree"], ["train", "medusa"], ["train", "eagle"]])

@@ -93,7 +93,9 @@ def test_a_searched_eagle_tree_is_accepted_as_predicted(sure_llama: Any, version
     assert sure_llama.last_speculation.mean_accepted_length == pytest.approx(found.expected_tau[12], rel=0.15)
 
 
-def test_the_size_is_what_pays(sure_llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_size_is_what_pays(
+    sure_llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Cheap nodes: the largest tree. Dear nodes: the smallest. It is stored with the heads, and used."""
     heads = random_medusa(sure_llama)
     _, _, talks = answered(sure_llama, 2, 20)
@@ -104,6 +106,9 @@ def test_the_size_is_what_pays(sure_llama: Any, monkeypatch: pytest.MonkeyPatch,
         found = search_tree(sure_llama, heads, talks, max_nodes=16, top_k=4)
         sizes = sorted(found.verify_seconds)[1:]
         assert found.num_nodes == (sizes[-1] if largest else sizes[0])
+        assert ("No tree of this head pays here: the best one, of 2 nodes" in caplog.text) is not largest
+        assert found.expected_speed_up is not None
+        assert (found.expected_speed_up > 1) is largest
     heads.save_pretrained(tmp_path)
     loaded = load_head(tmp_path)
     assert isinstance(loaded, MedusaHeads)

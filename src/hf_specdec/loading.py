@@ -91,9 +91,11 @@ def load_tokenizer(name: str | None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # tokenizers, sentencepiece and the Hub's client raise what they like
-        if isinstance(source, Path) or Path(source).is_dir():
+        if isinstance(source, Path):
+            files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
+            reason = f": {_first_line(error)}" if files else "."
             raise CheckpointFormatError(
-                f"The model {str(source)!r} cannot be loaded: it has no tokenizer ({_first_line(error)}).",
+                f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
                 "Save it beside the model: tokenizer.save_pretrained(directory).",
             ) from error
         raise _not_loaded(source, error) from error

@@ -92,6 +92,9 @@ class EagleConfig(LlamaConfig):
                 f"{type(text).__name__} has no {', '.join(missing)} that a draft layer could be shaped by.",
                 f"Give {'it' if len(missing) == 1 else 'them'}: {cls.__name__}.for_target(config, {missing[0]}=...).",
             )
+        for name in shared[:5]:
+            if name in fields and (not isinstance(fields[name], int) or fields[name] < 1):
+                raise InvalidConfigError(f"`{name}` must be an integer >= 1, got {fields[name]!r}.")
         # heads whose size is not hidden / heads cannot be stored in the published layout: EAGLE ignores head_dim
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
         fields.setdefault("base_model_name_or_path", portable_name(getattr(target_config, "_name_or_path", None)))

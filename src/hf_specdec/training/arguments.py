@@ -32,7 +32,7 @@ def head_arguments(output: Path, more: Mapping[str, Any], **fields: Any) -> Trai
     given: dict[str, Any] = {
         "output_dir": str(output), "lr_scheduler_type": "cosine", "warmup_steps": WARM_UP, "adam_beta2": 0.95,
         "max_grad_norm": 0.5, "logging_steps": 10, "save_steps": 100, "save_total_limit": 2, "report_to": "none",
-        "train_sampling_strategy": "group_by_length", "ddp_find_unused_parameters": False,
+        "disable_tqdm": False, "train_sampling_strategy": "group_by_length", "ddp_find_unused_parameters": False,
         "ddp_timeout": int(PATIENCE.total_seconds()), "use_cpu": not torch.accelerator.is_available(),
         **fields, **more,
     }  # fmt: skip

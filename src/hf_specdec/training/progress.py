@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -39,8 +41,11 @@ class TableCallback(TrainerCallback):
         row = {"step": state.global_step, **values}
         if list(row) != self._names:
             self._names = list(row)
-            self._bar.write("  ".join(f"{short(name):>{COLUMN}}" for name in row))
-        self._bar.write("  ".join(f"{_text(value):>{max(COLUMN, len(short(name)))}}" for name, value in row.items()))
+            self._write(f"{short(name):>{COLUMN}}" for name in row)
+        self._write(f"{_text(value):>{max(COLUMN, len(short(name)))}}" for name, value in row.items())
+
+    def _write(self, cells: Iterable[str]) -> None:
+        self._bar.write("  ".join(cells), file=sys.stderr)  # where the bar is; stdout is for results
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close it."""
