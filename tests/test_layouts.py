@@ -326,3 +326,24 @@ def test_an_embedding_equal_to_the_targets_is_not_kept_twice(tmp_path: Path) -> 
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, speculative="eagle"), plain
         )
     SpeculativeGenerationMixin.detach(model)
+
+
+def test_the_card_of_medusa_heads_names_their_loader(tmp_path: Path) -> None:
+    for shared, loader in ((True, "medusa_model_legacy.py"), (False, "medusa_model.py")):
+        heads = MedusaHeads(MedusaConfig(32, 64, shared_lm_head=shared))
+        card = (export_head(heads, tmp_path / loader, format="medusa") / "README.md").read_text()
+        assert f"`medusa/model/{loader}` only" in card
+
+
+def test_eagles_code_gets_exactly_two_keys_of_a_scaling(tmp_path: Path) -> None:
+    head = EagleHead(EagleConfig(**CONFIG, rope_parameters=LINEAR))
+    config = json.loads((export_head(head, tmp_path / "out", format="eagle") / "config.json").read_text())
+    assert config["rope_scaling"] == {"type": "linear", "factor": 2.0}
+    assert load_head(tmp_path / "out").config.rope_parameters == LINEAR
+
+
+def test_a_head_in_the_authors_layout_is_read_as_theirs(tmp_path: Path) -> None:
+    head = Eagle3Head(Eagle3Config(**CONFIG, draft_vocab_size=16))
+    head.set_hot_token_ids(torch.arange(16) * 2)
+    for format in ("eagle3", "sglang"):
+        assert load_head(export_head(head, tmp_path / format, format=format)).layout == format

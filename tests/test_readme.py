@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,19 @@ def test_the_example_runs(
     for factory in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM):
         load = factory.from_pretrained
         monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
-    exec(code_block(README, "<!-- example -->"), {})
-    assert "tau" in capsys.readouterr().out
+    scope: dict[str, Any] = {}
+    exec(code_block(README, "<!-- example -->"), scope)
+    assert "prompt_lookup" in capsys.readouterr().out
+    exec(code_block(README, "<!-- head example -->"), scope)
+    assert scope["model"].last_speculation.method == "eagle"
+
+
+def test_the_package_page_has_whole_links() -> None:
+    """README as the metadata has it: every link leads back to the repository."""
+    page = importlib.metadata.metadata("hf-specdec").get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 10
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
 def test_links_and_files_exist() -> None:

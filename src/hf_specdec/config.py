@@ -147,7 +147,8 @@ class SpeculativeConfig(_Fields):
             `p(x) > min(threshold, alpha * exp(-H(p)))`.
         adaptive: `True` or an `AdaptiveConfig`.
         compile: Static-shape runner; `"auto"` takes the fastest that is exact here.
-        max_cache_length: Slots of the static cache; None is prompt + max_new_tokens + tree.
+        max_cache_length: Slots of the static cache, allocated at once; None is what prompt, answer and tree come to
+            need, moved to larger memory where a text outgrows it.
     """
 
     method: str = "auto"

@@ -130,7 +130,7 @@ def _probe(model: PreTrainedModel, cache: TreeCache | ChainCache, parents: list[
         _CannotVerifyError: The forward fails, or its logits are not those of plain decoding.
     """
     device, vocab_size = execution_device(model), text_config(model).vocab_size
-    exact = model.dtype in (torch.float32, torch.float64) and torch.get_float32_matmul_precision() == "highest"
+    exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
     rows = 2 if exact else 2 * PROBE_TEXTS
     tokens = ((torch.arange(17 * rows, device=device) * 7 + 3) % vocab_size).view(rows, 17)
     prompt, nodes = tokens.split([13, 4], dim=-1)
@@ -265,6 +265,14 @@ def _reproducible(model: nn.Module) -> Iterator[None]:
 def drops_cache(model: nn.Module) -> bool:
     """Whether layers checkpoint gradients in train mode, where transformers takes their cache away."""
     return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _multiplies_exactly(device: torch.device) -> bool:
+    """Whether float32 matrices are multiplied in float32 here, not in TF32 or the like, which users may switch on."""
+    matrix = torch.arange(64.0 * 64).cos().view(64, 64)
+    exact = matrix.double() @ matrix.double()
+    product = (matrix.to(device) @ matrix.to(device)).cpu().double()
+    return bool((product - exact).norm() < 1e-5 * exact.norm())
 
 
 def _is_random(model: PreTrainedModel) -> bool:

@@ -167,7 +167,7 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
     return {
         **found,
         "head_dim": rows // heads,
-        "rope_parameters": config.rope_parameters,
+        "rope_parameters": {name: value for name, value in config.rope_parameters.items() if name != "type"},
         "attention_bias": bool(bound.get("attention_bias")) or f"{prefix}self_attn.o_proj.bias" in shapes,
         "qkv_bias": f"{prefix}self_attn.q_proj.bias" in shapes,
         "mlp_bias": bool(bound.get("mlp_bias")) or f"{prefix}mlp.gate_proj.bias" in shapes,

@@ -1,0 +1,36 @@
+"""Run the notebooks and keep what they show; a stream is kept as one text, not as the pieces in which it came.
+
+python tests/run_notebooks.py [NAME ...]     `make notebooks`
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+
+
+def executed(path: Path, timeout: int = 600) -> nbformat.NotebookNode:
+    """The notebook with the outputs of a fresh run."""
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, timeout=timeout, resources=resources, coalesce_streams=True).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times of day
+    return notebook
+
+
+def main() -> None:
+    """Run all, or those whose names begin as asked."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if len(sys.argv) == 1 or path.name.startswith(tuple(sys.argv[1:])):
+            nbformat.write(executed(path), path)
+            print(path.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
