@@ -24,6 +24,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
+from hf_specdec.training import FeatureStore, capture_features, read_conversations
 from launched import launch
 from test_cli import run
 from test_distill import CLI
@@ -331,3 +332,21 @@ def test_two_processes_train_one_head(saved: Path, tmp_path: Path) -> None:
     before = load_file(tmp_path / "two" / "checkpoint-10" / "model.safetensors")
     assert (two["head.fc.weight"] - before["head.fc.weight"]).abs().max() > 0.005, "equal weights mean something"
     assert isinstance(load_head(tmp_path / "two"), Eagle3Head)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: Path) -> None:
+    """Each writes its part of the files, both wait for the last, and the features are those of one process."""
+    more, folder = tmp_path / "more.json", tmp_path / "features"
+    more.write_text("{}")
+    command = [*train_command(saved, talks, tmp_path / "head", more), "--features", str(folder)]
+    told = launch(*command, "--max-steps", "1")
+    assert told.count("of 2") == 2
+    model: Any = AutoModelForCausalLM.from_pretrained(saved)
+    layers = tuple(json.loads((folder / "features.json").read_text())["layers"])
+    alone = capture_features(model, read_conversations(talks), tmp_path / "alone", layers=layers)
+    together = FeatureStore(folder)
+    assert len(together) == len(alone) == 24
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        torch.testing.assert_close(one["features"], other["features"])
