@@ -8,6 +8,7 @@ Prints a JSON object: how many of each kind, what was not a clear error of ours,
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pickle
@@ -27,10 +28,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdec import SpeculativeDecodingError, load_head
-from hf_specdec.errors import CheckpointFormatError
-from layouts import Example, all_examples
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, load_head
+from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError
+from hf_specdec.heads.report import inspect_head
+from hostile_kinds import HARMLESS_ENDS, MORE_MUTATIONS, any_field, any_native_field
+from layouts import Example, V, all_examples
 
 MARKER = "code-ran"
 NO_NUMBERS: list[Any] = [-1, 0, -(2**40), 2**40, 2**63, 2**70, "x", [], {}, [1], {"a": 1}, 1.5, 7]
@@ -322,26 +326,53 @@ EAGLES_ONLY = (bad_size, bad_rope, bad_layer_ids)
 MUTATIONS: list[Mutation] = [
     bad_size, bad_rope, bad_layer_ids, config_text, no_file, not_finite, wrong_dtype, wrong_shape, missing_tensor,
     strange_name, bad_vocabulary, bad_mask, broken_safetensors, pickled_code, broken_pickle, bad_index,
+    *MORE_MUTATIONS, any_field, any_native_field,
 ]  # fmt: skip
 
 
 def attempt(mutation: Mutation, example: Example, folder: Path, rng: random.Random) -> str:
-    """Empty where the outcome is a clear error of ours, else what it was."""
+    """Empty for a clear error of ours, or a head that drafts where it may be one; else what it was."""
     mutation(example, folder, rng)
     begin = time.monotonic()
     try:
         head = load_head(folder)
+        inspect_head(folder)
+        if mutation in HARMLESS_ENDS:
+            drafts(head)
     except SpeculativeDecodingError as error:
         text = str(error)
-        if not isinstance(error, CheckpointFormatError):
+        if not isinstance(error, CheckpointFormatError | DrafterMismatchError):
             return f"{type(error).__name__}: {text}"
         if not 20 < len(text) < 3000:
             return f"an error of {len(text)} characters"
+        if not text.replace("\n", "").isprintable():
+            return "an error that a terminal would obey"
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     else:
-        return f"loaded as {head.layout}"
+        if mutation not in HARMLESS_ENDS:
+            return f"loaded as {head.layout}"
     return "slow" if time.monotonic() - begin > 5 else ""
+
+
+@functools.cache
+def target(size: int, vocabulary: int) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": vocabulary, "hidden_size": size, "intermediate_size": 24, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=None)
+    return SpeculativeGenerationMixin.attach(LlamaForCausalLM(config).eval())
+
+
+def drafts(head: Any) -> None:
+    """Generate with a head on a model of its sizes, and see that the answer is the model's."""
+    size = getattr(head.config, "target_hidden_size", None) or head.config.hidden_size
+    model = target(size, head.config.vocab_size or V)
+    ids = torch.arange(6)[None] % model.config.vocab_size
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    model.load_drafter(head, name="stranger")
+    answer = model.generate(ids, speculative="stranger", **options)
+    assert torch.equal(answer, model.generate(ids, **options)), "another answer"
 
 
 def main() -> None:
@@ -351,6 +382,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     examples = all_examples()
     eagles = sorted(name for name, example in examples.items() if "medusa" not in example.layout)
     threes = sorted(name for name, example in examples.items() if "eagle3" in name)

@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
-    0: ["config", "errors"],
+    0: ["config", "errors", "atomic"],
     1: ["tree", "masks", "sampling", "stats", "heads.card"],
     2: [
         "target",
@@ -19,6 +19,8 @@ ROWS = {
         "heads.attention",
         "heads.base",
         "heads.files",
+        "heads.pickles",
+        "heads.schema",
         "heads.vocabulary",
         "heads.eagle",
         "heads.eagle3",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import zoo
 from hf_specdec import (
@@ -278,3 +282,117 @@ def test_a_stored_default_survives_saving(model: Any, tmp_path: Path, stored: An
     del model.generation_config.speculative
     model.save_pretrained(tmp_path)
     assert "speculative" not in (tmp_path / "generation_config.json").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- interrupts, threads
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt at the n-th line that this package runs, as Ctrl-C may."""
+
+    def __init__(self, line: int) -> None:
+        self.left, self.raised = line, False
+
+    def __enter__(self) -> Interrupts:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        if "hf_specdec" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.raised = True
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_interrupted_attach_is_whole_or_not_at_all(dropout: float) -> None:
+    """At every line: the class, the state and the modes are all old, or all new."""
+    model: Any = copy.deepcopy(zoo.build("llama")).train()
+    model.model.layers[1].eval()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = dropout
+    plain, keys = type(model), set(model.__dict__)
+    modes = [module.training for module in model.modules()]
+    for line in itertools.count(1, 3):
+        try:
+            with Interrupts(line) as interrupts:
+                SpeculativeGenerationMixin.attach(model)
+        except KeyboardInterrupt:
+            pass
+        assert [module.training for module in model.modules()] == modes, line
+        if type(model) is plain:
+            assert set(model.__dict__) == keys, line
+        else:
+            assert model._speculation.facts, line
+            SpeculativeGenerationMixin.detach(model)
+        if not interrupts.raised:
+            break
+    assert line > 300
+
+
+def test_detaching_waits_for_nobody_and_breaks_nothing(model: Any) -> None:
+    """Refused while another thread generates; before and after, whoever generates has whole answers."""
+    plain = model.generate(IDS, **GREEDY)
+    begun, go_on = threading.Event(), threading.Event()
+    answers: list[torch.Tensor] = []
+
+    class Waits(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            go_on.wait(20)
+            return scores
+
+    def work() -> None:
+        options = {"speculative": "prompt_lookup", "logits_processor": LogitsProcessorList([Waits()])}
+        answers.append(model.generate(IDS, **options, **GREEDY))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait(20)
+    with pytest.raises(UnsupportedModelError, match="Another thread is generating"):
+        SpeculativeGenerationMixin.detach(model)
+    go_on.set()
+    thread.join()
+    assert torch.equal(answers[0], plain)
+    SpeculativeGenerationMixin.detach(model)
+    assert torch.equal(model.generate(IDS, **GREEDY), plain)
+
+
+def test_attaching_while_others_generate_plainly() -> None:
+    """Threads that generate without speculation all the time, a model that is attached and detached all the time."""
+    model: Any = copy.deepcopy(zoo.build("llama"))
+    plain, stop = model.generate(IDS, **GREEDY), threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                assert torch.equal(model.generate(IDS, **GREEDY), plain)
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(8):
+        SpeculativeGenerationMixin.attach(model)
+        assert torch.equal(model.generate(IDS, speculative="prompt_lookup", **GREEDY), plain)
+        for _ in range(1000):
+            try:
+                SpeculativeGenerationMixin.detach(model)
+                break
+            except UnsupportedModelError:
+                time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures

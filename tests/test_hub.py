@@ -119,7 +119,7 @@ def test_hostile_checkpoints() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert sum(report["kinds"].values()) == 400
-    assert len(report["kinds"]) == 17
+    assert len(report["kinds"]) == 24
     assert report["wrong"] == []
     assert report["code_ran"] is False
     assert report["megabytes_gained"] < 200
@@ -139,11 +139,16 @@ def test_counts_are_not_believed(folder: Path) -> None:
     heads.save_pretrained(folder / "medusa")
     three = Eagle3Head(Eagle3Config.for_target(zoo.build("llama").config, fc_norm=True))
     three.save_pretrained(folder / "three")
-    for name, fields in (("medusa", {"medusa_num_heads": 10**12}), ("medusa", {"medusa_num_layers": 10**12}),
-                         ("three", {"eagle_aux_hidden_state_layer_ids": list(range(10**5))})):  # fmt: skip
+    for name, fields, message in (
+        ("medusa", {"medusa_num_heads": 10**12}, "from 1 to 128"),
+        ("medusa", {"medusa_num_layers": 10**12}, "from 1 to 128"),
+        ("medusa", {"medusa_num_heads": 100}, "more parts than there are tensors"),
+        ("three", {"eagle_aux_hidden_state_layer_ids": list(range(10**5))}, "a list of at most 128"),
+        ("three", {"eagle_aux_hidden_state_layer_ids": list(range(100))}, "more parts than there are tensors"),
+    ):
         shutil.copytree(folder / name, folder / "copy", dirs_exist_ok=True)
         edit_config(folder / "copy", **fields)
-        with pytest.raises(CheckpointFormatError, match="more parts than there are tensors"):
+        with pytest.raises(CheckpointFormatError, match=message):
             load_head(folder / "copy")
 
 

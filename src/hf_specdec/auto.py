@@ -8,9 +8,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_specdec.drafters import HEAD_DRAFTERS
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.layouts import says_head
+from hf_specdec.loading import refuse_foreign_kernels
 from hf_specdec.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
@@ -44,7 +45,9 @@ class AutoSpeculativeModelForCausalLM:
                 `subfolder` for what `name_or_path` names.
 
         Raises:
-            CheckpointFormatError: A head that names no target, or no head at `drafter`.
+            CheckpointFormatError: A head that names no target, no head at `drafter`, or a target whose config asks
+                for kernels of another repository.
+            InvalidConfigError: `trust_remote_code` with a head alone: trust in it is none in the target it names.
             DrafterMismatchError: The head was made for another model.
             UnsupportedModelError: The target cannot verify a tree of tokens.
         """
@@ -64,8 +67,18 @@ class AutoSpeculativeModelForCausalLM:
             if base.startswith(BESIDE):  # the model that was trained with it, in a directory of its own there
                 kwargs["subfolder"] = str(Path(kwargs.get("subfolder", "")) / base.removeprefix(BESIDE))
             elif base != str(name_or_path):
+                if kwargs.get("trust_remote_code"):
+                    raise InvalidConfigError(
+                        f"trust_remote_code=True would run code of {base}, which the head {name_or_path} names: trust "
+                        "in one repository is none in another.",
+                        f"Name it yourself: from_pretrained({base!r}, drafter={str(name_or_path)!r}, "
+                        "trust_remote_code=True).",
+                    )
                 kwargs = {name: value for name, value in kwargs.items() if name not in HEAD_OPTIONS}
                 name_or_path = base
+        if "attn_implementation" not in kwargs:
+            where = {name: kwargs[name] for name in (*HUB_OPTIONS, *HEAD_OPTIONS) if name in kwargs}
+            refuse_foreign_kernels(PreTrainedConfig.get_config_dict(name_or_path, **where)[0], str(name_or_path))
         model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs))
         if head is not None:
             model.add_drafter(HEAD_DRAFTERS[type(head)](head))

@@ -14,6 +14,10 @@ Compile = Literal["auto", "none", "cuda_graph", "compile"]
 Choice = tuple[int, ...]
 
 
+MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
+"""What a stored head may ask for at most: nodes of a tree, its depth, children of a node."""
+
+
 def validate_choices(choices: Iterable[Any]) -> list[Choice]:
     """Check a choice list and sort it level by level.
 

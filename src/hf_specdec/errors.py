@@ -12,8 +12,18 @@ class SpeculativeDecodingError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message} {hint}".rstrip())
+        super().__init__(printable(f"{message} {hint}".rstrip()))
         self.hint = hint
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal would obey instead of showing it; line breaks stay.
+
+    Example: a red "x", `"\\x1b[31mx"`, is shown as `\\x1b[31mx`.
+    """
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 class UnsupportedModelError(SpeculativeDecodingError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads.base import DraftHead
@@ -101,6 +101,26 @@ def load_tokenizer(name: str | None) -> Any:
         raise _not_loaded(source, error) from error
 
 
+def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
+    """See that a model's configuration does not have transformers fetch code of a repository that nobody named.
+
+    Args:
+        fields: Its `config.json`.
+        where: What to call it.
+
+    Raises:
+        CheckpointFormatError: Some attention or expert implementation in it is a repository of kernels.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            refuse_foreign_kernels(value, where)
+        elif name.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise CheckpointFormatError(
+                f"The config of {where} asks for code of another repository: {name} is {value!r}.",
+                "If you trust it, load the model yourself, with attn_implementation=..., and attach it.",
+            )
+
+
 def load_config(name: str | None) -> Any:
     """A model's configuration, without the model.
 
@@ -132,7 +152,10 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
     """
     tokenizer, source = load_tokenizer(name), _source(name)
     try:
+        refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except CheckpointFormatError:
+        raise
     except Exception as error:  # weights can be broken in many ways, each with a class of its own
         raise _not_loaded(source, error) from error
     if name is None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,12 +28,11 @@ from hf_specdec.errors import (
     InvalidConfigError,
     UnsupportedModelError,
 )
-from hf_specdec.fingerprint import Fingerprint
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.hub import load_head
 from hf_specdec.probe import inspect_target
 from hf_specdec.sampling import Transcript
-from hf_specdec.state import STATE, current_facts, fit_again, register, state_of
+from hf_specdec.state import STATE, SWAP, SpeculationState, current_facts, fit_again, register, state_of
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target import cache_argument, text_config
 from hf_specdec.trial import try_drafter
@@ -67,10 +65,16 @@ class SpeculativeGenerationMixin:
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             return model
-        facts = inspect_target(model)
+        state = SpeculationState()
         base: Any = type(model)
-        model.__class__ = _speculative_class(base)
-        state_of(model).facts = [replace(facts, fingerprint=Fingerprint.of(model))]
+        state.facts = [inspect_target(model)]
+        try:  # whole or not at all, also where somebody interrupts it
+            model.__dict__[STATE] = state
+            model.__class__ = _speculative_class(base)
+        except BaseException:
+            model.__class__ = base
+            model.__dict__.pop(STATE, None)
+            raise
         return model
 
     @staticmethod
@@ -78,7 +82,8 @@ class SpeculativeGenerationMixin:
         """Undo `attach`: the model is exactly what it was; its drafters are forgotten.
 
         Raises:
-            UnsupportedModelError: The mixin is a base class of the model's own class.
+            UnsupportedModelError: The mixin is a base class of the model's own class, or another thread is generating
+                with the model.
         """
         if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
             SpeculativeGenerationMixin.detach(model.get_base_model())
@@ -88,9 +93,24 @@ class SpeculativeGenerationMixin:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has the mixin as a base class of its own.", "Only attach() can be undone."
                 )
-            model.__class__ = type(model).__mro__[2]
-            model.__dict__.pop(STATE, None)
+            with SWAP:
+                if state_of(model).is_running_elsewhere():
+                    raise UnsupportedModelError(
+                        f"Another thread is generating with this {type(model).__name__}.", "Detach it afterwards."
+                    )
+                model.__class__ = type(model).__mro__[2]
+                model.__dict__.pop(STATE, None)
         return model
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; that it runs is noted down, for `detach`."""
+        with SWAP:
+            running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
+        if running is None:  # detached between the call and here
+            return type(self).generate(self, *args, **kwargs)
+        with running:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------- drafters
 
@@ -212,9 +232,10 @@ class SpeculativeGenerationMixin:
     ) -> None:
         """Refuse here, before any work, what speculation cannot keep."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
-        if generation_config.speculative is None:
+        speculative = getattr(generation_config, "speculative", None)
+        if speculative is None:
             return
-        config = SpeculativeConfig.of(generation_config.speculative)
+        config = SpeculativeConfig.of(speculative)
         drafter = self._drafter_for(config)
         drafter.num_nodes(config)  # its own view of the fields
         options.check_mode(generation_mode, generation_config, generation_mode_kwargs)

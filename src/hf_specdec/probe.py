@@ -6,9 +6,11 @@ Before: `mixin.attach`. After: nobody; the finding (`TargetFacts`) is plain data
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -249,17 +251,24 @@ def _reproducible(model: nn.Module) -> Iterator[None]:
     A model whose forwards are random has no answer that could be kept; whether its layers can verify a tree, they
     tell without the noise. Every module is back in its mode afterwards, and so are the random numbers.
     """
-    training = [module for module in model.modules() if module.training]
+    training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
-        if training and (drops_cache(model) or _is_random(model)):
-            model.eval()
+        quiet = bool(training) and (drops_cache(model) or _is_random(model))
         try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+            try:
+                _set_training(training, not quiet)
+                yield
+            finally:
+                _set_training(training, True)
+        finally:  # an interrupt may come at the line above
+            _set_training(training, True)
+
+
+def _set_training(modules: Sequence[dict[str, Any]], mode: bool) -> None:
+    """Switch modules by their attributes, all in one instruction of Python's, which no interrupt divides."""
+    deque(map(dict.__setitem__, modules, repeat("training"), repeat(mode)), maxlen=0)
 
 
 def drops_cache(model: nn.Module) -> bool:

@@ -6,6 +6,9 @@ One object in the model's `__dict__`, no parameter, buffer or module. Before: `p
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,21 +27,39 @@ KEPT_FACTS = 4
 logger = logging.getLogger(__name__)
 
 
+SWAP = threading.Lock()
+"""Held while a model's class is swapped back, and while a generation says that it begins."""
+
+
 class SpeculationState:
-    """A model's drafters, what the probe found, and the last call's statistics."""
+    """A model's drafters, what the probe found, who generates with it, and the last call's statistics."""
 
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
         self.fitted: dict[str, Fingerprint] = {}  # the model that each drafter was last checked against
         self.facts: list[TargetFacts] = []  # latest first
         self.last: SpeculationStats | None = None
+        self._threads: Counter[int] = Counter()  # generations under way, by thread
+
+    def running(self) -> ExitStack:
+        """Note down that this thread generates, from now until the block ends."""
+        thread = threading.get_ident()
+        self._threads[thread] += 1
+        stack = ExitStack()
+        stack.callback(self._threads.subtract, (thread,))
+        return stack
+
+    def is_running_elsewhere(self) -> bool:
+        """Whether another thread that lives is generating."""
+        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "fitted": {}, "facts": [], "last": self.last}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+        self.__dict__.update(values, _threads=Counter())
 
 
 def state_of(model: Any) -> SpeculationState:

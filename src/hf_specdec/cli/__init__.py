@@ -8,6 +8,7 @@ from typing import Annotated
 
 import transformers
 import typer
+from safetensors import SafetensorError
 
 from hf_specdec.cli import generation, heads, training
 from hf_specdec.errors import SpeculativeDecodingError
@@ -51,10 +52,20 @@ def main() -> None:
         _fail(str(error))
     except typer.BadParameter as error:
         _fail(error.format_message())
+    except (OSError, SafetensorError) as error:
+        _fail(f"A file could not be read or written: {error}")
+    except RuntimeError as error:
+        if WRITER not in str(error):
+            raise
+        _fail(f"A file could not be written: {error}")
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except typer.TyperException as error:
         _fail(str(error))
+
+
+WRITER = "inline_container.cc"
+"""torch's archive writer, in the text of its errors: they have no class of their own."""
 
 
 def _fail(message: str) -> None:

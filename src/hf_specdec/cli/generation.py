@@ -17,6 +17,7 @@ from transformers import TextStreamer
 
 from hf_specdec import bench as benchmark
 from hf_specdec import demo as demonstration
+from hf_specdec.atomic import write_text
 from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, writable_file
 from hf_specdec.drafters import NEEDS_HEAD, method_named
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
@@ -128,7 +129,7 @@ def bench(
     if output is not None:
         document = {"environment": benchmark.environment(lm), "summary": summary,
                     "measurements": [asdict(row) for row in rows]}  # fmt: skip
-        output.write_text(json.dumps(document, indent=1))
+        write_text(output, json.dumps(document, indent=1))
 
 
 def _check_prompt(prompt: str) -> None:

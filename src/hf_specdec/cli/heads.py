@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specdec.cli.options import writable_directory
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import InvalidConfigError, printable
 from hf_specdec.heads.export import export_head, lost_settings
 from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.report import inspect_head
@@ -48,7 +48,7 @@ def inspect(
     }
     table = Table(show_header=False, box=None)
     for name, value in {"where": report.where, **rows}.items():
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(Text(name, style="bold"), Text(printable(value)))
     Console().print(table)
 
 

@@ -6,6 +6,7 @@ Next: `heads/eagle.py`, `heads/eagle3.py`, `heads/medusa.py`; reading heads of o
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +14,10 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 
+from hf_specdec.atomic import beside, move_into
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.card import CARD_NAME, model_card
+from hf_specdec.heads.schema import Rule, checked
 from hf_specdec.heads.vocabulary import HotTokens
 
 NATIVE_LAYOUT = "hf-specdec"
@@ -44,6 +47,25 @@ def portable_name(name: str | None) -> str | None:
     if not name or name.startswith(("/", ".", "~")) or Path(name).is_absolute() or Path(name).exists():
         return None
     return name
+
+
+class CheckedConfig:
+    """Mixin of a head's configuration, before transformers' class: what a file says is checked, or stays behind.
+
+    Attributes:
+        rules: What its fields may be.
+    """
+
+    rules: ClassVar[Mapping[str, Rule]]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, from the fields of the schema alone: nothing else of a stranger's file gets there.
+
+        Raises:
+            InvalidConfigError: A value of the wrong type or out of range.
+        """
+        return super().from_dict(checked(config_dict, cls.rules), **kwargs)  # type: ignore[misc]
 
 
 class DraftHead(HotTokens, PreTrainedModel):
@@ -79,7 +101,7 @@ class DraftHead(HotTokens, PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save as transformers does, and write a model card where the directory has none.
+        """Save as transformers does, whole or not at all, and write a model card where the directory has none.
 
         Args:
             save_directory: Made where it is missing.
@@ -89,11 +111,13 @@ class DraftHead(HotTokens, PreTrainedModel):
         """
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs)
-        is_main = kwargs.get("is_main_process", True)
-        card = Path(save_directory) / CARD_NAME
-        if is_main and not card.exists():
-            card.write_text(model_card(self.config, self.method))
+        is_main, folder = kwargs.get("is_main_process", True), Path(save_directory)
+        with beside(folder) as made:
+            super().save_pretrained(made, *args, **kwargs)
+            if is_main:
+                if not (folder / CARD_NAME).exists():
+                    (made / CARD_NAME).write_text(model_card(self.config, self.method))
+                move_into(made, folder, first="config.json", stale=WEIGHT_PATTERNS)
         if is_main and push_to_hub:
             self.push_to_hub(repo_id, **upload, **kwargs)
 
@@ -124,6 +148,9 @@ class DraftHead(HotTokens, PreTrainedModel):
                 card.write_text(model_card(self.config, self.method, repo))
             return api.upload_folder(repo_id=repo, folder_path=folder, **upload)
 
+
+WEIGHT_PATTERNS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
+"""Files of weights that an earlier head may have left in a directory."""
 
 UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")
 

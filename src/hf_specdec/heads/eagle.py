@@ -11,8 +11,8 @@ to the same methods (`heads/eagle3.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
-from hf_specdec.heads.base import EagleFamilyHead, portable_name
+from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
+from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule
 
 
-class EagleConfig(LlamaConfig):
+class EagleConfig(CheckedConfig, LlamaConfig):
     """Configuration of an EAGLE-1/2 head: a one-layer Llama configuration and what is EAGLE's own.
 
     Args:
@@ -47,6 +48,7 @@ class EagleConfig(LlamaConfig):
     """
 
     model_type = "hf_specdec_eagle"
+    rules: ClassVar[Mapping[str, Rule]] = EAGLE
 
     bias: bool = True
     qkv_bias: bool = False
@@ -110,17 +112,8 @@ def _rotary_of(text_config: Any) -> dict[str, Any] | None:
     nested = [value for value in settings.values() if isinstance(value, dict)]
     if nested:
         settings = settings.get("full_attention") or nested[0]
-    settings = {name: value for name, value in settings.items() if name in ROTARY_FIELDS and value is not None}
-    return settings if settings.get("rope_type", "default") in ROPE_TYPES and settings else None
-
-
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Rotary positions that draft layers have."""
-
-ROTARY_FIELDS = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-                 "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-                 "truncate")  # fmt: skip
-"""What a draft layer's rotary settings may say."""
+    settings = {name: value for name, value in settings.items() if name in ROTARY and value is not None}
+    return settings if settings and ROPE.holds(settings) else None
 
 
 class EagleLayer(nn.Module):

@@ -7,8 +7,8 @@ feature by a second linear layer, published weights have query, key and value re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.eagle import EagleConfig
+from hf_specdec.heads.schema import EAGLE3, Rule
 
 PAPER_LAYERS = ("2", "L/2", "L-3")
 """The hidden states that a head reads whose config names none, of a target of L layers."""
@@ -38,6 +39,7 @@ class Eagle3Config(EagleConfig):
     """
 
     model_type = "hf_specdec_eagle3"
+    rules: ClassVar[Mapping[str, Rule]] = EAGLE3
 
     bias: bool = False
     eagle_aux_hidden_state_layer_ids: list[int] | None = None

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from hf_specdec.atomic import beside
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.card import CARD_NAME, export_card
@@ -47,13 +46,16 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
     folder = Path(path)
     _check_format(head, format)
     _check_place(head, folder, replace)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-        whole = Path(name) / "head"
-        _write(head, whole, format)
-        if folder.exists():
-            shutil.rmtree(folder)
-        whole.rename(folder)
+    with beside(folder) as made:
+        _write(head, made / "new", format)
+        if replace and folder.exists():
+            folder.rename(made / "old")
+        try:
+            (made / "new").rename(folder)
+        except OSError as error:
+            if not folder.is_dir() or not any(folder.iterdir()):
+                raise
+            raise InvalidConfigError(f"Something else was written into {folder} meanwhile.", "Look at it.") from error
     lost = lost_settings(head, format)
     if lost:
         logger.info("%s: the format %r has no place for %s", folder, format, ", ".join(lost))

@@ -1,6 +1,6 @@
-"""A checkpoint's files, read without trusting them: configurations, safetensors, and pickles of tensors only.
+"""A checkpoint's files, read without trusting them: configurations, safetensors, and torch's files as data.
 
-Nothing here runs code of a checkpoint, follows a path out of its folder, or allocates more than the files hold.
+Nothing here runs code of a checkpoint, waits for a pipe, or allocates more than the files hold.
 Next: `heads/layouts.py` says what was found, `heads/formats.py` makes a head of it.
 """
 
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-import zipfile
-from collections.abc import Iterable, Sequence
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.heads.pickles import NotTensorsError, StoredTensor, TorchFile
 
 MAX_CONFIG_BYTES = 4 * 2**20
 """A configuration is a page of text."""
@@ -37,10 +40,11 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Fields:
         CheckpointFormatError: No such file, too long, no JSON, or no object.
     """
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise CheckpointFormatError(f"{path} has {size} bytes, expected at most {max_bytes}.")
-        fields: Any = json.loads(path.read_bytes(), parse_constant=_finite, parse_float=_finite)
+        with open_regular(path) as file:
+            text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise CheckpointFormatError(f"{path} has more than {max_bytes} bytes, which is the most that is read.")
+        fields: Any = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error}.", "Expected a JSON object.") from error
     if not isinstance(fields, dict):
@@ -53,6 +57,55 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is no finite number")
     return number
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """A file for reading, which must be one: a pipe would be waited for, a device never ends.
+
+    Raises:
+        CheckpointFormatError: It is something else, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointFormatError(f"{path} is no regular file.", "Expected a file of data.")
+    return os.fdopen(descriptor, "rb")
+
+
+class _SafeTensors:
+    """A safetensors file, opened once: what was checked is what is read."""
+
+    def __init__(self, file: Path) -> None:
+        open_regular(file).close()
+        self._opened = safe_open(file, framework="pt")
+        self.shapes = {name: tuple(self._opened.get_slice(name).get_shape()) for name in self._opened.keys()}  # noqa: SIM118
+
+    def read(self, name: str) -> Tensor:
+        """The values of a tensor."""
+        tensor: Tensor = self._opened.get_tensor(name)
+        return tensor
+
+
+class _Pickled:
+    """A file that torch wrote, of tensors by name."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = TorchFile(open_regular(file))
+        content = self._file.content
+        if not isinstance(content, dict) or not content:
+            raise NotTensorsError(f"it holds a {type(content).__name__}, expected tensors by name")
+        strange = [name for name, value in content.items() if not isinstance(value, StoredTensor)]
+        if strange:
+            raise NotTensorsError(f"it holds something else than tensors: {listed(strange)}")
+        self._tensors: dict[str, StoredTensor] = content
+        self.shapes = {name: tensor.shape for name, tensor in content.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The values of a tensor."""
+        return self._file.read(self._tensors[name])
 
 
 class TensorFiles:
@@ -69,13 +122,11 @@ class TensorFiles:
         self.files = tuple(files)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Path] = {}
-        self._unpickled: dict[Path, dict[str, Tensor]] = {}
+        self._opened: dict[Path, _SafeTensors | _Pickled] = {}
         for file in files:
-            if file.suffix in PICKLED:
-                self._unpickled[file] = _unpickle(file)
-                shapes = {name: tuple(tensor.shape) for name, tensor in self._unpickled[file].items()}
-            else:
-                shapes = _header(file)
+            with _readable(file):
+                self._opened[file] = _Pickled(file) if file.suffix in PICKLED else _SafeTensors(file)
+            shapes = self._opened[file].shapes
             twice = sorted(shapes.keys() & self.shapes.keys())
             if twice:
                 raise CheckpointFormatError(f"{file} holds tensors that another file has as well: {listed(twice)}.")
@@ -92,14 +143,22 @@ class TensorFiles:
 
     def _read_one(self, name: str) -> Tensor:
         file = self._file_of[name]
-        if file in self._unpickled:
-            return self._unpickled[file][name]
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-            raise CheckpointFormatError(f"{file}: {name} cannot be read: {error}.") from error
+        with _readable(file):
+            return self._opened[file].read(name)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """What a broken file makes its reader raise, as an error of ours."""
+    try:
+        yield
+    except NotTensorsError as error:
+        raise CheckpointFormatError(
+            f"{file} cannot be read as tensors alone: {error}.",
+            "Pickles that hold anything else are not read; ask its author for safetensors.",
+        ) from error
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise CheckpointFormatError(f"{file} cannot be read: {error}.") from error
 
 
 def shard_names(index: Path) -> list[str]:
@@ -127,44 +186,6 @@ def listed(names: Sequence[str], at_most: int = 8) -> str:
     return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"
 
 
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise CheckpointFormatError(f"{file} cannot be read: {error}.") from error
-
-
-def _unpickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file that torch wrote; the unpickler knows tensors and containers, and calls nothing else."""
-    content = _load_tensors_only(file)
-    if not isinstance(content, dict) or not content:
-        raise CheckpointFormatError(f"{file} holds a {type(content).__name__}, expected tensors by name.")
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointFormatError(f"{file} holds {type(tensor).__name__} at {name!r}, expected tensors by name.")
-        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        # a stride of 0 repeats one value: such a tensor is larger than its file
-        if not plain or tensor.is_meta or tensor.is_quantized or not tensor.is_contiguous():
-            raise CheckpointFormatError(f"{file}: {name} is not a plain tensor.")
-    return {name: tensor.detach() for name, tensor in content.items()}
-
-
-def _load_tensors_only(file: Path) -> Any:
-    try:
-        zipped = zipfile.is_zipfile(file)
-        if zipped:
-            with zipfile.ZipFile(file) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise ValueError("its parts are compressed, which torch never does")
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # what a broken pickle makes the unpickler raise is anything
-        raise CheckpointFormatError(
-            f"{file} cannot be read as tensors alone: {str(error)[:300]}.",
-            "Pickles that hold anything else are not read; ask its author for safetensors.",
-        ) from error
-
-
 def read_frequent_tokens(file: Path) -> Tensor:
     """FR-Spec's list of frequent tokens, `freq_*.pt`: target ids, most frequent first.
 
@@ -176,9 +197,11 @@ def read_frequent_tokens(file: Path) -> Tensor:
     Raises:
         CheckpointFormatError: Not a list of token ids.
     """
-    content = _load_tensors_only(file)
-    if isinstance(content, Tensor) and content.dim() == 1 and not content.is_floating_point():
-        content = content.tolist()
+    with _readable(file):
+        opened = TorchFile(open_regular(file))
+        content = opened.content
+        if isinstance(content, StoredTensor) and len(content.shape) == 1:
+            content = opened.read(content).tolist()
     if not isinstance(content, list) or not content or not all(type(token) is int and token >= 0 for token in content):
         raise CheckpointFormatError(f"{file} holds no list of token ids.")
     if len(set(content)) != len(content):

@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, SpeculativeDecodingError
+from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
-from hf_specdec.heads.eagle import ROPE_TYPES, EagleConfig, EagleHead
+from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
 from hf_specdec.heads.files import Fields, TensorFiles, listed
 from hf_specdec.heads.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specdec.heads.schema import OTHERS, checked, shown
 
 Head = EagleHead | Eagle3Head | MedusaHeads
 HeadConfig = EagleConfig | Eagle3Config | MedusaConfig
@@ -107,12 +108,17 @@ def _lay_out(layout: Layout, fields: Fields, shapes: Shapes, where: str) -> Head
         if layout.name == NATIVE_LAYOUT:
             config = layout.config_class.from_dict(fields)
         else:
-            config = layout.config_class(**_settings(layout, fields, shapes))
+            settings = _settings(layout, fields, shapes)
+            config = layout.config_class(**checked(settings, layout.config_class.rules))
         counted = [getattr(config, name, 1) for name in ("medusa_num_heads", "medusa_num_layers")]
         if max(*counted, len(getattr(config, "eagle_aux_hidden_state_layer_ids", None) or ())) > len(shapes):
             raise CheckpointFormatError("its config tells of more parts than there are tensors.")
         with torch.device("meta"):
             return HEADS[layout.config_class](config)
+    except InvalidConfigError as error:
+        raise CheckpointFormatError(
+            f"{where} (layout {layout.name}): its config describes no head: {error}"
+        ) from error
     except SpeculativeDecodingError as error:
         raise CheckpointFormatError(f"{where} (layout {layout.name}): {error}") from error
     except Exception as error:  # transformers' validation raises classes of its own, torch what it likes
@@ -127,7 +133,7 @@ def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
     for path, wanted in layout.expected.items():
         found = lookup(fields, path, wanted)
         if found != wanted:
-            raise CheckpointFormatError(f"`{path}` is {found!r}; heads are read only with {wanted!r}.")
+            raise CheckpointFormatError(f"`{path}` is {shown(found)}; heads are read only with {wanted!r}.")
     given = {ours: lookup(fields, path) for ours, path in layout.fields.items()}
     settings = {**layout.fixed, **{name: value for name, value in given.items() if value is not None}}
     if layout.config_class is MedusaConfig:
@@ -149,12 +155,13 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
         kind = layer.get("model_type", "qwen3" if layout.config_class is Eagle3Config else "llama")
         if kind not in LAYER_FAMILIES:
             raise CheckpointFormatError(
-                f"The draft layer is of model_type {kind!r}, expected {' or '.join(LAYER_FAMILIES)}."
+                f"The draft layer is of model_type {shown(kind)}, expected {' or '.join(LAYER_FAMILIES)}."
             )
         family = LAYER_FAMILIES[kind]
     rotary = ("rope_theta", "rope_scaling", "rope_parameters")
     windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
-    given = {name: layer[name] for name in (*LAYER_FIELDS, *rotary, *windows) if layer.get(name) is not None}
+    wanted = {name: layer[name] for name in (*LAYER_FIELDS, *rotary, *windows) if layer.get(name) is not None}
+    given = checked(wanted, OTHERS)
     config = family(num_hidden_layers=1, **given)
     found = {name: getattr(config, name) for name in LAYER_FIELDS if hasattr(config, name)}
     heads = found["num_attention_heads"]
@@ -272,19 +279,21 @@ def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
         )
     if name == "d2t":
         return tensor.to(torch.long)
-    if not bool(tensor.isfinite().all()):
-        raise CheckpointFormatError(f"{where}: {name} has values that are not finite.")
+    largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
+    if not bool(largest <= LARGEST_WEIGHT):  # neither is what is no number
+        raise CheckpointFormatError(
+            f"{where}: {name} has values that are not finite, or larger than {LARGEST_WEIGHT:g}, the most that half "
+            "precision holds."
+        )
     return tensor.clone()
+
+
+LARGEST_WEIGHT = torch.finfo(torch.float16).max
+"""A head runs in its target's dtype."""
 
 
 def _rotary(config: Any, where: str) -> LlamaRotaryEmbedding:
     """The one buffer that is computed, not stored."""
-    kind, theta = config.rope_parameters.get("rope_type"), config.rope_parameters.get("rope_theta", 1.0)
-    if kind not in ROPE_TYPES or not isinstance(theta, int | float) or theta <= 0:
-        raise CheckpointFormatError(
-            f"{where}: rope_type is {kind!r} and rope_theta {theta!r}; expected one of {', '.join(ROPE_TYPES)}, and a "
-            "positive number."
-        )
     try:
         rotary = LlamaRotaryEmbedding(config)
     except Exception as error:  # see _lay_out

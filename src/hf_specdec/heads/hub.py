@@ -6,6 +6,7 @@ Which layout it is in is not asked: `heads/layouts.py` finds out.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
         CheckpointFormatError: No such repository, directory or file, or a broken one.
     """
     folder = Path(repo_or_path)
-    source = _Folder(folder / subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
+    source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
     config = source.find(CONFIG_NAME)
     if config is None:
         raise CheckpointFormatError(
@@ -118,15 +119,27 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
 
 
 class _Folder:
-    """A local directory."""
+    """A local directory: regular files inside it, and nothing that a link leads to elsewhere."""
 
-    def __init__(self, folder: Path) -> None:
-        self.name, self._folder = str(folder), folder
+    def __init__(self, folder: Path, subfolder: str) -> None:
+        self.name, self._folder = str(folder), folder / subfolder
+        if not _is_inside(self._folder, folder):
+            raise CheckpointFormatError(f"The subfolder {subfolder!r} leads out of {folder}.", "Give that directory.")
 
     def find(self, name: str) -> Path | None:
-        """A file of it, where it is there."""
+        """A file of it, where it is there.
+
+        Raises:
+            CheckpointFormatError: It is a pipe, a device, a directory, or a link to somewhere else.
+        """
         path = self._folder / name
-        return path if path.is_file() else None
+        if not os.path.lexists(path):
+            return None
+        if not path.is_file():
+            raise CheckpointFormatError(f"{path} is no regular file.", "Expected a file of data.")
+        if not _is_inside(path, self._folder):
+            raise CheckpointFormatError(f"{path} is a link that leads out of its directory.", "Copy the file there.")
+        return path
 
     def need(self, name: str, index: Path) -> Path:
         """A file that an index names."""
@@ -136,10 +149,19 @@ class _Folder:
         return found
 
 
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path ends up in a folder; the Hub's cache links from its snapshots to its own blobs, which is fine."""
+    real, home = path.resolve(), folder.resolve()
+    in_cache = real.parent.name == "blobs" and real.parent.parent in home.parents
+    return real == home or home in real.parents or in_cache
+
+
 class _Repository(_Folder):
     """A repository of the Hub; what is taken from it is of one commit."""
 
     def __init__(self, repo_id: str, subfolder: str, download: dict[str, Any]) -> None:
+        if subfolder.startswith("/") or ".." in Path(subfolder).parts:
+            raise CheckpointFormatError(f"The subfolder {subfolder!r} leads out of the repository {repo_id}.")
         self.name = repo_id
         self._download = {**download, "subfolder": subfolder or None}
 

@@ -7,8 +7,8 @@ Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Mu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig
 
 from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import DraftHead, portable_name
+from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
+from hf_specdec.heads.schema import MEDUSA, Rule
 
 
-class MedusaConfig(PreTrainedConfig):
+class MedusaConfig(CheckedConfig, PreTrainedConfig):
     """Configuration of Medusa heads.
 
     Args:
@@ -37,6 +38,7 @@ class MedusaConfig(PreTrainedConfig):
     """
 
     model_type = "hf_specdec_medusa"
+    rules: ClassVar[Mapping[str, Rule]] = MEDUSA
 
     def __init__(
         self,

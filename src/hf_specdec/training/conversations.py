@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.atomic import whole_file
 from hf_specdec.errors import InvalidConfigError
 
 
@@ -82,10 +82,9 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
         "finish_reason": datasets.Value("string"),
     })  # fmt: skip
     columns = {name: [row[name] for row in rows] for name in features}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     table = datasets.Dataset.from_dict(columns, features=features).data.table
-    parquet.write_table(table, partial)  # what to_parquet does, without a progress bar per file
-    partial.replace(path)
+    with whole_file(path) as partial:
+        parquet.write_table(table, partial)  # what to_parquet does, without a progress bar per file
 
 
 def need_datasets(why: str) -> None:

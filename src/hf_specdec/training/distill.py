@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from hf_specdec.atomic import alone, clear_partials, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.training.conversations import need_datasets, write_parquet
@@ -126,17 +127,29 @@ def distill(
         `number`, `model`, `temperature`, `finish_reason` (`"stop"` or `"length"`).
 
     Raises:
-        InvalidConfigError: The package `datasets` is missing; no prompts, turns that a model without chat template
-            cannot take, or a directory that was made with other settings, prompts or weights; only prompts that are
-            too long.
+        InvalidConfigError: The package `datasets` is missing; another process is at work in the directory, or it was
+            made with other settings, prompts or weights; no prompts, only ones that are too long, or turns that a
+            model without chat template cannot take.
     """
     need_datasets("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     folder = Path(output_dir)
     state = processes()
-    with state.main_process_first():
-        _claim(folder, _settings(model, config, parts))
+    with alone(folder, "distill") if state.is_main_process else nullcontext():
+        with state.main_process_first():
+            _claim(folder, _settings(model, config, parts))
+        _answer_parts(model, tokenizer, folder, config, parts, progress=progress)
+        state.wait_for_everyone()
+    return folder
+
+
+def _answer_parts(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Answer the share of this process of the parts that are not there yet."""
+    state = processes()
     files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
     mine = range(state.process_index, len(parts), state.num_processes)
     left = [index for index in mine if not files[index].exists()]
@@ -149,8 +162,6 @@ def distill(
             tokens += sum(sum(row["loss_mask"]) for row in rows)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
             bar.update()
-    state.wait_for_everyone()
-    return folder
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
@@ -201,6 +212,7 @@ def _settings(model: PreTrainedModel, config: DistillConfig, parts: Sequence[Seq
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Make the directory, or see that it was made for the same work."""
     path = folder / SETTINGS
+    clear_partials(folder / "data")
     if path.exists():
         known = json.loads(path.read_text())
         differing = [name for name in settings if known.get(name) != settings[name]]
@@ -215,9 +227,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     data.mkdir(parents=True, exist_ok=True)
     if any(data.iterdir()):
         raise InvalidConfigError(f"{folder} holds data that distill did not begin.", "Use another directory.")
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(settings, indent=1))
-    partial.replace(path)
+    write_text(path, json.dumps(settings, indent=1))
 
 
 # ------------------------------------------------------------------------------------------------------ one part

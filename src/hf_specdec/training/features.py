@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from hf_specdec.atomic import alone, clear_partials, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.target import LAST, FeatureTap, execution_device, text_config
 from hf_specdec.training.conversations import Conversation
@@ -120,8 +121,8 @@ def capture_features(
         progress: Show a progress bar.
 
     Raises:
-        InvalidConfigError: No conversations, layers without the last, a disk that is too small, or a directory of
-            other features.
+        InvalidConfigError: No conversations, layers without the last, a disk that is too small, a directory of other
+            features, or one in which another process is at work.
     """
     if not conversations or not layers or layers[-1] != LAST:
         raise InvalidConfigError(
@@ -135,11 +136,26 @@ def capture_features(
     index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
              "conversations": hashlib.sha256(told.encode()).hexdigest(), "model": model.config._name_or_path,
              "dtype": str(model.dtype)}  # fmt: skip
-    with state.main_process_first():
-        left = [number for number in range(len(parts)) if not _part(folder, number).exists()]
-        _claim(folder, index, feature_bytes(model, [row for number in left for row in parts[number]], layers))
-    mine = left[state.process_index :: state.num_processes]
-    training, _ = model.training, model.eval()
+    with alone(folder, "capture") if state.is_main_process else nullcontext():
+        with state.main_process_first():
+            left = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
+            _claim(folder, index, feature_bytes(model, left, layers))
+        training, _ = model.training, model.eval()
+        _capture_parts(model, parts, folder, layers, progress=progress)
+        model.train(training)
+        state.wait_for_everyone()
+    return FeatureStore(folder)
+
+
+def _capture_parts(
+    model: PreTrainedModel, parts: Sequence[Sequence[Conversation]], folder: Path, layers: Sequence[int], *,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Capture the share of this process of the files that are not there yet."""
+    state = processes()
+    # the share follows from the number alone: another process may write while this one looks what is missing
+    share = range(state.process_index, len(parts), state.num_processes)
+    mine = [number for number in share if not _part(folder, number).exists()]
     for number in tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)):
         rows = [torch.tensor(conversation.input_ids) for conversation in parts[number]]
         sizes = torch.tensor([len(row) for row in rows])
@@ -149,12 +165,8 @@ def capture_features(
             tensors[f"{place}.input_ids"] = row
             tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask)
             tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
-        partial = folder / f".part.{os.getpid()}"
-        save_file(tensors, partial)
-        partial.replace(_part(folder, number))
-    model.train(training)
-    state.wait_for_everyone()
-    return FeatureStore(folder)
+        with whole_file(_part(folder, number)) as partial:
+            save_file(tensors, partial)
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -174,11 +186,12 @@ def _part(folder: Path, number: int) -> Path:
 
 def _claim(folder: Path, index: dict[str, Any], needed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    clear_partials(folder)
     path = folder / INDEX
     if path.exists():
         if json.loads(path.read_text()) != index:
             raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
-    elif any(folder.iterdir()):
+    elif any(path.suffix != ".lock" for path in folder.iterdir()):
         raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -186,6 +199,4 @@ def _claim(folder: Path, index: dict[str, Any], needed: int) -> None:
             f"The features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free.",
             "Use another disk, fewer conversations, or features made in every step (no folder).",
         )
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(index))
-    partial.replace(path)
+    write_text(path, json.dumps(index))

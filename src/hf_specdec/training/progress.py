@@ -49,7 +49,12 @@ class TableCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close it."""
-        self._bar.close()
+        self.close()
+
+    def close(self) -> None:
+        """Also where the run ended before its end."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def short(name: str) -> str:
@@ -66,10 +71,12 @@ def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def show_progress(trainer: Trainer) -> None:
+def show_progress(trainer: Trainer) -> TableCallback:
     """Put the table in the place of transformers' own rows of quoted values, unless the bar is switched off."""
+    table = TableCallback()
     if trainer.args.disable_tqdm:
         trainer.remove_callback(PrinterCallback)
-        return
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(TableCallback())
+    else:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(table)
+    return table

@@ -11,6 +11,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SchedulerType
 
+from hf_specdec.atomic import alone, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.target import LAST, lm_head_rows, text_config
 from hf_specdec.training.conversations import Conversation
@@ -164,7 +166,7 @@ class HeadTrainer(Trainer):
         arguments = copy.copy(arguments)
         arguments.remove_unused_columns = False  # an objective takes all of them
         super().__init__(model=objective, args=arguments, train_dataset=dataset, data_collator=collate)
-        show_progress(self)
+        self.progress = show_progress(self)
         self._objective, self._target = objective, target
         self._columns = columns_of(data, objective.layers)
         self._right: Tensor | float = 0.0
@@ -259,11 +261,11 @@ def fit(
         check_same_run(Path(arguments.output_dir), facts)
     trainer = HeadTrainer(objective, target, data, arguments)
     if checkpoint is None and trainer.is_world_process_zero():
-        path = Path(arguments.output_dir) / RUN_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts, indent=1))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_state()
+        write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
+    held = alone(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
+    with closing(trainer.progress), held:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
     if not trainer.is_fsdp_enabled:
         return objective.head

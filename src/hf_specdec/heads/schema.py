@@ -1,0 +1,253 @@
+"""What a head's configuration may say: a type and a range for every field, checked before anything is built from it.
+
+A configuration comes from a stranger. Only the fields of these tables pass on to transformers, each with a value that
+means something; a limit is far above what published heads have, and far below what would cost memory or hours.
+Strings are no numbers, numbers are no truth values. Before: `heads/files.py`. After: the heads' own configurations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.activations import ACT2FN
+
+from hf_specdec.config import MAX_NODES, MAX_STEPS, MAX_TOP_K, validate_choices
+from hf_specdec.errors import InvalidConfigError
+
+MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
+MAX_POSITIONS = 2**31 - 1
+MAX_PARTS = 128
+"""Medusa heads, blocks of one, hidden states that are read, layers."""
+MAX_TEXT = 500
+MAX_FACTS = 100
+"""Entries of a recipe or of measurements, for the card."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Rotary positions that draft layers have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one field may be."""
+
+    expected: str  # in words, for the error
+    holds: Callable[[Any], bool]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise `InvalidConfigError` where the value does not hold."""
+        if not self.holds(value):
+            raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shown(value)}.")
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut short."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
+
+
+def integer(least: int, most: int) -> Rule:
+    """An integer within bounds."""
+    return Rule(f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most)
+
+
+def number(least: float, most: float) -> Rule:
+    """A finite number within bounds, both included."""
+    return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
+
+
+def one_of(*choices: str) -> Rule:
+    """One of some words."""
+    return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
+
+
+def optional(rule: Rule) -> Rule:
+    """The same, or null."""
+    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
+
+
+def list_of(rule: Rule, most: int) -> Rule:
+    """At most so many, at least one."""
+    return Rule(
+        f"a list of at most {most}, each {rule.expected}",
+        lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
+    )
+
+
+TRUTH = Rule("true or false", lambda value: isinstance(value, bool))
+TEXT = Rule(f"text of at most {MAX_TEXT} characters", lambda value: isinstance(value, str) and len(value) <= MAX_TEXT)
+TOKEN = integer(0, MAX_VOCABULARY)
+DTYPE = one_of("float32", "float64", "float16", "bfloat16")
+
+
+def _is_tree(value: Any) -> bool:
+    if value == "dynamic" or value is None:
+        return True
+    if not isinstance(value, list) or len(value) >= MAX_NODES:
+        return False
+    if not all(isinstance(path, list) and len(path) <= MAX_STEPS for path in value):
+        return False
+    try:
+        return max(max(path) for path in validate_choices(value)) < MAX_TOP_K
+    except InvalidConfigError:
+        return False
+
+
+TREE = Rule(
+    f"'dynamic' or a list of paths of ranks: fewer than {MAX_NODES}, at most {MAX_STEPS} deep, ranks below "
+    f"{MAX_TOP_K}, every path's parent among them",
+    _is_tree,
+)  # fmt: skip
+
+
+def _are_facts(value: Any) -> bool:
+    def plain(entry: Any) -> bool:
+        return entry is None or isinstance(entry, bool) or _is_number(entry) or TEXT.holds(entry)
+
+    def holds(entry: Any) -> bool:
+        return plain(entry) or (isinstance(entry, list) and len(entry) <= MAX_FACTS and all(map(plain, entry)))
+
+    return isinstance(value, dict) and len(value) <= MAX_FACTS and all(map(TEXT.holds, value)) and all(
+        map(holds, value.values())
+    )  # fmt: skip
+
+
+FACTS = Rule(f"at most {MAX_FACTS} names with numbers or short texts", _are_facts)
+
+ROTARY: Mapping[str, Rule] = {
+    "rope_type": one_of(*ROPE_TYPES),
+    "type": one_of(*ROPE_TYPES),
+    "rope_theta": number(1e-3, 1e12),
+    "factor": number(1e-3, 1e6),
+    "original_max_position_embeddings": integer(1, MAX_POSITIONS),
+    "low_freq_factor": number(1e-3, 1e6),
+    "high_freq_factor": number(1e-3, 1e6),
+    "attention_factor": number(1e-3, 1e3),
+    "beta_fast": number(1e-3, 1e6),
+    "beta_slow": number(1e-3, 1e6),
+    "mscale": number(0, 1e3),
+    "mscale_all_dim": number(0, 1e3),
+    "partial_rotary_factor": number(1, 1),  # draft layers turn whole heads
+    "truncate": TRUTH,
+}
+"""Fields of `rope_parameters` and `rope_scaling`; each may be null."""
+
+
+def _is_rotary(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        name in ROTARY and (entry is None or ROTARY[name].holds(entry)) for name, entry in value.items()
+    )
+
+
+ROPE = Rule(
+    "an object with any of " + ", ".join(f"{name} ({rule.expected})" for name, rule in ROTARY.items()), _is_rotary
+)
+
+LAYER: Mapping[str, Rule] = {
+    "vocab_size": integer(1, MAX_VOCABULARY),
+    "hidden_size": integer(1, MAX_WIDTH),
+    "intermediate_size": integer(1, 4 * MAX_WIDTH),
+    "num_hidden_layers": integer(1, 1),
+    "num_attention_heads": integer(1, MAX_HEADS),
+    "num_key_value_heads": integer(1, MAX_HEADS),
+    "head_dim": integer(2, MAX_WIDTH),
+    "hidden_act": Rule("an activation of transformers", lambda value: isinstance(value, str) and value in ACT2FN),
+    "max_position_embeddings": integer(1, MAX_POSITIONS),
+    "initializer_range": number(0, 10),
+    "rms_norm_eps": number(1e-15, 1),
+    "attention_bias": TRUTH,
+    "mlp_bias": TRUTH,
+    "rope_parameters": ROPE,
+}
+"""What a Llama configuration says of one layer."""
+
+MEMORY: Mapping[str, Rule] = {
+    "base_model_name_or_path": TEXT,
+    "recipe": FACTS,
+    "tau": FACTS,
+    "num_draft_tokens": integer(1, MAX_NODES),
+    "tree": TREE,
+    "dtype": DTYPE,
+}
+"""What every head of ours remembers."""
+
+EAGLE: Mapping[str, Rule] = {
+    **LAYER, **MEMORY,
+    "pad_token_id": TOKEN,
+    "bos_token_id": TOKEN,
+    "eos_token_id": Rule("a token id, or some", lambda value: TOKEN.holds(value) or list_of(TOKEN, 100).holds(value)),
+    **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "layernorms", "own_embedding"), TRUTH),
+    "sliding_window": integer(1, MAX_POSITIONS),
+    "draft_vocab_size": integer(1, MAX_VOCABULARY),
+    "num_steps": integer(1, MAX_STEPS),
+    "top_k": integer(1, MAX_TOP_K),
+}  # fmt: skip
+
+EAGLE3: Mapping[str, Rule] = {
+    **EAGLE,
+    "eagle_aux_hidden_state_layer_ids": list_of(integer(0, 2**16), MAX_PARTS),
+    "target_hidden_size": integer(1, MAX_WIDTH),
+    **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"), TRUTH),
+}
+
+MEDUSA: Mapping[str, Rule] = {
+    **MEMORY,
+    "hidden_size": integer(1, MAX_WIDTH),
+    "vocab_size": integer(1, MAX_VOCABULARY),
+    "medusa_num_heads": integer(1, MAX_PARTS),
+    "medusa_num_layers": integer(1, MAX_PARTS),
+    "shared_lm_head": TRUTH,
+    "draft_vocab_size": integer(1, MAX_VOCABULARY),
+}
+
+OTHERS: Mapping[str, Rule] = {
+    **LAYER,
+    "rope_theta": ROTARY["rope_theta"],
+    "rope_scaling": ROPE,
+    "layer_types": list_of(TEXT, 1),
+    "sliding_window": integer(1, MAX_POSITIONS),
+    "use_sliding_window": TRUTH,
+}
+"""What is taken from the configurations of others, before it is theirs to interpret."""
+
+
+def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
+    """The fields that the rules know, each of which holds or is null. Any other field stays behind.
+
+    Raises:
+        InvalidConfigError: A value that means nothing, or sizes that contradict each other.
+
+    Example: `checked({"bias": True, "attn_implementation": "org/kernel"}, EAGLE)` is `{"bias": True}`.
+    """
+    known = {name: value for name, value in fields.items() if name in rules}
+    said = {name: value for name, value in known.items() if value is not None}
+    for name, value in said.items():
+        rules[name].check(name, value)
+    heads, groups = said.get("num_attention_heads", 1), said.get("num_key_value_heads", 1)
+    if heads % groups:
+        raise InvalidConfigError(f"`num_key_value_heads` {groups} must divide `num_attention_heads` {heads}.")
+    if said.get("head_dim", 2) % 2:
+        raise InvalidConfigError(f"`head_dim` must be even, got {said['head_dim']}.")
+    top_k, steps = said.get("top_k", 1), said.get("num_steps", 1)
+    if top_k + (steps - 1) * top_k**2 > MAX_CANDIDATES:
+        raise InvalidConfigError(
+            f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {MAX_CANDIDATES} candidates."
+        )
+    return known
+
+
+MAX_CANDIDATES = 2**20
+"""Of one drafted tree, before it is cut to `num_draft_tokens`."""
