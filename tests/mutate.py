@@ -1,0 +1,289 @@
+"""Plant a small bug, run the tests, see whether one notices; again and again. `make mutants`, by hand, not in CI.
+
+    python tests/mutate.py [FILE ...] [--jobs 2] [--sample N] [--only LINE]
+
+Every bug is one change of one expression or statement in a copy of the package: a comparison or a sign turned, a
+constant moved, a condition negated, a statement left out. The tests of a file are run until one fails (the bug is
+caught) or none does (it survives, and is printed). What survives is equivalent, or a test is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "hf_specdec"
+
+TESTS: dict[str, list[str]] = {
+    "tree.py": ["test_tree", "test_accept", "test_eagle", "test_mixin"],
+    "masks.py": ["test_masks", "test_equivalence", "test_mixin", "test_wrappers"],
+    "cache.py": ["test_cache", "test_mixin", "test_changes", "test_fuzz"],
+    "chain_cache.py": ["test_chains", "test_mixin", "test_fuzz"],
+    "accept.py": ["test_accept", "test_lossless", "test_mixin"],
+    "sampling.py": ["test_sampling", "test_mixin", "test_accept", "test_fuzz"],
+    "target.py": ["test_mixin", "test_eagle", "test_wrappers", "test_training"],
+    "decode.py": ["test_mixin", "test_changes", "test_fuzz"],
+    "drafters/eagle.py": ["test_eagle", "test_mixin"],
+    "drafters/medusa.py": ["test_medusa"],
+    "drafters/prompt_lookup.py": ["test_prompt_lookup"],
+    "heads/attention.py": ["test_eagle", "test_training"],
+    "heads/eagle.py": ["test_eagle", "test_layouts"],
+    "heads/eagle3.py": ["test_eagle", "test_layouts"],
+    "heads/medusa.py": ["test_medusa", "test_layouts"],
+    "heads/vocabulary.py": ["test_hub", "test_medusa", "test_training"],
+    "heads/formats.py": ["test_layouts", "test_hub", "test_untrusted"],
+    "heads/files.py": ["test_hub", "test_untrusted", "test_layouts"],
+    "heads/pickles.py": ["test_untrusted", "test_layouts", "test_hub"],
+    "heads/schema.py": ["test_untrusted", "test_hub"],
+    "heads/engines.py": ["test_layouts"],
+    "heads/export.py": ["test_layouts", "test_cli"],
+    "training/eagle.py": ["test_training"],
+    "training/medusa.py": ["test_training"],
+    "training/tree_search.py": ["test_tree_search"],
+}
+"""Which tests know a file, those that notice soonest first."""
+
+PATIENCE = 240
+"""Seconds after which a bug that makes a test go on for ever counts as caught."""
+
+SWAPS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And, ast.Pow: ast.Mult,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "argmax": "argmin", "zeros": "ones", "ones": "zeros"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug."""
+
+    file: str
+    line: int
+    what: str
+    text: str  # of the whole file
+
+
+class _Planter(ast.NodeTransformer):
+    """Counts the places where a bug can be planted, and plants the n-th."""
+
+    def __init__(self, wanted: int | None) -> None:
+        self.wanted, self.count, self.what, self.line = wanted, 0, "", 0
+
+    def _here(self, node: Any, what: str) -> bool:
+        self.count += 1
+        if self.count - 1 != self.wanted:
+            return False
+        self.what, self.line = what, node.lineno
+        return True
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if node.name in ("__repr__", "validate"):
+            return node
+        node.body = [self.visit(part) for part in node.body]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return node  # texts of errors
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        for place, operator in enumerate(node.ops):
+            if type(operator) in SWAPS and self._here(node, f"{type(operator).__name__} turned"):
+                node.ops[place] = SWAPS[type(operator)]()
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        left = getattr(node, "left", None)
+        text = isinstance(left, ast.Constant) and isinstance(left.value, str)
+        if type(node.op) in SWAPS and not text and self._here(node, f"{type(node.op).__name__} turned"):
+            node.op = SWAPS[type(node.op)]()
+        return node
+
+    visit_AugAssign = visit_BinOp  # type: ignore[assignment]
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        if self._here(node, f"{type(node.op).__name__} turned"):
+            node.op = SWAPS[type(node.op)]()
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if self._here(node, f"{type(node.op).__name__} dropped"):
+            return node.operand
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, bool):
+            if self._here(node, f"{node.value} turned"):
+                return ast.copy_location(ast.Constant(not node.value), node)
+        elif isinstance(node.value, int | float) and self._here(node, f"{node.value} moved by one"):
+            return ast.copy_location(ast.Constant(node.value + 1), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in NAMES and self._here(node, f"{name} turned"):
+            if isinstance(function, ast.Attribute):
+                function.attr = NAMES[name]
+            else:
+                function.id = NAMES[name]  # type: ignore[attr-defined]
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if self._here(node, "condition negated"):
+            node.test = ast.copy_location(ast.UnaryOp(ast.Not(), node.test), node.test)
+        return node
+
+    visit_IfExp = visit_If  # type: ignore[assignment]
+
+    def _droppable(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        again = isinstance(node, ast.Assign) and _reads_itself(node)
+        if (isinstance(node, ast.Expr) and not docstring) or again:
+            if self._here(node, "statement left out"):
+                return ast.copy_location(ast.Pass(), node)
+        return node
+
+    visit_Expr = _droppable
+    visit_Assign = _droppable
+
+
+def _reads_itself(node: ast.Assign) -> bool:
+    """Whether what is assigned was there before: leaving the statement out keeps the old value."""
+    written = {target.id for target in node.targets if isinstance(target, ast.Name)}
+    read = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+    attributes = [target for target in node.targets if isinstance(target, ast.Attribute | ast.Subscript)]
+    return bool(written & read or attributes)
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    """Every bug that can be planted in a file."""
+    tree = ast.parse((SOURCE / file).read_text())
+    counter = _Planter(None)
+    counter.visit(copy.deepcopy(tree))
+    for number in range(counter.count):
+        planter = _Planter(number)
+        changed = ast.fix_missing_locations(planter.visit(copy.deepcopy(tree)))
+        yield Mutant(file, planter.line, planter.what, ast.unparse(changed))
+
+
+def survives(mutant: Mutant) -> bool:
+    """Run the tests with the bug, in a process of its own, and see whether all pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "hf_specdec"
+        shutil.copytree(SOURCE, package)
+        (package / mutant.file).write_text(mutant.text)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            code = 3
+            try:
+                code = _run_tests(folder, mutant.file)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status) == 0
+            time.sleep(0.05)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return False
+
+
+def _run_tests(folder: str, file: str) -> int:
+    import pytest
+
+    quiet = os.open(os.environ.get("MUTATE_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    sys.path[:0] = [folder, str(ROOT / "tests")]
+    os.chdir(ROOT)
+    names = [str(ROOT / "tests" / f"{name}.py") for name in TESTS[file]]
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:anyio",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        "-m",
+        "not slow",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    ]
+    return int(pytest.main([*options, *[name for name in names if Path(name).exists()]]))
+
+
+def main() -> None:
+    """Walk the mutants of some files and print the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", default=list(TESTS))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--sample", type=int, help="of each file, at random")
+    parser.add_argument("--only", type=int, help="the bugs of this line")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import transformers  # noqa: F401  (once, for all children)
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
+    torch.set_num_threads(1)
+    total = lost = 0
+    for file in arguments.files:
+        chosen = [mutant for mutant in mutants(file) if arguments.only in (None, mutant.line)]
+        if arguments.sample and len(chosen) > arguments.sample:
+            chosen = sorted(random.Random(0).sample(chosen, arguments.sample), key=lambda mutant: mutant.line)
+        if not survives(Mutant(file, 0, "nothing", (SOURCE / file).read_text())):
+            sys.exit(f"{file}: its tests fail without any bug")
+        survivors = 0
+        with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+            for mutant, alive in zip(chosen, pool.imap(survives, chosen), strict=True):
+                if alive:
+                    survivors += 1
+                    print(f"{file}:{mutant.line}: {mutant.what}", flush=True)
+        print(f"{file}: {survivors} of {len(chosen)} survive", flush=True)
+        total, lost = total + len(chosen), lost + survivors
+    print(f"{lost} of {total} survive")
+
+
+if __name__ == "__main__":
+    main()
