@@ -264,6 +264,15 @@ def test_typical_keeps_the_longest_path_of_likely_enough_drafts() -> None:
     assert text.new_tokens[0][:3] == [0, 1, 3]
 
 
+def test_the_less_sure_the_target_the_lower_the_bar() -> None:
+    """0.6 * exp(-H) is 0.17 at the root: 2 (0.25) is above it, 1 (0.15) is not; at node 2 (H = 0.22) it is 0.48."""
+    assert typical(TREE, UNSURE, transcript(), threshold=0.9, alpha=0.6).nodes == ((0, 2),)
+    below = TokenTree(torch.tensor([[0, 2, 0, 1]]), torch.tensor([-1, 0, 1, 1]))
+    logits = UNSURE[:, [0, 2, 1, 3]]
+    assert typical(below, logits, transcript(), threshold=0.9, alpha=0.6).nodes == ((0, 1, 2),)  # 0.96, not 0.01
+    assert typical(below, logits, transcript(), threshold=0.99, alpha=1.25).nodes == ((0,),)  # 0.35
+
+
 def test_typical_breaks_ties_by_likelihood() -> None:
     tree = TokenTree(torch.tensor([[0, 1, 2]]), torch.tensor([-1, 0, 0]))
     assert typical(tree, UNSURE[:, :3], transcript()).nodes == ((0, 2),)

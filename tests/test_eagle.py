@@ -200,6 +200,45 @@ def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -
         SpeculativeGenerationMixin.detach(model)
 
 
+def sharp_head(model: Any, version: int, seed: int) -> Head:
+    """A head whose attention decides: whoever attends to another node's ancestors drafts other tokens."""
+    head = random_head(model, seed=seed, version=version)
+    with torch.no_grad():
+        layer = head.midlayer if isinstance(head, Eagle3Head) else head.layers[0]
+        for name in ("q_proj", "k_proj"):
+            getattr(layer.self_attn, name).weight.mul_(3)
+        layer.self_attn.o_proj.weight.mul_(8 if version == 3 else 40)
+        layer.mlp.down_proj.weight.mul_(0.1)
+    return head
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+def test_deep_trees_of_a_sharp_head_equal_the_definition(llama: Any, version: int, tree: str) -> None:
+    """Six levels: a node deep below sees its own ancestors, and no others."""
+    choices = sorted({(rank,) * min(depth, 1) + (0,) * (depth - 1) for rank in range(3) for depth in range(1, 7)})
+    choices = [path for path in choices if path]
+    for seed in range(3):
+        head = sharp_head(llama, version, seed)
+        drafter = EagleDrafter(head)
+        recorder = Recorder(drafter, IDS[:1])
+        llama.add_drafter(drafter)
+        config: dict[str, Any] = {"method": "eagle", "tree": choices}
+        if tree == "dynamic":
+            config = {"method": "eagle", "num_steps": 6, "top_k": 3, "num_draft_tokens": 40}
+        llama.generate(IDS[:1], max_new_tokens=6, do_sample=False, speculative=config)
+        for texts, drafted in recorder.trees:
+            slow = SlowEagle(llama, head, texts[0])
+            if tree == "dynamic":
+                assert paths_of(drafted, 0) == slow_dynamic_tree(slow, 6, 3, 40)
+                continue
+            wanted: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+            for choice in sorted(choices, key=len):
+                parent = wanted[choice[:-1]]
+                wanted[choice] = (*parent, slow.best_children(list(parent), choice[-1] + 1)[-1][1])
+            assert paths_of(drafted, 0) == set(wanted.values()) - {()}
+
+
 def test_static_trees_equal_the_definition(llama: Any) -> None:
     head = random_head(llama)
     drafter = EagleDrafter(head)

@@ -104,3 +104,31 @@ def test_malformed_choice_lists_are_refused(choices: list[object], message: str)
 
 def test_choices_are_sorted_by_level() -> None:
     assert validate_choices([[0, 0], [1], [0]]) == [(0,), (1,), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "chain", "links"),
+    [
+        ([5, 6, 7, 8], [-1, 0, 0, 1], [5, 6, 8], [-1, 0, 1]),
+        ([5, 6, 7, 8], [-1, 0, 0, 2], [5, 6], [-1, 0]),  # the first child has none
+        ([5, 6, 7], [-1, -1, 0], [5, 7], [-1, 0]),  # padding before the child
+        ([5, 6], [-1, -1], [5], [-1]),
+        ([5], [-1], [5], [-1]),
+        ([5, 6, 7, 8], [-1, 0, 1, 2], [5, 6, 7, 8], [-1, 0, 1, 2]),
+    ],
+)
+def test_the_chain_of_first_children(tokens: list[int], parents: list[int], chain: list[int], links: list[int]) -> None:
+    cut = TokenTree(torch.tensor([tokens]), torch.tensor(parents)).first_chain()
+    assert cut.tokens.tolist() == [chain]
+    assert cut.parents.tolist() == [links]
+
+
+def test_first_chains_of_a_batch_are_padded_and_keep_their_probabilities() -> None:
+    tokens, parents = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, -1]])
+    probs = torch.arange(8.0).view(2, 4, 1)
+    cut = TokenTree(tokens, parents, probs).first_chain()
+    assert cut.tokens.tolist() == [[5, 6, 8], [1, 2, 1]]
+    assert cut.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
+    assert cut.draft_probs is not None
+    assert cut.draft_probs.flatten().tolist() == [0, 1, 3, 4, 5, 4]
+    cut.validate()
