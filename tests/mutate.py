@@ -58,6 +58,9 @@ TESTS: dict[str, list[str]] = {
 }
 """Which tests know a file, those that notice soonest first."""
 
+SLOW_TESTS = {"accept.py": ["test_lossless"]}
+"""Tests marked slow that a file needs: distributions are counted there."""
+
 PATIENCE = 240
 """Seconds after which a bug that makes a test go on for ever counts as caught."""
 
@@ -233,7 +236,6 @@ def _run_tests(folder: str, file: str) -> int:
         os.dup2(quiet, stream)
     sys.path[:0] = [folder, str(ROOT / "tests")]
     os.chdir(ROOT)
-    names = [str(ROOT / "tests" / f"{name}.py") for name in TESTS[file]]
     options = [
         "-x",
         "-q",
@@ -245,12 +247,14 @@ def _run_tests(folder: str, file: str) -> int:
         "no:anyio",
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
-        "-m",
-        "not slow",
-        "-c",
-        str(ROOT / "pyproject.toml"),
     ]
-    return int(pytest.main([*options, *[name for name in names if Path(name).exists()]]))
+    options += ["-c", str(ROOT / "pyproject.toml")]
+    for marked, names in (("not slow", TESTS[file]), ("slow", SLOW_TESTS.get(file, []))):
+        paths = [str(ROOT / "tests" / f"{name}.py") for name in names]
+        failed = int(pytest.main([*options, "-m", marked, *paths])) if paths else 0
+        if failed:
+            return failed
+    return 0
 
 
 def main() -> None:
