@@ -137,7 +137,9 @@ def main() -> None:
     """Every command through every accident."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", nargs="*", help="these commands")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     rng = random.Random(0)
     accidents: dict[str, Any] = {
         "kill -9": killed(signal.SIGKILL), "SIGTERM": killed(signal.SIGTERM), "a limit of 2 kB": limited(2000),
@@ -146,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        for kind in commands(folder, folder):
+        for kind in arguments.only or commands(folder, folder):
             out = folder / "whole"
             seconds = undisturbed(commands(folder, out)[kind])
             assert what_is_left(kind, out) == "whole"
@@ -157,7 +159,7 @@ def main() -> None:
                     out = folder / f"out{number}"
                     accident(commands(folder, out)[kind], rng.uniform(0.5, 1.05) * seconds)
                     left[what_is_left(kind, out)] += 1
-                    if kind == "convert" and out.exists():
+                    if kind in ("convert", "tree") and out.exists():  # they write over no head
                         shutil.rmtree(out)
                     undisturbed(commands(folder, out)[kind])
                     assert what_is_left(kind, out) == "whole", (kind, told)
