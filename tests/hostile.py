@@ -31,8 +31,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, load_head
+from hf_specdec.checkpoints.report import inspect_head
 from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError
-from hf_specdec.heads.report import inspect_head
 from hostile_kinds import HARMLESS_ENDS, MORE_MUTATIONS, any_field, any_native_field
 from layouts import Example, V, all_examples
 

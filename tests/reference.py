@@ -14,7 +14,7 @@ from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
 from hf_specdec.heads.attention import Attend, attend_causally
-from hf_specdec.target import Verification
+from hf_specdec.target.target import Verification
 from hf_specdec.tree import TokenTree, stack_trees
 
 

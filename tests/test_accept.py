@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_specdec.accept import AcceptanceRule, block, follow, greedy, greedy_at_once, nucleus, rejection, typical
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.sampling import Transcript
+from hf_specdec.transcript import Transcript
 from hf_specdec.tree import TokenTree
 
 VOCAB = 5

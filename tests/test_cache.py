@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from hf_specdec.cache import LayerLayout, TreeCache, measured_layout
 from hf_specdec.errors import CacheCapacityError
+from hf_specdec.target.cache import LayerLayout, TreeCache, measured_layout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 LAYOUT = [LayerLayout(HEADS, KEY_DIM, VALUE_DIM, torch.device("cpu"))] * LAYERS

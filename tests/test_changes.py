@@ -29,9 +29,9 @@ from hf_specdec import (
     state,
 )
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.fingerprint import Fingerprint
-from hf_specdec.probe import inspect_target
-from hf_specdec.target import FeatureTap
+from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.probe import inspect_target
 from test_eagle import random_head
 from test_mixin import GREEDY, IDS
 
@@ -124,7 +124,7 @@ def test_a_change_is_probed_once_and_said(
             plain = model.generate(IDS, **GREEDY)
             assert torch.equal(plain, model.generate(IDS, speculative="prompt_lookup", **GREEDY))
     assert len(probes) == 1
-    assert [record.name for record in caplog.records] == ["hf_specdec.state"]
+    assert [record.name for record in caplog.records] == ["hf_specdec.generation.state"]
     assert "probing it again" in caplog.text
 
 
@@ -234,9 +234,9 @@ def test_an_answer_that_could_be_long_costs_what_it_becomes(model: Any, method: 
 def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
     monkeypatch.setattr(mixin, "RESERVED_SLOTS", 10)
-    monkeypatch.setattr("hf_specdec.cache.CAPACITY_TIER", 4)
+    monkeypatch.setattr("hf_specdec.target.cache.CAPACITY_TIER", 4)
     monkeypatch.setattr("hf_specdec.drafters.eagle.RESERVED_SLOTS", 3)
-    monkeypatch.setattr("hf_specdec.sampling.RESERVED_TOKENS", 5)
+    monkeypatch.setattr("hf_specdec.transcript.RESERVED_TOKENS", 5)
     model.add_drafter(EagleDrafter(random_head(model)))
     mask = torch.ones(3, 20, dtype=torch.long)
     ids = torch.cat([IDS, IDS.flip(-1), IDS + 1]).clone()

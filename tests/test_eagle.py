@@ -25,7 +25,8 @@ from hf_specdec import (
     UnsupportedGenerationError,
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
-from hf_specdec.target import LAST, lm_head_rows
+from hf_specdec.target.features import LAST
+from hf_specdec.target.model import lm_head_rows
 from hf_specdec.training import Conversation, capture_features
 from reference import window_of
 

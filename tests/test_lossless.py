@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_specdec.accept import AcceptanceRule, block, rejection
-from hf_specdec.sampling import Transcript
+from hf_specdec.transcript import Transcript
 from hf_specdec.tree import TokenTree
 
 VOCAB, ROWS, DRAWS = 4, 2_000, 40_000

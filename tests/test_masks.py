@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_specdec.masks import MaskLayout, Positions, PromptPadding, tree_masks
+from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, tree_masks
 from hf_specdec.tree import TokenTree
 from reference import path_to_root
 

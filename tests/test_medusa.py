@@ -22,7 +22,7 @@ from hf_specdec.config import validate_choices
 from hf_specdec.drafters.base import Prompt
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
-from hf_specdec.target import FeatureTap
+from hf_specdec.target.features import FeatureTap
 from hf_specdec.training import train_medusa
 from models import prompts
 from test_training import answered, arguments

@@ -39,8 +39,8 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from hf_specdec.cache import TreeCache
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.target.cache import TreeCache
 from reference import OracleDrafter
 from test_eagle import random_head
 

@@ -18,7 +18,7 @@ from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, M
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.heads import attention
 from hf_specdec.heads.attention import AlignedAttention
-from hf_specdec.target import LAST
+from hf_specdec.target.features import LAST
 from hf_specdec.training import (
     Conversation,
     EagleTrainingConfig,

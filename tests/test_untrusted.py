@@ -35,7 +35,7 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.heads.pickles import NotTensorsError, TorchFile
+from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
 from test_cli import run
 from test_distill import CLI

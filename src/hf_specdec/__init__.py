@@ -1,6 +1,7 @@
 """Lossless speculative decoding for Hugging Face transformers: `model.generate(..., speculative="eagle")`."""
 
-from hf_specdec.auto import AutoSpeculativeModelForCausalLM
+from hf_specdec.checkpoints.export import export_head
+from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.errors import (
     CacheCapacityError,
@@ -12,12 +13,11 @@ from hf_specdec.errors import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.generation.auto import AutoSpeculativeModelForCausalLM
+from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from hf_specdec.heads.export import export_head
-from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specdec.mixin import SpeculativeGenerationMixin
 from hf_specdec.stats import SpeculationStats
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.sampling import Transcript
+from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree, chosen_path
 
 

@@ -18,15 +18,17 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specdec.accept import AcceptanceRule
-from hf_specdec.cache import TreeCache
-from hf_specdec.chain_cache import ChainCache
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter, Prompt
-from hf_specdec.masks import PromptPadding
 from hf_specdec.outputs import LayerOutputs
-from hf_specdec.sampling import Transcript
 from hf_specdec.stats import SpeculationStats
-from hf_specdec.target import FeatureTap, Target, text_config
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.masks import PromptPadding
+from hf_specdec.target.model import text_config
+from hf_specdec.target.target import Target
+from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
 

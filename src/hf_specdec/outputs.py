@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.accept import Acceptance
-from hf_specdec.cache import layer_windows
-from hf_specdec.target import Verification
+from hf_specdec.target.cache import layer_windows
+from hf_specdec.target.target import Verification
 
 
 class LayerOutputs:

@@ -18,11 +18,11 @@ from transformers import TextStreamer
 from hf_specdec import bench as benchmark
 from hf_specdec import demo as demonstration
 from hf_specdec.atomic import write_text
+from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, writable_file
-from hf_specdec.drafters import NEEDS_HEAD, method_named
+from hf_specdec.drafters.registry import NEEDS_HEAD, method_named
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.heads.hub import load_head
 from hf_specdec.loading import default_head, encode, load_model
 from hf_specdec.stats import shown_tau
 

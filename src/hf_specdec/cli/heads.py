@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_specdec.checkpoints.export import export_head, lost_settings
+from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.checkpoints.report import inspect_head
 from hf_specdec.cli.options import writable_directory
 from hf_specdec.errors import InvalidConfigError, printable
-from hf_specdec.heads.export import export_head, lost_settings
-from hf_specdec.heads.hub import load_head
-from hf_specdec.heads.report import inspect_head
 
 Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any layout.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]

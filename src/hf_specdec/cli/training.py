@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec import viz
+from hf_specdec.checkpoints.formats import Head
+from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.options import (
     Json,
     Model,
@@ -31,11 +33,9 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from hf_specdec.heads.formats import Head
-from hf_specdec.heads.hub import load_head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.loading import load_config, load_target, load_tokenizer
-from hf_specdec.target import LAST
+from hf_specdec.target.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

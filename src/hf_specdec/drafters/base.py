@@ -16,8 +16,9 @@ from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.masks import PromptPadding
-from hf_specdec.target import Verification, execution_device, text_config
+from hf_specdec.target.masks import PromptPadding
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.target import Verification
 from hf_specdec.tree import TokenTree
 
 

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.accept import Acceptance
-from hf_specdec.cache import TreeCache
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
-from hf_specdec.masks import committed_slots
-from hf_specdec.target import FeatureTap, Verification, lm_head_rows
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.masks import committed_slots
+from hf_specdec.target.model import lm_head_rows
+from hf_specdec.target.target import Verification
 from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
 
 RESERVED_SLOTS = 512

@@ -19,7 +19,9 @@ from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target import LAST, Verification, lm_head_rows
+from hf_specdec.target.features import LAST
+from hf_specdec.target.model import lm_head_rows
+from hf_specdec.target.target import Verification
 from hf_specdec.tree import TokenTree, choice_parents
 
 DEFAULT_NUM_NODES = 24

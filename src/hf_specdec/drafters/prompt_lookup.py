@@ -18,7 +18,7 @@ from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.target import Verification
+from hf_specdec.target.target import Verification
 from hf_specdec.tree import TokenTree, merge_chains, stack_trees
 
 DEFAULT_NUM_NODES = 32

@@ -20,7 +20,8 @@ from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.vocabulary import linear_weight
-from hf_specdec.target import LAST, find_backbone, text_config
+from hf_specdec.target.features import LAST
+from hf_specdec.target.model import find_backbone, text_config
 from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
 
 

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import alone, clear_partials, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.target import LAST, FeatureTap, execution_device, text_config
+from hf_specdec.target.features import LAST, FeatureTap
+from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.processes import processes
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target import FeatureTap
+from hf_specdec.target.features import FeatureTap
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
 from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, fit

@@ -28,7 +28,8 @@ from transformers.trainer_utils import SchedulerType
 
 from hf_specdec.atomic import alone, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.target import LAST, lm_head_rows, text_config
+from hf_specdec.target.features import LAST
+from hf_specdec.target.model import lm_head_rows, text_config
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.features import FeatureStore, collate, features_of
 from hf_specdec.training.progress import show_progress

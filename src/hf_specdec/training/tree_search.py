@@ -24,7 +24,7 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target import execution_device, lm_head_rows, text_config
+from hf_specdec.target.model import execution_device, lm_head_rows, text_config
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from hf_specdec.atomic import beside
+from hf_specdec.checkpoints.engines import FORMATS
+from hf_specdec.checkpoints.files import listed
+from hf_specdec.checkpoints.formats import Head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.card import CARD_NAME, export_card
-from hf_specdec.heads.engines import FORMATS
-from hf_specdec.heads.files import listed
-from hf_specdec.heads.formats import Head
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
+from hf_specdec.checkpoints.files import Fields, TensorFiles, read_frequent_tokens, read_json, shard_names
+from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.errors import CheckpointFormatError
-from hf_specdec.heads.files import Fields, TensorFiles, read_frequent_tokens, read_json, shard_names
-from hf_specdec.heads.formats import HEADS, Head, read_head
 
 CONFIG_NAME = "config.json"
 INDEX_SUFFIX = ".index.json"

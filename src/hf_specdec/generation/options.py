@@ -26,12 +26,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_specdec import accept
-from hf_specdec.cache import TreeCache, seen_tokens
-from hf_specdec.chain_cache import ChainCache
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
-from hf_specdec.probe import drops_cache
-from hf_specdec.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS, execution_device
+from hf_specdec.target.cache import TreeCache, seen_tokens
+from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.model import execution_device
+from hf_specdec.target.probe import drops_cache
+from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
 
 KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",

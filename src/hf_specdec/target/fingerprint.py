@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.target import text_config
+from hf_specdec.target.model import text_config
 
-HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target")
+HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target.features")
 """Where hooks come from that only look: those that collect hidden states, and those of a generation under way."""
 
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")

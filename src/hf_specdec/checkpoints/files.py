@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hf_specdec.checkpoints.pickles import NotTensorsError, StoredTensor, TorchFile
 from hf_specdec.errors import CheckpointFormatError
-from hf_specdec.heads.pickles import NotTensorsError, StoredTensor, TorchFile
 
 MAX_CONFIG_BYTES = 4 * 2**20
 """A configuration is a page of text."""

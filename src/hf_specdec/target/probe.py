@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_specdec.cache import CacheLayout, TreeCache, measured_layout
-from hf_specdec.chain_cache import ChainCache
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.fingerprint import Fingerprint
-from hf_specdec.masks import LAYER_KINDS, PromptPadding
-from hf_specdec.target import Target, cache_argument, execution_device, text_config
+from hf_specdec.target.cache import CacheLayout, TreeCache, measured_layout
+from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.masks import LAYER_KINDS, PromptPadding
+from hf_specdec.target.model import cache_argument, execution_device, text_config
+from hf_specdec.target.target import Target
 from hf_specdec.tree import TokenTree
 
 

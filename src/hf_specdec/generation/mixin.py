@@ -16,26 +16,27 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import decode, options
-from hf_specdec.cache import TreeCache
-from hf_specdec.chain_cache import ChainCache
+from hf_specdec import decode
+from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters import HEAD_DRAFTERS, NEEDS_HEAD, TRAINING_FREE, method_named
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.compatibility import try_drafter
+from hf_specdec.drafters.registry import HEAD_DRAFTERS, NEEDS_HEAD, TRAINING_FREE, method_named
 from hf_specdec.errors import (
     CacheCapacityError,
     DrafterMismatchError,
     InvalidConfigError,
     UnsupportedModelError,
 )
+from hf_specdec.generation import options
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, current_facts, fit_again, register, state_of
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.heads.hub import load_head
-from hf_specdec.probe import inspect_target
-from hf_specdec.sampling import Transcript
-from hf_specdec.state import STATE, SWAP, SpeculationState, current_facts, fit_again, register, state_of
 from hf_specdec.stats import SpeculationStats
-from hf_specdec.target import cache_argument, text_config
-from hf_specdec.trial import try_drafter
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.model import cache_argument, text_config
+from hf_specdec.target.probe import inspect_target
+from hf_specdec.transcript import Transcript
 
 RESERVED_SLOTS = 1024
 """Slots that are allocated for an answer before it is known how long it will be."""

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.checkpoints.formats import read_head
+from hf_specdec.checkpoints.hub import open_checkpoint
+from hf_specdec.checkpoints.layouts import LAYOUTS
 from hf_specdec.heads.eagle3 import Eagle3Head
-from hf_specdec.heads.formats import read_head
-from hf_specdec.heads.hub import open_checkpoint
-from hf_specdec.heads.layouts import LAYOUTS
-from hf_specdec.target import LAST
+from hf_specdec.target.features import LAST
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.fingerprint import Fingerprint
-from hf_specdec.probe import TargetFacts, inspect_target
 from hf_specdec.stats import SpeculationStats
+from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.probe import TargetFacts, inspect_target
 
 STATE = "_speculation"
 """The one entry this package keeps in a model's `__dict__`."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from hf_specdec.drafters import HEAD_DRAFTERS
+from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.checkpoints.layouts import says_head
+from hf_specdec.drafters.registry import HEAD_DRAFTERS
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.heads.hub import load_head
-from hf_specdec.heads.layouts import says_head
+from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.loading import refuse_foreign_kernels
-from hf_specdec.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
 """What holds for both downloads."""

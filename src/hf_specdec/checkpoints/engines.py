@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.checkpoints.formats import Head
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
-from hf_specdec.heads.formats import Head
 from hf_specdec.heads.medusa import MedusaHeads
 
 Fields = dict[str, Any]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hf_specdec.checkpoints.files import Fields
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.eagle3 import Eagle3Config
-from hf_specdec.heads.files import Fields
 from hf_specdec.heads.medusa import MedusaConfig
 
 Names = frozenset[str]

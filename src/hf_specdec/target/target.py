@@ -8,7 +8,6 @@ here is per architecture; whether a model can do this at all, `probe.py` finds o
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.cache import TreeCache
-from hf_specdec.chain_cache import ChainCache
-from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
-from hf_specdec.masks import MaskLayout, Positions, PromptPadding, tree_masks
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, tree_masks
+from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.tree import TokenTree
 
 
@@ -34,157 +34,6 @@ class Verification:
     features: Tensor | None
     hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless asked for
     attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless asked for
-
-
-# ----------------------------------------------------------------------------------------------- parts of the model
-
-LAST = -1
-"""Index of the last hidden state, behind the final norm: what lm_head reads."""
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the text decoder, also of a multimodal model."""
-    return model.config.get_text_config(decoder=True)
-
-
-def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where the model's forwards take their inputs; an offloaded model's weights lie nowhere, but its hook says."""
-    if model.device.type != "meta":
-        return model.device
-    return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which the model's forward takes its cache (state-space models have another one)."""
-    parameters = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in parameters else "past_key_values"
-
-
-def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the decoder layers and the final norm, whose output is what lm_head reads; the layers.
-
-    `base_model` and `get_decoder()` return the whole model for some architectures, so the parent of the first
-    list of `num_hidden_layers` modules is taken, under `get_decoder()` first (a vision tower comes later).
-
-    Raises:
-        UnsupportedModelError: No such list.
-    """
-    num_layers = text_config(model).num_hidden_layers
-    for root in (model.get_decoder(), model):
-        for module in root.modules() if root is not None else ():
-            for child in module.children():
-                if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                    return module, child
-    raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of {num_layers} decoder layers to take features from."
-    )
-
-
-def lm_head_rows(model: PreTrainedModel, token_ids: Tensor | None) -> nn.Module:
-    """The target's lm_head, cut down to some tokens where it is a plain linear layer.
-
-    Args:
-        model: The target.
-        token_ids: `[Vd]` target ids, or None for all.
-
-    Returns:
-        A module from features `[..., D]` to logits `[..., Vd]`. A quantised or otherwise unusual lm_head is run
-        whole and its logits are selected: same numbers, no saving.
-    """
-    lm_head = model.get_output_embeddings()
-    if token_ids is None:
-        return lm_head
-    # hooks move weights in and out (offloading) or put shards together (tensor parallelism): only they know how
-    hooked = lm_head._forward_hooks or lm_head._forward_pre_hooks or hasattr(lm_head, "_hf_hook")
-    if hooked or type(lm_head) is not nn.Linear or type(lm_head.weight) is not nn.Parameter:
-        return _SelectedLogits(lm_head, token_ids)
-    if not lm_head.weight.is_floating_point() or lm_head.weight.shape[0] != lm_head.out_features:
-        return _SelectedLogits(lm_head, token_ids)
-    rows = nn.Linear(lm_head.in_features, len(token_ids), bias=lm_head.bias is not None, device="meta")
-    token_ids = token_ids.to(lm_head.weight.device)
-    rows.weight = nn.Parameter(lm_head.weight.detach()[token_ids], requires_grad=False)
-    if lm_head.bias is not None:
-        rows.bias = nn.Parameter(lm_head.bias.detach()[token_ids], requires_grad=False)
-    return rows
-
-
-class _SelectedLogits(nn.Module):
-    def __init__(self, lm_head: nn.Module, token_ids: Tensor) -> None:
-        super().__init__()
-        self.lm_head, self.token_ids = lm_head, token_ids
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits.index_select(-1, self.token_ids.to(logits.device))
-
-
-class FeatureTap:
-    """Context manager: keeps hidden states of this thread's forwards, then unhooks itself.
-
-    Two threads may generate on one model, so a hook ignores the forwards of any thread but its own.
-
-    Args:
-        model: The target.
-        layers: Which hidden states, counted as transformers' `hidden_states`: 0 is the embedding, i the output of
-            decoder layer i-1, and `LAST` (also the number of layers) the last one behind the final norm.
-
-    Raises:
-        DrafterMismatchError: The target has no such layer.
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (LAST,)) -> None:
-        self._backbone, self._modules = find_backbone(model)
-        depth = len(self._modules)
-        if any(not LAST <= layer <= depth for layer in layers):
-            raise DrafterMismatchError(
-                f"{type(model).__name__} has hidden states 0 to {depth}, the head reads {list(layers)}.",
-                "It was trained for a deeper model.",
-            )
-        self._layers = [LAST if layer == depth else layer for layer in layers]
-        self._thread = threading.get_ident()
-        self.clear()
-
-    def __enter__(self) -> FeatureTap:
-        self._handles = [self._hook(layer) for layer in dict.fromkeys(self._layers)]
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook(self, layer: int) -> Any:
-        def keep_input(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._keep(layer, inputs[0] if inputs else named["hidden_states"])
-
-        def keep_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not isinstance(output, Tensor):
-                output = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            self._keep(layer, output)
-
-        if layer == 0:
-            return self._modules[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-        module = self._backbone if layer == LAST else self._modules[layer - 1]
-        return module.register_forward_hook(keep_output)
-
-    def _keep(self, layer: int, hidden: Tensor) -> None:
-        if threading.get_ident() == self._thread:
-            self._kept[layer].append(hidden)
-
-    def clear(self) -> None:
-        """Forget what was kept: the forwards of others, such as a guidance processor's."""
-        self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
-
-    def take(self) -> Tensor:
-        """`[B, T, len(layers) * D]` features since the last call (of several forwards where a prompt came in chunks).
-
-        The hidden states stand side by side in the order of `layers`, on the device of the last.
-        """
-        whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
-        self.clear()
-        if len(self._layers) == 1:
-            return whole[self._layers[0]]
-        device = whole[self._layers[-1]].device
-        return torch.cat([whole[layer].to(device) for layer in self._layers], dim=-1)
 
 
 # ----------------------------------------------------------------------------------------------- prefill and verify

@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hf_specdec.checkpoints.files import Fields, TensorFiles, listed
+from hf_specdec.checkpoints.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
-from hf_specdec.heads.files import Fields, TensorFiles, listed
-from hf_specdec.heads.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.heads.schema import OTHERS, checked, shown
 

@@ -1,0 +1,1 @@
+"""Heads on disk and on the Hub: every published layout read, ours written, engines' exported."""

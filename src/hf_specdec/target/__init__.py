@@ -1,0 +1,1 @@
+"""The target model: its parts, its cache and masks, and the two forwards."""
