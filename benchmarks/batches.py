@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 
 
 def padded(tokenizer, questions, device):
-    rows = [demo.encode(tokenizer, question.turns[0], device)["input_ids"][0] for question in questions]
+    rows = [loading.encode(tokenizer, question.turns[0], device)["input_ids"][0] for question in questions]
     width = max(map(len, rows))
     ids = torch.stack(
         [torch.nn.functional.pad(row, (width - len(row), 0), value=tokenizer.pad_token_id) for row in rows]
@@ -45,7 +45,7 @@ def main():
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = demo.load_model(None, None, torch.bfloat16)
+    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
     questions = [q for q in bench.read_questions(options.prompts) if len(q.turns[0]) <= options.longest_prompt]
     step = max(1, len(questions) // options.questions)
     questions = questions[::step][: options.questions]

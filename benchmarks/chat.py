@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import DynamicCache, TextIteratorStreamer
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 
 TURNS = [
     "Name three primary colours and say what each reminds you of.",
@@ -68,7 +68,7 @@ def main():
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = demo.load_model(None, None, torch.float32)
+    model, tokenizer = loading.load_model(None, None, torch.float32)
     record = {"environment": bench.environment(model), "chats": []}
     mixed = ["eagle", None, "prompt_lookup", "eagle", None, "prompt_lookup"]
     for methods in (mixed, ["eagle"] * 6, ["prompt_lookup"] * 6, [None] * 6):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 
 METHODS = {
     "eagle dynamic": {"method": "eagle"},
@@ -50,7 +50,7 @@ def seeds(model, tokenizer, questions, new_tokens):
     for temperature, top_p, top_k in ((0.7, 0.9, 50), (1.0, 0.95, 100)):
         equal = Counter()
         for seed, question in enumerate(questions):
-            inputs = demo.encode(tokenizer, question.turns[0], model.device)
+            inputs = loading.encode(tokenizer, question.turns[0], model.device)
             answers = {}
             for name, speculative in ({"plain": None} | METHODS).items():
                 torch.manual_seed(seed)
@@ -71,7 +71,7 @@ def distribution(model, tokenizer, draws):
     The first token is forced by the prompt's end in plain and speculative alike; here two tokens after it are drawn
     through EAGLE trees in batches, and compared with the product of the conditionals over the likeliest pairs.
     """
-    inputs = demo.encode(tokenizer, "Name a colour and an animal.", model.device)
+    inputs = loading.encode(tokenizer, "Name a colour and an animal.", model.device)
     length, batch = inputs["input_ids"].shape[1], 50
     options = {"do_sample": True, "temperature": 1.0, "top_k": 8, "max_new_tokens": 3, "speculative": "eagle"}
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def main():
     document = json.loads(options.json.read_text()) if options.json.exists() else {}
     for part in options.parts.split(","):
         dtype = torch.bfloat16 if part == "half" else torch.float32
-        model, tokenizer = demo.load_model(None, options.drafter, dtype)
+        model, tokenizer = loading.load_model(None, options.drafter, dtype)
         document[part] = {
             "greedy": lambda m, t: greedy(m, t, questions, options.max_new_tokens),
             "half": lambda m, t: greedy(m, t, questions, options.max_new_tokens),

@@ -18,7 +18,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 from hf_specdec.drafters.medusa_choices import paper_tree
 
 
@@ -52,13 +52,13 @@ def main():
     rows = []
     for entry in options.heads:
         name, folder, base = (*entry.split("="), None)[:3]
-        model, tokenizer = demo.load_model(base, folder, torch.bfloat16)
+        model, tokenizer = loading.load_model(base, folder, torch.bfloat16)
         (drafter,) = model.drafters.values()
         config = (drafter.heads if drafter.method == "medusa" else drafter.head).config
         for shape, fields in shapes(drafter.method, config, options.nodes).items():
             taus, depths = {}, []
             for question in questions:
-                inputs = demo.encode(tokenizer, question.turns[0], model.device)
+                inputs = loading.encode(tokenizer, question.turns[0], model.device)
                 model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False,
                                speculative={"method": drafter.method, **fields})  # fmt: skip
                 stats = model.last_speculation

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 
 RULES = ("auto", "typical", "nucleus")
 
@@ -46,7 +46,7 @@ def main():
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = demo.load_model(None, None, torch.bfloat16)
+    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
     questions = [q for q in bench.read_questions(options.prompts) if len(q.turns[0]) <= options.longest_prompt]
     questions = questions[:: max(1, len(questions) // options.questions)][: options.questions]
     results = []
@@ -54,7 +54,7 @@ def main():
         for rule in RULES:
             rows = []
             for seed, question in enumerate(questions):
-                inputs = demo.encode(tokenizer, question.turns[0], model.device)
+                inputs = loading.encode(tokenizer, question.turns[0], model.device)
                 length = inputs["input_ids"].shape[1]
                 how = {"max_new_tokens": options.max_new_tokens, "do_sample": sampled}
                 if sampled:

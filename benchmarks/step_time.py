@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, demo
+from hf_specdec import bench, loading
 from hf_specdec.drafters import eagle
 
 
@@ -53,7 +53,7 @@ def main():
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = demo.load_model(None, None, torch.bfloat16)
+    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
     clock = Clock()
     clock.watch(model, "target")
     clock.watch(model.drafters["eagle"].head, "head")
@@ -69,7 +69,7 @@ def main():
             totals = {}
             for question in questions:
                 clock.seconds = {}
-                inputs = demo.encode(tokenizer, question.turns[0], model.device)
+                inputs = loading.encode(tokenizer, question.turns[0], model.device)
                 model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method)
                 stats, inside = model.last_speculation, clock.seconds
                 step = stats.total_seconds - stats.prefill_seconds

@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+import drafters
 import zoo
 from hf_specdec import (
     DrafterMismatchError,
@@ -42,18 +43,12 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.medusa import MedusaDrafter
-from hf_specdec.heads.eagle import EagleConfig, EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
-from reference import OracleDrafter
-from test_medusa import random_heads
 
 MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",
     "bloom", "qwen3_next", "lfm2", "gpt_neo",  # chains over transformers' own cache
 )  # fmt: skip
-DRAFTERS = ("never", "always", "sometimes", "sometimes", "prompt_lookup", "eagle", "eagle_static", "eagle3", "medusa")
+DRAFTERS = (*drafters.BY_NAME, "sometimes")
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 
 
@@ -104,22 +99,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def attached(name: str) -> Any:
-    """A tiny model with random EAGLE heads of both kinds and random Medusa heads."""
+    """A tiny model with random heads of every kind."""
     return with_heads(name)
 
 
 def with_heads(name: str) -> Any:
     """The same, of one's own."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
-    torch.manual_seed(0)
-    eagle = EagleHead(EagleConfig.for_target(model.config, bias=True))
-    eagle3 = Eagle3Head(Eagle3Config.for_target(model.config, norm_before_fc=True))
-    with torch.no_grad():
-        for parameter in (*eagle.parameters(), *eagle3.parameters()):
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    model.add_drafter(EagleDrafter(eagle))
-    model.add_drafter(EagleDrafter(eagle3), "eagle3")
-    model.add_drafter(MedusaDrafter(random_heads(model)))
+    for row in drafters.ROWS:
+        if not row.knows_answers:
+            row.add(model)
     return model
 
 
@@ -369,15 +358,12 @@ def check(made: Case) -> str:
         if "block_sequence_ids" in str(error):
             return "invalid"  # transformers 5.17's llama4 with a static cache
         raise AssertionError(f"plain generate raises {error!r}, the speculative call does not") from error
-    method = made.drafter.split("_static")[0]
-    config = {"method": method, **made.speculative}
-    if method in ("never", "always", "sometimes"):
-        sequences = plain if isinstance(plain, torch.Tensor) else plain.sequences
-        prompt = 0 if made.options.get("drop_ids") else made.ids.shape[1]
-        model.add_drafter(OracleDrafter(sequences[:, prompt:], method, zoo.VOCAB_SIZE, made.seed))
-        config["method"] = "oracle"
-    elif made.drafter == "eagle_static":
-        config = {"method": "eagle", "tree": [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]}
+    row = drafters.BY_NAME[made.drafter]
+    sequences = plain if isinstance(plain, torch.Tensor) else plain.sequences
+    prompt = 0 if made.options.get("drop_ids") else made.ids.shape[1]
+    config = {**row.add(model, sequences[:, prompt:], made.seed), **made.speculative}
+    if "tree" in config:  # its size is its own
+        config.pop("num_draft_tokens", None)
     try:
         ours, ours_fresh, our_state = run(made, config)
     except (UnsupportedGenerationError, UnsupportedModelError, DrafterMismatchError):
@@ -395,7 +381,7 @@ def check(made: Case) -> str:
 
 
 def _comparable(made: Case) -> bool:
-    """Whether plain generate draws in the same order: one row, or rows in step."""
+    """Whether plain generate draws in the same order: one row, or rows in lockstep."""
     rows = made.ids.shape[0] * made.options.get("num_return_sequences", 1)
     if rows == 1 or not made.options["do_sample"]:
         return True

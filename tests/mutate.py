@@ -31,14 +31,20 @@ SOURCE = ROOT / "src" / "hf_specdec"
 
 TESTS: dict[str, list[str]] = {
     "tree.py": ["test_tree", "test_accept", "test_eagle", "test_mixin"],
+    "tree_growth.py": ["test_tree", "test_simulated_device", "test_drafters", "test_eagle", "test_tree_search"],
+    "draft.py": ["test_drafters", "test_medusa", "test_mixin"],
+    "acceptance.py": ["test_accept", "test_lossless", "test_simulated_device", "test_mixin"],
+    "control/controller.py": ["test_drafters"],
+    "drafters/registry.py": ["test_drafters", "test_mixin"],
+    "generation/plan.py": ["test_drafters", "test_mixin"],
     "target/masks.py": ["test_masks", "test_equivalence", "test_mixin", "test_wrappers"],
     "target/cache.py": ["test_cache", "test_mixin", "test_changes", "test_fuzz"],
     "target/chain_cache.py": ["test_chains", "test_mixin", "test_fuzz"],
-    "accept.py": ["test_accept", "test_lossless", "test_mixin"],
-    "transcript.py": ["test_transcript", "test_mixin", "test_accept", "test_fuzz"],
+    "accept.py": ["test_accept", "test_lossless", "test_simulated_device", "test_mixin"],
+    "transcript.py": ["test_transcript", "test_accept", "test_simulated_device", "test_mixin", "test_fuzz"],
     "target/target.py": ["test_mixin", "test_eagle", "test_wrappers", "test_training"],
     "decode.py": ["test_mixin", "test_changes", "test_fuzz"],
-    "drafters/eagle.py": ["test_eagle", "test_mixin"],
+    "drafters/eagle.py": ["test_eagle", "test_drafters", "test_mixin"],
     "drafters/medusa.py": ["test_medusa"],
     "drafters/prompt_lookup.py": ["test_prompt_lookup"],
     "heads/attention.py": ["test_eagle", "test_training"],
@@ -58,7 +64,7 @@ TESTS: dict[str, list[str]] = {
 }
 """Which tests know a file, those that notice soonest first."""
 
-SLOW_TESTS = {"accept.py": ["test_lossless"]}
+SLOW_TESTS = {"accept.py": ["test_lossless"], "acceptance.py": ["test_lossless"]}
 """Tests marked slow that a file needs: distributions are counted there."""
 
 PATIENCE = 240

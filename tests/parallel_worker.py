@@ -14,11 +14,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import zoo
+from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.eagle import EagleDrafter
 from models import prompts
 from reference import OracleDrafter
-from test_eagle import random_head
 
 
 def main(kind: str, path: str) -> None:

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.heads.attention import Attend, attend_causally
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import TokenTree, stack_trees
+from hf_specdec.step import Step
+from hf_specdec.target.target import Target
+from hf_specdec.tree import stack_trees
 
 
 def window_of(size: int | None) -> Attend:
@@ -61,44 +62,46 @@ class OracleDrafter(Drafter):
     def __init__(self, answers: Tensor, pattern: str, vocab_size: int, seed: int = 0) -> None:
         self.answers, self.pattern, self.vocab_size, self.seed = answers.tolist(), pattern, vocab_size, seed
 
-    def num_nodes(self, config: SpeculativeConfig) -> int:
-        return config.num_draft_tokens or 9
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        size = config.num_draft_tokens or 9
+        return Budget(size, size, size)
 
-    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
-        return _OracleSession(self, prompt, self.num_nodes(config))
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        return _OracleSession(self, context)
 
 
 class _OracleSession(DraftSession):
-    def __init__(self, oracle: OracleDrafter, prompt: Prompt, num_nodes: int) -> None:
-        self.oracle, self.num_nodes, self.device = oracle, num_nodes, prompt.roots.device
+    def __init__(self, oracle: OracleDrafter, context: DraftContext) -> None:
+        self.oracle, self.device = oracle, context.roots.device
         self.random = random.Random(oracle.seed)
-        self.roots = prompt.roots.tolist()
+        self.roots = context.roots.tolist()
         self.emitted = [1] * len(self.roots)
 
-    def propose(self) -> TokenTree:
-        return stack_trees([self._tree(row) for row in range(len(self.roots))], self.device)
+    def propose(self, budget: Budget) -> Draft:
+        return Draft(stack_trees([self._tree(row, budget) for row in range(len(self.roots))], self.device))
 
-    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        for row, tokens in enumerate(acceptance.emitted):
+    def observe(self, step: Step) -> None:
+        for row, tokens in enumerate(step.acceptance.emitted):
             self.emitted[row] += len(tokens)
             self.roots[row] = tokens[-1] if tokens else self.roots[row]
 
-    def _tree(self, row: int) -> tuple[list[int], list[int]]:
+    def _tree(self, row: int, budget: Budget) -> tuple[list[int], list[int]]:
         """A random tree in which the right child of a right node is there always, never or sometimes."""
         rng, answer = self.random, self.oracle.answers[row][self.emitted[row] :]
-        tokens, parents, right_depth = [self.roots[row]], [-1], {0: 0}
+        tokens, parents, right_depth, depths, num_nodes = [self.roots[row]], [-1], {0: 0}, [0], budget.num_nodes
         used: set[tuple[int, int]] = set()
-        for _ in range(rng.randint(2, self.num_nodes - 1) if self.num_nodes > 2 else self.num_nodes - 1):
+        for _ in range(rng.randint(2, num_nodes - 1) if num_nodes > 2 else num_nodes - 1):
             parent = rng.randrange(len(tokens)) if rng.random() < 0.4 else len(tokens) - 1
             depth = right_depth.get(parent)
             right = answer[depth] if depth is not None and depth < len(answer) else None
             be_right = {"never": False, "always": True, "sometimes": rng.random() < 0.6}[self.oracle.pattern]
             token = right if be_right and right is not None else rng.randrange(self.oracle.vocab_size)
-            if (not be_right and token == right) or (parent, token) in used:
+            if (not be_right and token == right) or (parent, token) in used or depths[parent] == budget.num_steps:
                 continue
             used.add((parent, token))
             if token == right and depth is not None:
                 right_depth[len(tokens)] = depth + 1
             tokens.append(token)
             parents.append(parent)
+            depths.append(depths[parent] + 1)
         return tokens, parents

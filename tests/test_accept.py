@@ -16,24 +16,36 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec.accept import AcceptanceRule, block, follow, greedy, greedy_at_once, nucleus, rejection, typical
+from hf_specdec.accept import (
+    AcceptanceRule,
+    block,
+    descend,
+    follow,
+    greedy,
+    match_at_once,
+    nucleus,
+    rejection,
+    typical,
+)
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import TokenTree
 
 VOCAB = 5
+Rows = tuple[tuple[int, ...], ...]
 
 
 def transcript(
-    rows: int = 1, *, do_sample: bool = False, max_length: int = 100, eos: list[int] | None = None
-) -> Transcript:
+    rows: int = 1, *, do_sample: bool = False, max_length: int = 100, eos: list[int] | None = None,
+    lockstep: bool = False,
+) -> Transcript:  # fmt: skip
     """A transcript of prompt [4, 3] whose root 0 has been emitted in every row."""
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
     if eos:
         criteria.append(EosTokenCriteria(eos))
     text = Transcript(
         torch.tensor([[4, 3]] * rows), LogitsProcessorList(), criteria,
-        max_length=max_length, do_sample=do_sample,
+        max_length=max_length, do_sample=do_sample, lockstep=lockstep,
     )  # fmt: skip
     for row in range(rows):
         text.record(row, 0)
@@ -50,7 +62,7 @@ def says(*tokens: int) -> torch.Tensor:
 TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
 
 
-@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
 @pytest.mark.parametrize(
     ("target", "path", "emitted"),
     [
@@ -65,20 +77,23 @@ def test_worked_cases(
 ) -> None:
     text = transcript()
     acceptance = rule(TREE, says(*target), text)
-    assert acceptance.path.tolist() == [path]
+    assert acceptance.nodes == (tuple(path),)
     assert acceptance.emitted == (emitted,)
-    assert acceptance.tokens.tolist() == [list(emitted)]
+    for tensor, row in ((acceptance.path, path), (acceptance.tokens, emitted)):
+        assert tensor[0, : len(row)].tolist() == list(row)
+        assert (tensor[0, len(row) :] == -1).all()
+    assert acceptance.num_drafted == (3,)
     assert acceptance.num_accepted.tolist() == [len(path) - 1]
     assert acceptance.next_token.tolist() == [emitted[-1]]
     assert text.new_tokens == [[0, *emitted]]
 
 
-@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
 def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
     text = transcript(eos=[1])
     acceptance = rule(TREE, says(1, 3, 0, 2), text)
     assert acceptance.emitted == ((1,),)
-    assert acceptance.path.tolist() == [[0]]
+    assert acceptance.nodes == ((0,),)
     assert text.finished == [True]
     after = rule(TREE, says(1, 3, 0, 2), text)
     assert after.emitted == ((),)
@@ -86,14 +101,14 @@ def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
     assert (after.path == -1).all()
 
 
-@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
 def test_max_length_cuts_the_run(rule: AcceptanceRule) -> None:
     text = transcript(max_length=5)  # prompt 2, root 1: two more fit
     assert rule(TREE, says(1, 3, 0, 2), text).emitted == ((1, 3),)
     assert text.finished == [True]
 
 
-@pytest.mark.parametrize("rule", [greedy, greedy_at_once])
+@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
 def test_token_zero_is_a_token(rule: AcceptanceRule) -> None:
     """Peers pad paths with id 0 and accept it where the target says 0."""
     text = transcript()
@@ -106,7 +121,7 @@ def test_token_zero_is_a_token(rule: AcceptanceRule) -> None:
 def test_ties_fall_to_the_first_token_as_in_plain_generate() -> None:
     logits = torch.zeros(1, 4, VOCAB, dtype=torch.bfloat16)
     logits[..., 2:] = 1
-    for rule in (greedy, greedy_at_once):
+    for rule in (greedy, match_at_once, descend):
         assert rule(TREE, logits, transcript()).emitted == ((2, 2),)
 
 
@@ -130,14 +145,38 @@ def trees_with_logits(draw: st.DrawFn) -> tuple[TokenTree, torch.Tensor]:
     return TokenTree(torch.tensor(tokens), torch.tensor(parents)), logits
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(trees_with_logits())
 def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -> None:
+    """Ragged and in lockstep, with rows that end on the way, over two steps."""
     tree, logits = case
     rows = len(tree.tokens)
-    fast, slow = greedy_at_once(tree, logits, transcript(rows)), follow(tree, logits, transcript(rows))
-    assert fast.emitted == slow.emitted
-    assert fast.path.tolist() == slow.path.tolist()
+    for lockstep in (False, True):
+        texts = [transcript(rows, eos=[1], max_length=6, lockstep=lockstep) for _ in range(3)]
+        for _ in range(2):
+            tree = tree.with_repeated(0, texts[0].padded(tree.tokens.device)) if lockstep else tree
+            slow, *fast = [
+                rule(tree, logits, text) for rule, text in zip((follow, match_at_once, descend), texts, strict=True)
+            ]
+            for acceptance in fast:
+                assert same_or_shorter(acceptance.emitted, slow.emitted, exactly=not lockstep)
+                assert same_or_shorter(acceptance.nodes, slow.nodes, exactly=not lockstep)
+                assert acceptance.num_drafted == slow.num_drafted
+                assert acceptance.num_accepted.tolist() == [max(len(row) - 1, 0) for row in acceptance.nodes]
+            if lockstep:
+                break  # the walk may have gone further by a token
+            assert texts[0].finished == texts[1].finished == texts[2].finished
+            if all(texts[0].finished):
+                break
+
+
+def same_or_shorter(ours: Rows, theirs: Rows, *, exactly: bool) -> bool:
+    """In lockstep the walk goes on by one token where a row's last token was drafted, and pads there."""
+    missing = 0 if exactly else 1
+    return all(
+        mine == whole[: len(mine)] and len(whole) - len(mine) in (0, missing)
+        for mine, whole in zip(ours, theirs, strict=True)
+    )
 
 
 def exact_distribution(root_logits: dict[tuple[int, ...], torch.Tensor], length: int) -> dict[tuple[int, ...], float]:
@@ -305,33 +344,33 @@ def test_lossy_rules_in_a_batch(rule: AcceptanceRule) -> None:
     tree = TokenTree(TREE.tokens.repeat(2, 1), TREE.parents)
     logits = torch.cat([UNSURE, says(0, 0, 0, 0)])
     assert rule(tree, logits, transcript(2)).nodes == ((0, 1, 3), (0,))
-    in_step = Transcript(torch.tensor([[4, 3]] * 2), LogitsProcessorList(), StoppingCriteriaList(), max_length=100,
-                         do_sample=False, in_step=True, keep_scores=True)  # fmt: skip
-    in_step.record_column([0, 0])
-    assert rule(tree, logits, in_step).nodes == ((0,), (0,))
-    assert [scores.shape for scores in in_step.scores] == [(2, VOCAB)]
+    together = Transcript(torch.tensor([[4, 3]] * 2), LogitsProcessorList(), StoppingCriteriaList(), max_length=100,
+                         do_sample=False, lockstep=True, keep_scores=True)  # fmt: skip
+    together.record_column([0, 0])
+    assert rule(tree, logits, together).nodes == ((0,), (0,))
+    assert [scores.shape for scores in together.scores] == [(2, VOCAB)]
 
 
-# ------------------------------------------------------------------------------------------------- rows in step
+# ------------------------------------------------------------------------------------------------- lockstep
 
 
-def test_rows_in_step_go_as_far_as_the_slowest() -> None:
+def test_rows_in_lockstep_go_as_far_as_the_slowest() -> None:
     tree = TokenTree(TREE.tokens.repeat(2, 1), TREE.parents)
     text = Transcript(torch.tensor([[4, 3]] * 2), LogitsProcessorList(), StoppingCriteriaList(), max_length=100,
-                      do_sample=False, in_step=True)  # fmt: skip
+                      do_sample=False, lockstep=True)  # fmt: skip
     text.record_column([0, 0])
     acceptance = greedy(tree, torch.cat([says(1, 3, 0, 2), says(2, 3, 4, 0)]), text)
     assert acceptance.nodes == ((0, 1), (0, 2))
     assert acceptance.emitted == ((1, 3), (2, 4))
 
 
-def test_a_finished_row_in_step_says_padding_until_the_others_end() -> None:
+def test_a_finished_row_in_lockstep_emits_padding_until_the_others_end() -> None:
     tree = TokenTree(TREE.tokens.repeat(2, 1), TREE.parents)
     text = Transcript(torch.tensor([[4, 3]] * 2), LogitsProcessorList(),
-                      StoppingCriteriaList([EosTokenCriteria([1])]), max_length=100, do_sample=False, in_step=True,
+                      StoppingCriteriaList([EosTokenCriteria([1])]), max_length=100, do_sample=False, lockstep=True,
                       pad_token_id=4)  # fmt: skip
     text.record_column([1, 0])
-    tree = tree.with_chains(text.padded_rows, text.pad_token_id)
+    tree = tree.with_repeated(text.pad_token_id, text.padded(tree.tokens.device))
     assert tree.tokens.tolist() == [[0, 4, 4, 4], [0, 1, 2, 3]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, 0, 1]]
     acceptance = greedy(tree, torch.cat([says(1, 1, 1, 1), says(2, 3, 3, 0)]), text)

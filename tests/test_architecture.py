@@ -9,15 +9,16 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
-    0: "config errors atomic",
-    1: "tree transcript stats target.model target.masks heads.card",
-    2: "accept target target.cache target.chain_cache target.features target.target heads heads.attention heads.base "
-    "heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa",
-    3: "outputs target.fingerprint target.probe checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts "
-    "checkpoints.formats checkpoints.engines checkpoints.export checkpoints.hub checkpoints.report "
+    0: "config errors atomic host_sync",
+    1: "tree draft tree_growth transcript stats target.model target.masks heads.card",
+    2: "acceptance accept target target.cache target.chain_cache target.features target.target step "
+    "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa",
+    3: "outputs target.fingerprint target.probe control control.controller control.costs "
+    "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
+    "checkpoints.export checkpoints.hub checkpoints.report "
     "drafters drafters.base drafters.prompt_lookup drafters.eagle drafters.medusa drafters.medusa_choices",
     4: "drafters.registry drafters.compatibility decode viz",
-    5: "generation generation.options generation.state generation.mixin "
+    5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "
     "training.prompts training.distill training.features training.trainer training.eagle training.medusa "
     "training.medusa2 training.tree_search",

@@ -48,7 +48,9 @@ def test_commit_keeps_exactly_the_paths(batch_size: int, layout: list[LayerLayou
         marks = 100 + 10 * step + torch.arange(nodes).expand(batch_size, -1)
         append(cache, marks)
         paths = [sorted(rng.sample(range(nodes), rng.randint(0, nodes))) for _ in range(batch_size)]
-        cache.commit(paths)
+        width = max(1, *map(len, paths))
+        cache.commit(torch.tensor([[*path, *[-1] * (width - len(path))] for path in paths]), paths)
+        assert cache.lengths_on(torch.device("cpu"), batch_size).tolist() == cache.lengths
         for row, path in enumerate(paths):
             texts[row] += [int(marks[row, node]) for node in path]
         assert cache.lengths == list(map(len, texts))

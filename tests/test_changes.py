@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import zoo
+from drafters import random_head
 from hf_specdec import (
     CacheCapacityError,
     DrafterMismatchError,
@@ -25,14 +26,12 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     UnsupportedGenerationError,
     UnsupportedModelError,
-    mixin,
-    state,
 )
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.generation import mixin, state
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.probe import inspect_target
-from test_eagle import random_head
 from test_mixin import GREEDY, IDS
 
 
@@ -248,6 +247,16 @@ def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.Monkey
         assert torch.equal(plain.sequences, ours.sequences)
         for wanted, got in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
             torch.testing.assert_close(got.keys[0], wanted.keys[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "bamba", "nemotron_h", "lfm2"])
+def test_half_precision_verifies_what_float32_does(name: str, dtype: torch.dtype) -> None:
+    """Some of these keep one position's logits unless told otherwise, some round a lot."""
+    exact = inspect_target(zoo.build(name))
+    half = inspect_target(copy.deepcopy(zoo.build(name)).to(dtype))
+    assert half.branches == exact.branches
+    assert half.chain_only_reason == exact.chain_only_reason
 
 
 def test_too_large_a_cache_is_said_with_slots_and_bytes(model: Any) -> None:

@@ -119,7 +119,7 @@ def test_every_kind_of_head(
         ),
         (
             ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
-            "no local directory",
+            "not a local directory",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["eagle", "--output", "TALKS"], "is a file"),
         (["eagle", "--output", "MODEL"], "no training run here has made"),
         (["eagle", "--initial-head", "STRANGER"], "for a target of vocab_size 64"),
-        (["eagle", "--initial-head", "MODEL"], "no head in a known layout"),
+        (["eagle", "--initial-head", "MODEL"], "not a head in a known layout"),
     ],
 )
 def test_training_refuses_before_it_loads_the_target(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Gemma3TextConfig, Mamba2Config
 
 import zoo
+from drafters import EagleFamily, random_head
 from hf_specdec import (
     DrafterMismatchError,
     Eagle3Config,
@@ -24,7 +25,9 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     UnsupportedGenerationError,
 )
+from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
+from hf_specdec.step import Step
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import lm_head_rows
 from hf_specdec.training import Conversation, capture_features
@@ -36,8 +39,6 @@ for _row, _padding in ((1, 4), (2, 9)):
     IDS[_row, :_padding] = 0
     MASK[_row, :_padding] = 0
 
-
-Head = EagleHead | Eagle3Head
 
 VERSION_3: list[dict[str, Any]] = [
     {"version": 3, "draft_vocab_size": 40},
@@ -54,23 +55,6 @@ OF_OTHERS: list[dict[str, Any]] = [
      "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8},
 ]  # fmt: skip
 """What only heads made elsewhere have."""
-
-
-def random_head(model: Any, seed: int = 0, version: int = 1, **fields: Any) -> Head:
-    torch.manual_seed(seed)
-    head: Head
-    if version == 3:
-        head = Eagle3Head(Eagle3Config.for_target(model.config, **fields))
-    else:
-        head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(10)
-    if head.config.draft_vocab_size:
-        ids = torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values
-        head.set_hot_token_ids(ids)
-    return head
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "deepseek_v3", "cohere2"])
@@ -93,27 +77,29 @@ class Recorder:
 
     def __init__(self, drafter: EagleDrafter, ids: Tensor) -> None:
         self.trees: list[tuple[list[list[int]], Any]] = []
+        self.drafts: list[Draft] = []
         start = drafter.start
 
-        def recording_start(model: Any, prompt: Any, config: SpeculativeConfig) -> Any:
-            session = start(model, prompt, config)
+        def recording_start(target: Any, context: Any, config: SpeculativeConfig) -> Any:
+            session = start(target, context, config)
             texts = [
                 [token for token, real in zip(row, mask, strict=True) if real]
                 for row, mask in zip(ids.tolist(), (ids != 0).tolist(), strict=True)
             ]
             propose, observe = session.propose, session.observe
-            for text, root in zip(texts, prompt.roots.tolist(), strict=True):
+            for text, root in zip(texts, context.roots.tolist(), strict=True):
                 text.append(root)
 
-            def recording_propose() -> Any:
-                tree = propose()
-                self.trees.append(([list(text) for text in texts], tree))
-                return tree
+            def recording_propose(budget: Budget) -> Any:
+                draft = propose(budget)
+                self.trees.append(([list(text) for text in texts], draft.tree))
+                self.drafts.append(draft)
+                return draft
 
-            def recording_observe(acceptance: Any, verification: Any) -> None:
-                for text, tokens in zip(texts, acceptance.emitted, strict=True):
+            def recording_observe(step: Step) -> None:
+                for text, tokens in zip(texts, step.acceptance.emitted, strict=True):
                     text.extend(tokens)
-                observe(acceptance, verification)
+                observe(step)
 
             session.propose, session.observe = recording_propose, recording_observe
             return session
@@ -124,7 +110,7 @@ class Recorder:
 class SlowEagle:
     """The head by definition: true features of a text, then its own, all recomputed for every path."""
 
-    def __init__(self, model: Any, head: Head, text: list[int]) -> None:
+    def __init__(self, model: Any, head: EagleFamily, text: list[int]) -> None:
         self.model, self.head, self.text = model, head, text
         with torch.no_grad():
             states = model(
@@ -201,7 +187,7 @@ def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -
         SpeculativeGenerationMixin.detach(model)
 
 
-def sharp_head(model: Any, version: int, seed: int) -> Head:
+def sharp_head(model: Any, version: int, seed: int) -> EagleFamily:
     """A head whose attention decides: whoever attends to another node's ancestors drafts other tokens."""
     head = random_head(model, seed=seed, version=version)
     with torch.no_grad():
@@ -261,16 +247,16 @@ def test_features_of_training_and_inference_are_the_same_tensors(llama: Any, ver
     """What `capture_features` stores equals what sessions see, prompt and accepted tokens alike."""
     drafter = EagleDrafter(random_head(llama, version=version))
     seen: list[Tensor] = []
-    start = drafter.start
+    start, read = drafter.start, drafter.head.feature_layers
 
-    def spying_start(model: Any, prompt: Any, config: SpeculativeConfig) -> Any:
-        session = start(model, prompt, config)
-        seen.append(prompt.features[0])
+    def spying_start(target: Any, context: Any, config: SpeculativeConfig) -> Any:
+        session = start(target, context, config)
+        seen.append(context.features.of(read)[0])
         observe = session.observe
 
-        def spying_observe(acceptance: Any, verification: Any) -> None:
-            seen.append(verification.features[0, acceptance.path[0]])
-            observe(acceptance, verification)
+        def spying_observe(step: Step) -> None:
+            seen.append(step.verification.features.of(read)[0, list(step.acceptance.nodes[0])])  # type: ignore[union-attr]
+            observe(step)
 
         session.observe = spying_observe
         return session
@@ -278,7 +264,7 @@ def test_features_of_training_and_inference_are_the_same_tensors(llama: Any, ver
     drafter.start = spying_start  # type: ignore[method-assign]
     llama.add_drafter(drafter)
     answer = llama.generate(IDS[:1], max_new_tokens=20, do_sample=False, speculative="eagle")[0].tolist()
-    layers = tuple(dict.fromkeys((*drafter.feature_layers, LAST)))
+    layers = tuple(dict.fromkeys((*read, LAST)))
     conversation = Conversation.of(answer[:14], answer[14:])
     captured = capture_features(llama, [conversation], tmp_path, layers=layers)[0]["features"]
     inference = torch.cat(seen)

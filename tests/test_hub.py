@@ -127,9 +127,9 @@ def test_hostile_checkpoints() -> None:
 
 def test_a_name_that_is_neither_directory_nor_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointFormatError, match="no local directory"):
+    with pytest.raises(CheckpointFormatError, match="not a local directory"):
         load_head("nobody/nothing")
-    with pytest.raises(CheckpointFormatError, match="no local directory"):
+    with pytest.raises(CheckpointFormatError, match="not a local directory"):
         load_head("not a repository name")
 
 

@@ -178,10 +178,10 @@ def test_unnamed_layers_are_those_of_the_target(tmp_path: Path) -> None:
     head = load_head(EXAMPLES["eagle3, official"].write(tmp_path))
     with pytest.raises(InvalidConfigError, match="does not say which layers"):
         _ = head.feature_layers
-    head.read_layers_of(32)
+    head.resolve_feature_layers(32)
     assert head.feature_layers == (2, 16, 29)
     with pytest.raises(DrafterMismatchError, match="a target of 2 layers has"):
-        load_head(tmp_path).read_layers_of(2)
+        load_head(tmp_path).resolve_feature_layers(2)
 
 
 CONFIG = {

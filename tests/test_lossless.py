@@ -83,7 +83,7 @@ def node_logits(tree: TokenTree) -> Tensor:
     return torch.stack(nodes, dim=1)
 
 
-def chi_squares(rule: AcceptanceRule, make: Callable[[], TokenTree], *, in_step: bool) -> tuple[float, float]:
+def chi_squares(rule: AcceptanceRule, make: Callable[[], TokenTree], *, lockstep: bool) -> tuple[float, float]:
     """Of the first two tokens emitted after the root: as they are, and with the planted bias."""
     torch.manual_seed(0)
     first, second = target_probs(()), torch.stack([target_probs((token,)) for token in range(VOCAB)])
@@ -92,7 +92,7 @@ def chi_squares(rule: AcceptanceRule, make: Callable[[], TokenTree], *, in_step:
     for _ in range(DRAWS // ROWS):
         tree = make()
         text = Transcript(torch.ones(ROWS, 2, dtype=torch.long), WARPERS, criteria, max_length=100, do_sample=True,
-                          in_step=in_step)  # fmt: skip
+                          lockstep=lockstep)  # fmt: skip
         for row in range(ROWS):
             text.record(row, 0)
         rule(tree, node_logits(tree), text)
@@ -111,7 +111,7 @@ def chi_squares(rule: AcceptanceRule, make: Callable[[], TokenTree], *, in_step:
 
 CASES = [
     pytest.param(rejection, deterministic_tree, False, id="deterministic tree"),
-    pytest.param(rejection, deterministic_tree, True, id="deterministic tree, rows in step"),
+    pytest.param(rejection, deterministic_tree, True, id="deterministic tree, rows in lockstep"),
     pytest.param(rejection, sampled_chain, False, id="sampled chain"),
     pytest.param(rejection, sampled_tree, False, id="sampled tree"),
     pytest.param(block, sampled_chain, False, id="block verification"),
@@ -119,11 +119,11 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "make", "in_step"), CASES)
+@pytest.mark.parametrize(("rule", "make", "lockstep"), CASES)
 def test_the_exact_distribution_and_a_bias_of_one_percent(
-    rule: AcceptanceRule, make: Callable[[], TokenTree], in_step: bool
+    rule: AcceptanceRule, make: Callable[[], TokenTree], lockstep: bool
 ) -> None:
-    clean, biased = chi_squares(rule, make, in_step=in_step)
+    clean, biased = chi_squares(rule, make, lockstep=lockstep)
     assert clean < CRITICAL
     assert biased > CRITICAL
 

@@ -46,7 +46,14 @@ def slow_sees(kind: str, size: int, row: int, node: int, slot: int) -> bool:
 def test_masks_equal_the_definition(kind: str, size: int, additive: bool) -> None:
     tree = TokenTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor(PARENTS))
     padding = PromptPadding.of(PROMPT)
-    mask = tree_masks(layout_of(kind, size, additive), tree.ancestor_mask(), LENGTHS, padding, torch.float32)
+    mask = tree_masks(
+        layout_of(kind, size, additive),
+        tree.ancestor_mask(),
+        torch.tensor(LENGTHS),
+        max(LENGTHS),
+        padding,
+        torch.float32,
+    )
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (2, 1, 5, 12 + 5)
     if additive:
@@ -62,15 +69,15 @@ def test_masks_equal_the_definition(kind: str, size: int, additive: bool) -> Non
 
 def test_positions_count_tokens_not_slots() -> None:
     depths = torch.tensor([[0, 1, 1, 2]])
-    assert Positions.of(None, 3, depths.device).of_nodes(depths, [5]).tolist() == [[5, 6, 6, 7]]
+    assert Positions.of(None, 3, depths.device).of_nodes(depths, torch.tensor([5])).tolist() == [[5, 6, 6, 7]]
     prompt_ids = torch.tensor([[0, 0, 0, 1, 2]])
-    assert Positions.of(prompt_ids, 5, depths.device).of_nodes(depths, [5]).tolist() == [[3, 4, 4, 5]]
+    assert Positions.of(prompt_ids, 5, depths.device).of_nodes(depths, torch.tensor([5])).tolist() == [[3, 4, 4, 5]]
 
 
 def test_positions_keep_the_sections_of_rotary_ids() -> None:
     """A multimodal prompt's `[3, B, P]` ids go on in every section, as in plain generate."""
     prompt_ids = torch.tensor([[[0, 1]], [[0, 4]], [[0, 2]]])
-    positions = Positions.of(prompt_ids, 2, prompt_ids.device).of_nodes(torch.tensor([[0, 1]]), [3])
+    positions = Positions.of(prompt_ids, 2, prompt_ids.device).of_nodes(torch.tensor([[0, 1]]), torch.tensor([3]))
     assert positions.tolist() == [[[3, 4]], [[6, 7]], [[4, 5]]]
 
 
@@ -110,7 +117,7 @@ def test_layout_follows_the_configuration(fields: dict[str, object], wanted: lis
 def test_models_of_several_layer_types_get_a_mask_each() -> None:
     layout = MaskLayout((("full_attention", "full", 0), ("sliding_attention", "sliding", 2)), False)
     tree = TokenTree(torch.zeros(1, 1, dtype=torch.long), torch.tensor([-1]))
-    masks = tree_masks(layout, tree.ancestor_mask(), [3], None, torch.float32)
+    masks = tree_masks(layout, tree.ancestor_mask(), torch.tensor([3]), 3, None, torch.float32)
     assert isinstance(masks, dict)
     assert masks["full_attention"][0, 0].int().tolist() == [[1, 1, 1, 1]]
     assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zoo
+from drafters import random_heads
 from hf_specdec import (
     DrafterMismatchError,
     InvalidConfigError,
@@ -19,26 +20,16 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.config import validate_choices
-from hf_specdec.drafters.base import Prompt
+from hf_specdec.draft import PLAIN_STEP, Budget
+from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
-from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.features import LAST, FeatureTap
+from hf_specdec.target.target import TreeTarget
 from hf_specdec.training import train_medusa
 from models import prompts
 from test_training import answered, arguments
-
-
-def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
-    """Heads whose blocks are not the identity."""
-    torch.manual_seed(seed)
-    heads = MedusaHeads(MedusaConfig.for_target(model.config, **fields))
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    if heads.config.draft_vocab_size:
-        heads.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: heads.config.draft_vocab_size].sort().values)
-    return heads
-
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -74,22 +65,30 @@ def test_the_tree_holds_each_heads_best_tokens(fields: dict[str, Any]) -> None:
         model(input_ids=ids, use_cache=False)
     features, choices = tap.take(), [(0,), (0, 1), (1,), (2,), (0, 1, 3)]
     config = SpeculativeConfig("medusa", tree=choices)  # type: ignore[arg-type]
-    prompt = Prompt(ids, None, torch.tensor([9]), features)
-    tree = MedusaDrafter(heads).start(model, prompt, config).propose()
+    context, drafter = DraftContext(ids, None, torch.tensor([9]), features), MedusaDrafter(heads)
+    target = TreeTarget(model, TreeCache([None] * 2, capacity=32))
+    session = drafter.start(target, context, config)
+    draft = session.propose(drafter.limits(config))
+    tree = draft.tree
     tree.validate()
-    wanted = [9]
+    wanted, sure = [9], [0.0]
     for path in validate_choices(choices):
-        hidden, parts = features[0, -1], list(heads.heads[len(path) - 1])
+        hidden, parts = features.of((LAST,))[0, -1], list(heads.heads[len(path) - 1])
         for block in parts[: heads.config.medusa_num_layers]:
             out = block.linear(hidden)
             hidden = hidden + out * torch.sigmoid(out)
         hot = heads.hot_token_ids
         lm_head = model.lm_head.weight if hot is None else model.lm_head.weight[hot]
         logits = (lm_head if heads.config.shared_lm_head else parts[-1].weight) @ hidden
+        sure.append(float(logits.detach().log_softmax(-1).sort(descending=True).values[path[-1]]))
         token = int(logits.argsort(descending=True)[path[-1]])
         wanted.append(token if hot is None else int(hot[token]))
     assert tree.tokens.tolist() == [wanted]
     assert tree.parents.tolist() == [-1, 0, 0, 0, 1, 4]
+    torch.testing.assert_close(draft.log_probs, torch.tensor([sure]))
+    smaller = session.propose(Budget(num_nodes=4, num_steps=2, top_k=1))
+    assert smaller.tree.tokens.tolist() == [[wanted[0], wanted[1], wanted[4]]]
+    assert session.propose(PLAIN_STEP).tree.tokens.tolist() == [[9]]
 
 
 def test_heads_start_as_the_targets_lm_head() -> None:
@@ -121,9 +120,9 @@ def test_a_tree_for_every_model() -> None:
     with pytest.raises(InvalidConfigError, match="no paper tree"):
         paper_tree("vicuna")
     drafter = MedusaDrafter(random_heads(zoo.build("llama")))
-    assert drafter.num_nodes(SpeculativeConfig("medusa")) == 24
-    assert drafter.num_nodes(SpeculativeConfig("medusa", num_draft_tokens=64)) == 64
-    assert drafter.num_nodes(SpeculativeConfig("medusa", num_draft_tokens=1)) == 1
+    assert drafter.limits(SpeculativeConfig("medusa")).num_nodes == 24
+    assert drafter.limits(SpeculativeConfig("medusa", num_draft_tokens=64)).num_nodes == 64
+    assert drafter.limits(SpeculativeConfig("medusa", num_draft_tokens=1)).num_nodes == 1
     assert max(map(len, drafter.choices(SpeculativeConfig("medusa", num_steps=2)))) == 2
     assert max(map(max, drafter.choices(SpeculativeConfig("medusa", top_k=3)))) == 2
 
@@ -140,7 +139,7 @@ def test_a_tree_for_every_model() -> None:
 def test_trees_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     drafter = MedusaDrafter(random_heads(zoo.build("llama"), medusa_num_heads=2))
     with pytest.raises(InvalidConfigError, match=message):
-        drafter.num_nodes(SpeculativeConfig("medusa", **fields))
+        drafter.limits(SpeculativeConfig("medusa", **fields))
 
 
 def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any) -> None:

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import zoo
+from drafters import random_head
 from hf_specdec import (
     CacheCapacityError,
     DrafterMismatchError,
@@ -39,10 +40,10 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.target.cache import TreeCache
 from reference import OracleDrafter
-from test_eagle import random_head
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 HALF_CACHE = DynamicCache()
@@ -475,7 +476,7 @@ class RaisesToo(StoppingCriteria):
 )
 def test_an_interrupted_generation_leaves_the_model_usable_and_plain(llama: Any, error: Any, options: Any) -> None:
     plain = with_oracle(llama)
-    llama.drafters["oracle"].feature_layers = (-1,)
+    llama.drafters["oracle"].needs = Needs(feature_layers=(-1,))
     with pytest.raises(error):
         llama.generate(IDS, speculative="oracle", **options(), **GREEDY)
     assert not llama.model._forward_hooks
@@ -488,7 +489,7 @@ def test_two_threads_generate_at_once(llama: Any) -> None:
     answers = [llama.generate(ids, **{**GREEDY, "max_new_tokens": 40}) for ids in prompts]
     for row, answer in enumerate(answers):
         llama.add_drafter(OracleDrafter(answer[:, 20:], "sometimes", zoo.VOCAB_SIZE), f"oracle{row}")
-        llama.drafters[f"oracle{row}"].feature_layers = (-1,)
+        llama.drafters[f"oracle{row}"].needs = Needs(feature_layers=(-1,))
     results: dict[int, torch.Tensor] = {}
 
     def work(row: int) -> None:
@@ -507,7 +508,7 @@ def test_two_threads_generate_at_once(llama: Any) -> None:
 def test_a_call_leaves_no_cache_behind(llama: Any) -> None:
     """Without the garbage collector's help: a cycle would keep whole caches alive until it runs."""
     with_oracle(llama)
-    llama.drafters["oracle"].feature_layers = (-1,)
+    llama.drafters["oracle"].needs = Needs(feature_layers=(-1,))
     gc.collect()
     gc.disable()
     try:

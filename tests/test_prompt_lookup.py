@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import InvalidConfigError, SpeculativeConfig
-from hf_specdec.drafters.base import Prompt
+from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter, SuffixIndex
 
 
@@ -50,9 +50,9 @@ def test_matches_equal_brute_force(tokens: list[int], cuts: list[int]) -> None:
 
 
 def propose(ids: list[int], root: int, **fields: Any) -> tuple[list[int], list[int]]:
-    prompt = Prompt(torch.tensor([ids]), None, torch.tensor([root]), None)
-    session = PromptLookupDrafter().start(None, prompt, SpeculativeConfig("prompt_lookup", **fields))  # type: ignore[arg-type]
-    tree = session.propose()
+    context = DraftContext(torch.tensor([ids]), None, torch.tensor([root]))
+    drafter, config = PromptLookupDrafter(), SpeculativeConfig("prompt_lookup", **fields)
+    tree = drafter.start(None, context, config).propose(drafter.limits(config)).tree  # type: ignore[arg-type]
     tree.validate()
     return tree.tokens[0].tolist(), tree.parents.tolist()[0]
 
@@ -82,4 +82,4 @@ def test_fields_limit_the_tree() -> None:
 
 def test_a_tree_field_means_nothing_here() -> None:
     with pytest.raises(InvalidConfigError, match="follows from the matches"):
-        PromptLookupDrafter().num_nodes(SpeculativeConfig("prompt_lookup", tree=[(0,)]))
+        PromptLookupDrafter().limits(SpeculativeConfig("prompt_lookup", tree=[(0,)]))

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import hf_specdec
+from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -49,7 +50,8 @@ def test_links_and_files_exist() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
-    for name in re.findall(r"`(\w+\.py|\w+/)`", README[README.index("## How it is built") :]):
+    house = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| room |") :]):
         assert (ROOT / "src" / "hf_specdec" / name).exists(), name
 
 
@@ -59,14 +61,20 @@ def test_the_first_screen_is_short() -> None:
     assert len(code_block(README, "<!-- example -->").splitlines()) <= 12
 
 
-def test_the_drafter_of_the_docs_works(llama: Any) -> None:
-    code = code_block((ROOT / "docs" / "drafters.md").read_text(), "# Write your own")
-    ids = torch.tensor([[5, 6, 7]])
-    plain = llama.generate(ids, max_new_tokens=20, do_sample=False)
+def test_the_drafter_of_the_docs_works(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "drafters.md").read_text()
+    ids = torch.tensor([[5, 6, 7] * 3, [9, 8, 9] * 3])
+    options = {"max_new_tokens": 30, "do_sample": False}
+    plain = llama.generate(ids, **options)
     scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": ids}}
-    exec(code, scope)
-    assert torch.equal(plain, llama.generate(ids, max_new_tokens=20, do_sample=False, speculative="repeat"))
-    assert llama.last_speculation.method == "repeat"
+    exec(code_block(page, "# Write your own"), scope)
+    assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
+    assert llama.last_speculation.method == "bigram"
+    assert llama.last_speculation.num_drafted_tokens > 0
+    llama.remove_drafter("bigram")
+    monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
+    exec(code_block(page, "## A method by name"), scope)
+    assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
 
 
 def test_public_names_are_documented() -> None:

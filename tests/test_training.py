@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import zoo
+from drafters import EagleFamily as Head
+from drafters import random_head
 from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.heads import attention
@@ -37,7 +39,6 @@ from hf_specdec.training.eagle import EagleObjective
 from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, answers_ahead
 from hf_specdec.training.trainer import HeadLoss, HeadTrainer, last_checkpoint
-from test_eagle import Head, random_head
 
 TALKS = [
     Conversation.of([5, 6, 7], [8, 9]),

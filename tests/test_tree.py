@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hf_specdec.config import validate_choices
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.tree import TokenTree, choice_parents, chosen_path, merge_chains, stack_trees
+from hf_specdec.tree import TokenTree, chosen_path, stack_trees
+from hf_specdec.tree_growth import choice_parents, merge_chains
 from reference import path_to_root
 
 
@@ -62,6 +63,8 @@ def test_rows_of_different_sizes_are_padded_with_nodes_on_no_path() -> None:
     tree.validate()
     assert tree.tokens.tolist() == [[5, 6], [7, 7]]
     assert tree.parents.tolist() == [[-1, 0], [-1, -1]]
+    assert tree.max_depth == tree.depth_bound == 1
+    assert tree.num_drafted.tolist() == [1, 0]
     assert tree.ancestor_mask()[1].int().tolist() == [[1, 0], [0, 1]]
 
 
@@ -120,15 +123,19 @@ def test_choices_are_sorted_by_level() -> None:
 def test_the_chain_of_first_children(
     tokens: list[int], parents: list[int], chain: list[int], links: list[int]
 ) -> None:
-    cut = TokenTree(torch.tensor([tokens]), torch.tensor(parents)).first_chain()
-    assert cut.tokens.tolist() == [chain]
-    assert cut.parents.tolist() == [links]
+    tree = TokenTree(torch.tensor([tokens]), torch.tensor(parents))
+    deepest = int(tree.depths().max())
+    for cut in (tree.first_children(), TokenTree(tree.tokens, tree.parents, max_depth=deepest).first_children()):
+        cut.validate()
+        assert cut.tokens[0, : len(chain)].tolist() == chain
+        assert cut.parents.tolist() == [[*links, *[-1] * (cut.num_nodes - len(links))]]
+    assert cut.num_nodes == deepest + 1
 
 
 def test_first_chains_of_a_batch_are_padded_and_keep_their_probabilities() -> None:
     tokens, parents = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, -1]])
     probs = torch.arange(8.0).view(2, 4, 1)
-    cut = TokenTree(tokens, parents, probs).first_chain()
+    cut = TokenTree(tokens, parents, probs, max_depth=2).first_children()
     assert cut.tokens.tolist() == [[5, 6, 8], [1, 2, 1]]
     assert cut.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
     assert cut.draft_probs is not None

@@ -10,28 +10,28 @@ import pytest
 import torch
 
 import zoo
+from drafters import random_head
 from hf_specdec import InvalidConfigError, MedusaConfig, MedusaHeads, SpeculativeConfig, load_head
 from hf_specdec.config import validate_choices
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, capture_features, search_tree, tree_search
-from hf_specdec.training.tree_search import grow_tree, node_acceptance, rank_accuracies
+from hf_specdec.training.tree_search import likeliest_choices, node_acceptance, rank_accuracies
 from hf_specdec.viz import plot_tree, save_plot
-from test_eagle import random_head
 from test_training import answered
 
 ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.1, 0.05), (0.4, 0.3, 0.0))
 
 
 def test_growing_by_hand() -> None:
-    assert grow_tree(((0.6, 0.2), (0.5, 0.1)), 4) == [(0,), (0, 0), (1,)]
+    assert likeliest_choices(((0.6, 0.2), (0.5, 0.1)), 4) == [(0,), (0, 0), (1,)]
     assert node_acceptance((0, 0), ACCURACIES) == pytest.approx(0.3)
-    assert grow_tree(((0.5,),), 10) == [(0,)]
+    assert likeliest_choices(((0.5,),), 10) == [(0,)]
 
 
 @pytest.mark.parametrize("num_nodes", [2, 5, 9, 14])
 def test_no_tree_of_that_size_is_better(num_nodes: int) -> None:
-    grown = grow_tree(ACCURACIES, num_nodes)
+    grown = likeliest_choices(ACCURACIES, num_nodes)
     validate_choices(grown)
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
     best = sorted((node_acceptance(path, ACCURACIES) for path in every), reverse=True)[: num_nodes - 1]

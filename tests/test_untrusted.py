@@ -186,7 +186,7 @@ def test_files_are_regular_and_inside_their_directory(head: Path, tmp_path: Path
         load_head(head)
     weights.unlink()
     os.mkfifo(weights)
-    with pytest.raises(CheckpointFormatError, match="is no regular file"):
+    with pytest.raises(CheckpointFormatError, match="is not a regular file"):
         load_head(head)
     weights.unlink()
     (head / "inside").mkdir()
@@ -217,7 +217,7 @@ def test_a_list_of_tokens_is_a_regular_file(head: Path, tmp_path: Path, kind: st
     if kind == "pipe":
         path = tmp_path / "freq.pt"
         os.mkfifo(path)
-    with pytest.raises(CheckpointFormatError, match="no regular file"):
+    with pytest.raises(CheckpointFormatError, match="not a regular file"):
         load_head(head, hot_tokens=path)
 
 

@@ -1,62 +1,23 @@
 """Which drafted tokens are kept: one function per rule, one signature for all.
 
 A rule sees the tree, the target's logits at its nodes and the transcript it continues; never a model, a cache or
-a drafter. `greedy` and `rejection` are lossless; `typical` and `nucleus` change what is generated. Before:
-`target.py`. After: `cache.commit`. See docs/acceptance.md.
+a drafter. `greedy` and `rejection` are lossless; `typical` and `nucleus` change what is generated. Where nobody on
+the host looks at the text, a step is decided on the device and the host reads it once. Called by: `decode.py`. Feeds:
+the target, which commits the path. See docs/acceptance.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
+from hf_specdec.acceptance import Acceptance, HostTree, keep_paths, settle, walk
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree, chosen_path
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """The kept path of each row. `tokens[b, i]` is what the target says after node `path[b, i]`.
-
-    A row that has ended keeps nothing, its path and tokens are -1; unless rows are in step, where it says padding.
-    """
-
-    path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
-    tokens: Tensor  # [B, P] long, tokens emitted by this step: accepted ones, then correction or bonus
-    num_accepted: Tensor  # [B] long, drafted tokens kept
-    next_token: Tensor  # [B] long, the last emitted token: the next root
-    nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
-    emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
-
-    @property
-    def counts(self) -> list[int]:
-        """Nodes kept in each row, root included; as many tokens were emitted."""
-        return [len(tokens) for tokens in self.emitted]
-
-    @classmethod
-    def of(cls, tree: TokenTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
-        """From host lists: the nodes and the tokens of each row, of equal lengths."""
-        device, width = tree.tokens.device, max(1, *map(len, paths))
-
-        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-            return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], device=device)
-
-        roots = tree.tokens[:, 0].tolist()
-        following = [tokens[-1] if tokens else root for tokens, root in zip(emitted, roots, strict=True)]
-        return cls(
-            path=padded(paths),
-            tokens=padded(emitted),
-            num_accepted=torch.tensor([max(len(path) - 1, 0) for path in paths], device=device),
-            next_token=torch.tensor(following, device=device),
-            nodes=tuple(map(tuple, paths)),
-            emitted=tuple(map(tuple, emitted)),
-        )
-
 
 AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Acceptance]
 """`rule(tree, logits [B, N, V], transcript)`; what it emits is recorded in the transcript."""
@@ -70,35 +31,12 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
     Equal to plain greedy decoding token for token. On an accelerator every transfer to the host costs, so all nodes
     are decided at once there; on the CPU every row of V logits costs, so only the nodes of the path are looked at.
-    Processors need the walk anyway: each is called on the exact prefix.
+    Processors that read the text need the walk anyway: each is called on the exact prefix.
     """
-    if logits.device.type == "cpu" or not transcript.is_prefix_free:
+    if not transcript.decides_on(logits.device):
         return follow(tree, logits, transcript)
-    return greedy_at_once(tree, logits, transcript)
-
-
-def greedy_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """`greedy` for a choice that depends on a node's logits alone: on the device, with one transfer to the host."""
-    choices = logits.argmax(-1)  # [B, N]
-    ancestors = tree.ancestor_mask()
-    parents = tree.parents.expand(tree.tokens.shape)
-    matched = (tree.tokens == choices.gather(1, parents.clamp(min=0))) & (parents != ROOT_PARENT)
-    matched[:, 0] = True
-    accepted = ~(ancestors & ~matched[:, None, :]).any(-1)  # [B, N]
-    deepest = torch.where(accepted, ancestors.sum(-1), 0).argmax(-1)
-    rows = torch.arange(len(deepest), device=deepest.device)
-    on_path = ancestors.expand(len(deepest), -1, -1)[rows, deepest]
-    path = chosen_path(tree, on_path)
-    tokens = choices.gather(1, path.clamp(min=0))
-    # the one host synchronisation of a step: nodes and tokens together
-    paths, emitted = torch.stack([path, tokens]).tolist()
-    kept_paths, kept_tokens = [], []
-    for row, finished in enumerate(transcript.finished):
-        length = 0 if finished else sum(node >= 0 for node in paths[row])
-        kept = next((i + 1 for i in range(length) if transcript.record(row, emitted[row][i])), length)
-        kept_paths.append(paths[row][:kept])
-        kept_tokens.append(emitted[row][:kept])
-    return Acceptance.of(tree, kept_paths, kept_tokens)
+    decide = descend if transcript.processes_scores else match_at_once
+    return decide(tree, logits, transcript)
 
 
 def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
@@ -108,16 +46,57 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
     the rejection rule of SpecInfer and EAGLE-2 (a drafted x is a point mass, accepted with probability p(x)), with
     one draw per emitted token. A sampled tree (`draft_probs`): see `try_siblings`.
     """
-    return follow(tree, logits, transcript) if tree.draft_probs is None else try_siblings(tree, logits, transcript)
+    if tree.draft_probs is not None:
+        return try_siblings(tree, logits, transcript)
+    return (descend if transcript.decides_on(logits.device) else follow)(tree, logits, transcript)
+
+
+def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+    """The argmax at every node, and the longest path that agrees with it, on the device."""
+    ended = transcript.padded(logits.device)[:, None]
+    choices = torch.where(ended, transcript.pad_token_id, logits.argmax(-1))  # [B, N]
+    ancestors = tree.ancestor_mask()
+    parents = tree.parents.expand(tree.tokens.shape)
+    matched = (tree.tokens == choices.gather(1, parents.clamp(min=0))) & (parents != ROOT_PARENT)
+    matched |= torch.arange(tree.num_nodes, device=matched.device) == 0
+    accepted = ~(ancestors & ~matched[:, None, :]).any(-1)  # [B, N]
+    deepest = torch.where(accepted, ancestors.sum(-1), 0).argmax(-1)
+    on_path = ancestors.expand(len(deepest), -1, -1).gather(
+        1, deepest[:, None, None].expand(-1, 1, tree.num_nodes)
+    )[:, 0]  # fmt: skip
+    path = chosen_path(tree, on_path)
+    return settle(tree, path, choices.gather(1, path.clamp(min=0)), transcript)
+
+
+def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+    """Walk all rows down their trees together on the device: choose the token after a node, go to its child.
+
+    Every row goes as deep as the tree may be; what was drawn behind the end of all paths is undone.
+    """
+    ended = transcript.padded(logits.device)
+    parents, rows = tree.parents.expand(tree.tokens.shape), torch.arange(len(ended), device=logits.device)
+    node, on_path = torch.zeros_like(rows), torch.ones_like(ended)
+    draws, path, tokens = transcript.draws(logits.device), [], []
+    for _ in range(tree.depth_bound + 1):
+        chosen = draws.next(transcript.scores_at(logits[rows, node]))
+        chosen = torch.where(ended, transcript.pad_token_id, chosen)
+        path.append(torch.where(on_path, node, -1))
+        tokens.append(chosen)
+        children = (parents == node[:, None]) & (tree.tokens == chosen[:, None])
+        on_path = on_path & children.any(-1)
+        node = children.int().argmax(-1)
+    acceptance = settle(tree, torch.stack(path, dim=-1), torch.stack(tokens, dim=-1), transcript)
+    draws.keep(max(acceptance.counts))
+    return acceptance
 
 
 def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk each row's path: the transcript chooses the token after a node; descend where it is a child."""
+    """Walk each row's path on the host: the transcript chooses the token after a node, descend where it is a child."""
 
     def decide(_rows: Sequence[int], _nodes: Sequence[int], scores: Tensor) -> list[int]:
         return transcript.draw(scores).tolist()
 
-    return _walk(tree, logits, transcript, decide)
+    return walk(tree, logits, transcript, decide)
 
 
 def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
@@ -128,14 +107,13 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
     loses x. If none is kept, the token is drawn from what is left of p. A chain has one child per node: Leviathan et
     al. (https://arxiv.org/abs/2211.17192); siblings: SpecInfer (https://arxiv.org/abs/2305.09781), EAGLE.
     """
-    draft_probs = tree.draft_probs
+    draft_probs, host = tree.draft_probs, HostTree(tree)
     assert draft_probs is not None
-    below = _children(tree)
 
     def decide_one(row: int, node: int, scores: Tensor) -> int:
         target = scores.softmax(-1)
         draft = draft_probs[row, node].to(target.device, torch.float32).clone()
-        for token, _child in below[row].get(node, {}).items():
+        for token, _child in host.below[row].get(node, {}).items():
             if draft[token] <= 0:
                 continue  # a token its own distribution excludes was not drawn from it; leaving it out costs nothing
             if torch.rand((), device=target.device) * draft[token] < target[token]:
@@ -148,7 +126,7 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
     def decide(rows: Sequence[int], nodes: Sequence[int], scores: Tensor) -> list[int]:
         return [decide_one(row, node, row_scores) for row, node, row_scores in zip(rows, nodes, scores, strict=True)]
 
-    return _walk(tree, logits, transcript, decide)
+    return walk(tree, logits, transcript, decide, host)
 
 
 def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
@@ -162,13 +140,17 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
     Raises:
         UnsupportedGenerationError: The tree branches, or was not sampled.
     """
-    below = _children(tree)
-    if tree.draft_probs is None or any(len(children) > 1 for row in below for children in row.values()):
+    host = HostTree(tree)
+    if tree.draft_probs is None or any(len(children) > 1 for row in host.below for children in row.values()):
         raise UnsupportedGenerationError(
             'acceptance="block" takes sampled chains: drafts with `draft_probs`, one child per node.',
             'Use acceptance="auto", which is as exact.',
         )
-    return _keep(tree, logits, transcript, lambda row: _cut_block(tree, logits[row], transcript, row, below[row]))
+
+    def cut(row: int) -> list[tuple[int, int]]:
+        return _cut_block(tree, logits[row], transcript, row, host.below[row])
+
+    return keep_paths(tree, logits, transcript, cut, host)
 
 
 def _cut_block(
@@ -246,7 +228,7 @@ def _keep_allowed(
     tree: TokenTree, logits: Tensor, transcript: Transcript, allowed: Callable[[Tensor], Tensor]
 ) -> Acceptance:
     """Keep the longest path of allowed drafts; of equally long ones the likeliest."""
-    below = _children(tree)
+    host = HostTree(tree)
 
     def best_path(row: int) -> list[tuple[int, int]]:
         # (depth, log-likelihood, nodes, tokens, scores) of paths that may go on
@@ -256,7 +238,7 @@ def _keep_allowed(
         while frontier:
             depth, likelihood, nodes, tokens, scores = frontier.pop()
             log_probs, may = scores.log_softmax(-1), allowed(scores)
-            for token, child in below[row].get(nodes[-1], {}).items():
+            for token, child in host.below[row].get(nodes[-1], {}).items():
                 if bool(may[token]):
                     path = [*tokens, token]
                     after = transcript.row_scores(row, logits[row, child], path)
@@ -266,93 +248,4 @@ def _keep_allowed(
         _, _, nodes, tokens, scores = best
         return list(zip(nodes, [*tokens, int(transcript.draw(scores[None]))], strict=True))
 
-    return _keep(tree, logits, transcript, best_path)
-
-
-# ----------------------------------------------------------------------------------------------- walking the tree
-
-
-def _children(tree: TokenTree) -> list[dict[int, dict[int, int]]]:
-    """Per row and node: its children by token, in the order of their nodes; of equal ones the first."""
-    parents, tokens = tree.parents.expand(tree.tokens.shape).tolist(), tree.tokens.tolist()
-    below: list[dict[int, dict[int, int]]] = []
-    for row_parents, row_tokens in zip(parents, tokens, strict=True):
-        children: dict[int, dict[int, int]] = {}
-        for child, (parent, token) in enumerate(zip(row_parents, row_tokens, strict=True)):
-            if parent != ROOT_PARENT:
-                children.setdefault(parent, {}).setdefault(token, child)
-        below.append(children)
-    return below
-
-
-def _walk(
-    tree: TokenTree,
-    logits: Tensor,
-    transcript: Transcript,
-    decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
-) -> Acceptance:
-    """Descend from the roots: at each node decide the next token, record it, and go to the child that drafted it.
-
-    Args:
-        tree: The tree.
-        logits: `[B, N, V]` at its nodes.
-        transcript: Continued.
-        decide: Rows, their nodes and processed scores `[R, V]` to tokens.
-    """
-    below = _children(tree)
-    everyone = range(len(below))
-    paths: list[list[int]] = [[] for _ in everyone]
-    emitted: list[list[int]] = [[] for _ in everyone]
-    if not transcript.in_step:
-        for row in everyone:
-            node: int | None = None if transcript.finished[row] else 0
-            while node is not None:
-                (token,) = decide([row], [node], transcript.row_scores(row, logits[row, node])[None])
-                paths[row].append(node)
-                emitted[row].append(token)
-                node = None if transcript.record(row, token) else below[row].get(node, {}).get(token)
-        return Acceptance.of(tree, paths, emitted)
-    nodes: list[int | None] = [0 for _ in everyone]
-    while not all(transcript.finished) and None not in nodes:
-        at = [node for node in nodes if node is not None]
-        drawn = decide(everyone, at, transcript.column_scores(logits[list(everyone), at]))
-        column = transcript.record_column(drawn)
-        for row, node, token in zip(everyone, at, column, strict=True):
-            paths[row].append(node)
-            emitted[row].append(token)
-            nodes[row] = below[row].get(node, {}).get(token)
-    return Acceptance.of(tree, paths, emitted)
-
-
-def _keep(
-    tree: TokenTree, logits: Tensor, transcript: Transcript, choose: Callable[[int], list[tuple[int, int]]]
-) -> Acceptance:
-    """Record whole chosen paths up to where their row ends; rows in step are cut to the shortest path.
-
-    Args:
-        tree: The tree.
-        logits: `[B, N, V]` at its nodes.
-        transcript: Continued.
-        choose: A row to its path: pairs of a node and the token after it.
-    """
-    rows = range(len(transcript.finished))
-    kept: list[list[tuple[int, int]]] = [[] for _ in rows]
-    if not transcript.in_step:
-        for row in rows:
-            pairs = iter(() if transcript.finished[row] else choose(row))
-            while not transcript.finished[row] and (pair := next(pairs, None)):
-                kept[row].append(pair)
-                transcript.record(row, pair[1])
-    elif not all(transcript.finished):
-        padding = [(node, transcript.pad_token_id) for node in range(tree.num_nodes)]  # a padded row's tree is a chain
-        chosen = [padding if row in transcript.padded_rows else choose(row) for row in rows]
-        for column in zip(*chosen, strict=False):
-            nodes = [node for node, _ in column]
-            transcript.column_scores(logits[list(rows), nodes])
-            tokens = transcript.record_column([token for _, token in column])
-            for row, node, token in zip(rows, nodes, tokens, strict=True):
-                kept[row].append((node, token))
-            if all(transcript.finished):
-                break
-    paths, emitted = ([[pair[part] for pair in pairs] for pairs in kept] for part in (0, 1))
-    return Acceptance.of(tree, paths, emitted)
+    return keep_paths(tree, logits, transcript, best_path, host)

@@ -84,16 +84,16 @@ def read_questions(path: Path, *, limit: int | None = None, per_category: int | 
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise TypeError("it is no JSON object")
+                raise TypeError("it is not a JSON object")
             category = "mt_bench" if row["category"] in MT_BENCH else row["category"]
             turns = row["turns"]
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise TypeError("its turns are no list of texts")
+                raise TypeError("its turns are not a list of texts")
             questions.append(Question(str(row["question_id"]), category, tuple(turns)))
         except (ValueError, KeyError, TypeError) as error:
             missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidConfigError(
-                f"{path}, line {number} is no question: {missing}.", "Expected question_id, category and turns."
+                f"{path}, line {number} is not a question: {missing}.", "Expected question_id, category and turns."
             ) from error
     if not questions:
         raise InvalidConfigError(

@@ -62,7 +62,7 @@ class _Fields:
         """Inverse of `to_dict`.
 
         Raises:
-            InvalidConfigError: Unknown field (the nearest known one is named) or a value that means nothing.
+            InvalidConfigError: Unknown field (the nearest known one is named) or a value that is not valid.
         """
         check_names(cls.__name__, values, [field.name for field in fields(cls)])  # type: ignore[arg-type]
         return cls(**values)

@@ -1,4 +1,4 @@
-"""The error tree. Each text says what was expected, what came and what to do; nothing here knows torch."""
+"""The error tree. Each message tells what was expected, what came and what to do; nothing here knows torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HeadTensorsError(CheckpointFormatError, DrafterMismatchError):
 
 
 class InvalidConfigError(SpeculativeDecodingError, ValueError):
-    """A configuration value or field name that means nothing."""
+    """A configuration value or field name that is not valid."""
 
 
 class CacheCapacityError(SpeculativeDecodingError):

@@ -1,6 +1,6 @@
 """Models by name: a directory, a Hub id, or the small one that a PyPI wheel brings; every failure is told in a line.
 
-Before: `cli/`, `demo.py`, `bench.py`, which work on what is loaded here.
+Called by: `cli/`, `demo.py`, `bench.py`, which work on what is loaded here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_specdec.checkpoints.files import read_json
-from hf_specdec.checkpoints.layouts import says_head
+from hf_specdec.checkpoints.layouts import is_head_config
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.base import DraftHead
@@ -221,7 +221,7 @@ def _source(name: str | None) -> str | Path:
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: the directory holds no config.json.", "Was save_pretrained() run?"
         )
-    if says_head(read_json(config)):
+    if is_head_config(read_json(config)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
             "Give it as --drafter, and the model that it was trained for as --model.",

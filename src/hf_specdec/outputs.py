@@ -1,6 +1,6 @@
 """Hidden states and attentions per emitted token, in the shapes plain `generate()` returns them.
 
-Fed by `decode.py` after each acceptance; rows must be in step. Before: `target.py`, `accept.py`.
+Called by: `decode.py` after each acceptance; rows must be in lockstep. Feeds: the output of `generate()`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.accept import Acceptance
+from hf_specdec.acceptance import Acceptance
 from hf_specdec.target.cache import layer_windows
 from hf_specdec.target.target import Verification
 

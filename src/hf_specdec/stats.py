@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,8 +30,9 @@ class SpeculationStats:
         method: The drafter's name.
         num_target_forwards: Verify forwards; the prefill is not counted.
         num_generated_tokens: Emitted tokens of all rows.
-        num_drafted_tokens: Verified nodes of all unfinished rows, roots not counted.
+        num_drafted_tokens: Verified nodes of all unfinished rows; neither roots nor what pads a row's tree.
         accepted_per_step: One list per row: accepted drafted tokens + 1 for each target forward the row took part in.
+        control: What decided how much was drafted, and what it decided.
     """
 
     method: str = ""
@@ -39,6 +40,7 @@ class SpeculationStats:
     num_generated_tokens: int = 0
     num_drafted_tokens: int = 0
     accepted_per_step: list[list[int]] = field(default_factory=list)
+    control: dict[str, Any] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -55,6 +57,24 @@ class SpeculationStats:
         finally:
             name = f"{stage}_seconds"
             setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
+
+    @property
+    def stage_seconds(self) -> tuple[float, float, float]:
+        """Seconds so far of drafting, of verifying, and of what follows in a step."""
+        return self.draft_seconds, self.verify_seconds, self.accept_seconds + self.commit_seconds
+
+    def add_step(self, emitted: Iterable[int], drafted: Iterable[int]) -> None:
+        """Count one target forward.
+
+        Args:
+            emitted: Tokens of each row; a row that had ended before emitted none.
+            drafted: Drafted nodes of each row.
+        """
+        self.num_target_forwards += 1
+        for row, (count, nodes) in enumerate(zip(emitted, drafted, strict=True)):
+            if count:
+                self.accepted_per_step[row].append(count)
+                self.num_drafted_tokens += nodes
 
     @property
     def mean_accepted_length(self) -> float:

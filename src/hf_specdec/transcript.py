@@ -2,7 +2,7 @@
 
 Exactly one draw per emitted token, through the same calls in the same order (processors on the exact prefix,
 float32 softmax, `torch.multinomial` from the global generator), so that a seed gives plain `generate()`'s tokens.
-Knows no tree, model or cache. Used by: `accept.py` (asks for tokens), `decode.py` (starts and ends).
+Knows no tree, model or cache. Called by: `accept.py` (asks for tokens), `decode.py` (starts and ends).
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.host_sync import read
+
 RESERVED_TOKENS = 1024
 """Room for answers before it is known how long they will be; it doubles where they are longer."""
+
+SCORES_ALONE = frozenset({
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+})  # fmt: skip
+"""transformers' processors that never look at the text, nor at any number on the host."""
 
 
 class Transcript:
     """Tokens so far, row by row, with what chooses the next one and what ends a row.
 
-    Rows may be *ragged*, each as long as its accepted drafts made it, or *in step*: then all rows are always of one
-    length, and processors and criteria see whole columns `[B, L]` exactly as plain generate shows them.
+    Rows may be *ragged*, each as long as its accepted drafts made it, or in *lockstep*: then all rows are always of
+    one length, and processors and criteria see whole columns `[B, L]` exactly as plain generate shows them.
 
     Args:
         input_ids: `[B, P]` prompt, padding included.
@@ -38,9 +47,9 @@ class Transcript:
         stopping_criteria: Checked after every token, so a row ends inside an accepted run where plain would.
         max_length: Tokens a row may have, prompt included.
         do_sample: Draw, or take the argmax.
-        in_step: Keep rows at one length. A single row always is.
-        keep_scores, keep_logits: Keep processed scores, raw logits of every column; needs rows in step.
-        pad_token_id: What a finished row says where an EOS token ends rows.
+        lockstep: Keep rows at one length. A single row always is.
+        keep_scores, keep_logits: Keep processed scores, raw logits of every column; needs lockstep.
+        pad_token_id: What a finished row emits where an EOS token ends rows.
     """
 
     def __init__(
@@ -51,20 +60,17 @@ class Transcript:
         *,
         max_length: int,
         do_sample: bool,
-        in_step: bool = False,
+        lockstep: bool = False,
         keep_scores: bool = False,
         keep_logits: bool = False,
         pad_token_id: int = 0,
     ) -> None:
         batch_size, self.prompt_length = input_ids.shape
-        self._ids = input_ids.new_zeros(
-            batch_size, min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
-        )
-        self._ids[:, : self.prompt_length] = input_ids
+        self._prompt = input_ids
         self._processor, self._keep_scores, self._keep_logits = logits_processor, keep_scores, keep_logits
         self._row_processors = [of_row(logits_processor, row) for row in range(batch_size)]
         self.do_sample, self.pad_token_id = do_sample, pad_token_id
-        self.in_step = in_step or batch_size == 1
+        self.lockstep = lockstep or batch_size == 1
         # the two criteria that every call has are integers on the host; any other is asked in full
         self._eos_ids = {
             token
@@ -80,6 +86,12 @@ class Transcript:
         )
         # plain generate pads finished rows only where some criterion knows an EOS token
         self._pads_finished = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
+        self._reads_text = bool(self._criteria) or any(not scores_alone(rule) for rule in logits_processor)
+        if self._reads_text:
+            room = min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
+            self._ids = input_ids.new_zeros(batch_size, room)
+            self._ids[:, : self.prompt_length] = input_ids
+        self._account: _DeviceAccount | None = None
         self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.finished = [False] * batch_size
         self.num_generated = [0] * batch_size  # tokens of each row up to the one that finished it
@@ -87,12 +99,19 @@ class Transcript:
         self.logits: list[Tensor] = []
         self._num_streamed = 0
 
-    @property
-    def is_prefix_free(self) -> bool:
-        """Whether the choice at a node depends on its logits alone: then all nodes are decided at once."""
-        one_by_one = self.in_step and len(self.finished) > 1
+    def decides_on(self, device: torch.device) -> bool:
+        """Whether a step's tokens can be chosen on this device without the host: nobody there looks at the text.
+
+        False on the CPU, where the host is the device and only looks at the nodes of the path.
+        """
         kept = self._keep_scores or self._keep_logits
-        return not (self.do_sample or one_by_one or kept or len(self._processor))
+        drawn = not self.do_sample or generator_of(device) is not None
+        return device.type != "cpu" and drawn and not (kept or self._reads_text)
+
+    @property
+    def processes_scores(self) -> bool:
+        """Whether the choice at a node is anything but the argmax of its logits."""
+        return self.do_sample or len(self._processor) > 0
 
     @property
     def num_remaining(self) -> int:
@@ -102,8 +121,15 @@ class Transcript:
 
     @property
     def padded_rows(self) -> list[int]:
-        """Rows that say nothing but padding any more, as long as the others go on in step."""
+        """Rows that emit nothing but padding any more, as long as the others go on in lockstep."""
         return [row for row, done in enumerate(self.finished) if done and self._pads_finished]
+
+    def padded(self, device: torch.device) -> Tensor:
+        """`padded_rows` as `[B]` bool on a device, without a transfer from the host where tokens are chosen there."""
+        if self._account is not None and self._account.device == device:
+            return self._account.remaining == 0
+        rows = self.padded_rows
+        return torch.tensor([row in rows for row in range(len(self.finished))], device=device)
 
     def begin(self, logits: Tensor) -> Tensor:
         """Choose the first token of every row in one batched call, as plain generate does.
@@ -115,11 +141,14 @@ class Transcript:
             `[B]` the first roots.
         """
         tokens = self.draw(self.column_scores(logits))
-        if self.in_step:
-            self.record_column(tokens.tolist())
+        (rows,) = read(tokens[:, None])
+        if self.lockstep:
+            self.record_column([token for (token,) in rows])
         else:
-            for row, token in enumerate(tokens.tolist()):
+            for row, (token,) in enumerate(rows):
                 self.record(row, token)
+        if self.decides_on(tokens.device):
+            self._account = self._new_account(tokens.device)
         return tokens
 
     # ------------------------------------------------------------------------------------------- scores
@@ -128,7 +157,7 @@ class Transcript:
         """Processed scores of the next token of all rows, which are of one length: `[B, V]` to `[B, V]`."""
         length = self.prompt_length + len(self.new_tokens[0])
         logits = self._in_float(logits)
-        scores: Tensor = self._processor(self._ids[:, :length], logits)
+        scores: Tensor = self._processor(self._text(length), logits)
         if self._keep_scores:
             self.scores.append(scores)
         if self._keep_logits:
@@ -144,11 +173,16 @@ class Transcript:
             path: Tokens that are assumed to follow the row's text; they are not recorded.
         """
         length = self.prompt_length + len(self.new_tokens[row])
-        ids = self._ids[row : row + 1, :length]
-        if path:
+        ids = self._text(length)[row : row + 1]
+        if path and self._reads_text:
             ids = torch.cat([ids, torch.tensor([list(path)], dtype=ids.dtype, device=ids.device)], dim=-1)
         scores: Tensor = self._row_processors[row](ids, self._in_float(logits[None]))
         return scores[0]
+
+    def scores_at(self, logits: Tensor) -> Tensor:
+        """Processed scores of the next token where no processor looks at the text: `[B, V]` to `[B, V]`."""
+        scores: Tensor = self._processor(self._text(0), self._in_float(logits))
+        return scores
 
     def draw(self, scores: Tensor) -> Tensor:
         """Tokens `[R]` from processed scores `[R, V]`: one draw per row, or the argmax."""
@@ -156,13 +190,49 @@ class Transcript:
             return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         return torch.argmax(scores, dim=-1)
 
+    def draws(self, device: torch.device) -> Draws:
+        """Draws of a step whose number is not known before they are made."""
+        return Draws(self, generator_of(device) if self.do_sample else None)
+
     def _in_float(self, logits: Tensor) -> Tensor:
-        return logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
+        return logits.to(copy=True, dtype=torch.float32, device=self._prompt.device)
+
+    def _text(self, length: int) -> Tensor:
+        """`[B, length]` tokens of all rows; no tokens where nobody looks at them."""
+        return self._ids[:, :length] if self._reads_text else self._prompt[:, :0]
 
     # ------------------------------------------------------------------------------------------- tokens
 
+    def cut(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """How many of the chosen tokens each row emits: up to its end, and in lockstep as many as the shortest.
+
+        Args:
+            tokens: `[B, P]` on the device where they were chosen.
+            lengths: `[B]` how many of them were chosen.
+
+        Returns:
+            `[B]`, without a transfer to the host. `record_all` is told the tokens afterwards.
+        """
+        if self._account is None or self._account.device != tokens.device:
+            self._account = self._new_account(tokens.device)
+        return self._account.cut(tokens, lengths, lockstep=self.lockstep and len(self.finished) > 1)
+
+    def record_all(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Append what `cut` let through."""
+        for row, tokens in enumerate(emitted):
+            for token in tokens:
+                self._append(row, token)
+
+    def _new_account(self, device: torch.device) -> _DeviceAccount:
+        left = [
+            0 if done else self._max_length - self.prompt_length - len(tokens)
+            for tokens, done in zip(self.new_tokens, self.finished, strict=True)
+        ]
+        return _DeviceAccount(left, sorted(self._eos_ids), device)
+
     def record(self, row: int, token: int) -> bool:
         """Append a token to one row and see whether the row ends with it."""
+        self._account = None
         length = self._append(row, token)
         if self._criteria:
             # every criterion is asked, also after an earlier one said stop: some count their calls
@@ -171,6 +241,7 @@ class Transcript:
 
     def record_column(self, tokens: Sequence[int]) -> list[int]:
         """Append one token to every row, padding where plain generate pads; returns what was appended."""
+        self._account = None
         padded = self.padded_rows
         column = [self.pad_token_id if row in padded else token for row, token in enumerate(tokens)]
         length = max(self._append(row, token) for row, token in enumerate(column))
@@ -183,9 +254,10 @@ class Transcript:
         """Write the token, apply EOS and length; returns the row's new length."""
         tokens = self.new_tokens[row]
         length = self.prompt_length + len(tokens) + 1
-        if length > self._ids.shape[1]:
-            self._ids = nn.functional.pad(self._ids, (0, length))
-        self._ids[row, length - 1] = token
+        if self._reads_text:
+            if length > self._ids.shape[1]:
+                self._ids = nn.functional.pad(self._ids, (0, length))
+            self._ids[row, length - 1] = token
         tokens.append(token)
         if not self.finished[row]:
             self.num_generated[row] += 1
@@ -214,10 +286,86 @@ class Transcript:
     def sequences(self) -> Tensor:
         """`[B, P + T]` prompt and answers; shorter rows are padded."""
         width = max(map(len, self.new_tokens))
-        sequences = self._ids[:, : self.prompt_length + width].clone()
-        for row, tokens in enumerate(self.new_tokens):
-            sequences[row, self.prompt_length + len(tokens) :] = self.pad_token_id
-        return sequences
+        rows = [[*tokens, *[self.pad_token_id] * (width - len(tokens))] for tokens in self.new_tokens]
+        answers = torch.tensor(rows, dtype=self._prompt.dtype, device=self._prompt.device)
+        return torch.cat([self._prompt, answers], dim=-1)
+
+
+class _DeviceAccount:
+    """What is left of each row, kept on the device that chooses its tokens.
+
+    Args:
+        remaining: Tokens that each row may still emit; 0 where it has ended.
+        eos_ids: Tokens that end a row.
+        device: Where it is kept.
+    """
+
+    def __init__(self, remaining: Sequence[int], eos_ids: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.remaining = torch.tensor(remaining, device=device)
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device) if eos_ids else None
+
+    def cut(self, tokens: Tensor, lengths: Tensor, *, lockstep: bool) -> Tensor:
+        """See `Transcript.cut`."""
+        width = tokens.shape[1]
+        places = torch.arange(width, device=self.device)
+        kept = torch.minimum(lengths, self.remaining)
+        ends = torch.zeros_like(tokens, dtype=torch.bool)
+        if self._eos is not None:
+            ends = (tokens[:, :, None] == self._eos).any(-1)
+            kept = torch.minimum(kept, torch.where(ends, places, width).amin(-1) + 1)
+        if lockstep:
+            going = self.remaining > 0
+            kept = torch.where(going, kept, width).amin().expand(len(kept))
+            self.remaining = torch.where(going, self.remaining - kept, 0)
+        else:
+            self.remaining = self.remaining - kept
+        ended = (ends & (places < kept[:, None])).any(-1)
+        self.remaining = torch.where(ended, 0, self.remaining)
+        return kept
+
+
+class Draws:
+    """Tokens drawn one column after the other, before it is known how many of the columns will be emitted.
+
+    A draw of no emitted token must not be felt: the generator is put back to where it was after the last kept one.
+
+    Args:
+        transcript: Chooses the tokens.
+        generator: What draws them; None where nothing is drawn.
+    """
+
+    def __init__(self, transcript: Transcript, generator: torch.Generator | None) -> None:
+        self._transcript, self._generator = transcript, generator
+        self._states: list[Tensor] = []
+
+    def next(self, scores: Tensor) -> Tensor:
+        """Tokens `[B]` from processed scores `[B, V]`."""
+        if self._generator is not None:
+            self._states.append(self._generator.get_state())
+        return self._transcript.draw(scores)
+
+    def keep(self, count: int) -> None:
+        """Undo all but the first draws; a generator's state lies on the host, so this waits for nothing."""
+        if self._generator is not None and count < len(self._states):
+            self._generator.set_state(self._states[count])
+
+
+def generator_of(device: torch.device) -> torch.Generator | None:
+    """The global generator of a device; None where torch does not show it."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", None)
+    if not generators:
+        return None
+    generator: torch.Generator = generators[module.current_device() if device.index is None else device.index]
+    return generator
+
+
+def scores_alone(processor: object) -> bool:
+    """Whether a processor is known never to look at the text."""
+    return type(processor).__name__ in SCORES_ALONE and type(processor).__module__.startswith("transformers.")
 
 
 def of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:

@@ -9,18 +9,16 @@ but its keys are not cached yet.**
   Either is the next root. *Committed*: in the cache for good.
 
 Letters: B rows, N nodes, P path length, L committed length, V vocabulary, D hidden size, K children.
-Knows no model and no cache. Before: `drafters/`. After: `masks.py`, `target.py`, `accept.py`.
+Knows no model and no cache. Called by: `drafters/`. Feeds: `target/`, `accept.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from hf_specdec.config import Choice
 
 ROOT_PARENT = -1
 """Parent of node 0, and of every node that only pads a row: such a node is on no path."""
@@ -37,11 +35,22 @@ class TokenTree:
     parents: Tensor  # [N] or [B, N] long; -1 at the root and at padding
     # [B, N, V] what the children of each node were drawn from, without replacement; None = deterministic draft
     draft_probs: Tensor | None = None
+    max_depth: int | None = None  # no node is deeper; known on the host. None: no deeper than there are nodes
 
     @property
     def num_nodes(self) -> int:
         """N, the root included."""
         return self.tokens.shape[1]
+
+    @property
+    def depth_bound(self) -> int:
+        """No node is deeper than this."""
+        return self.num_nodes - 1 if self.max_depth is None else min(self.max_depth, self.num_nodes - 1)
+
+    @property
+    def num_drafted(self) -> Tensor:
+        """`[B]` nodes of each row but the root and its padding."""
+        return (self.parents.expand(self.tokens.shape) != ROOT_PARENT).sum(-1)
 
     def ancestor_mask(self) -> Tensor:
         """`[B or 1, N, N]` bool: entry (i, j) is True where j is i itself or an ancestor of i.
@@ -52,7 +61,7 @@ class TokenTree:
         nodes = torch.arange(self.num_nodes, device=parents.device)
         reach = (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
         # reachability by squaring: after k rounds every ancestor within 2^k generations is marked
-        for _ in range(max(self.num_nodes - 2, 0).bit_length()):
+        for _ in range(max(self.depth_bound - 1, 0).bit_length()):
             steps = reach.float()
             reach = steps @ steps > 0
         return reach
@@ -61,38 +70,44 @@ class TokenTree:
         """`[B or 1, N]` long: generations below the root (0 for the root and for padding)."""
         return self.ancestor_mask().sum(-1) - 1
 
-    def with_chains(self, rows: Sequence[int], token: int) -> TokenTree:
+    def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
         """The same tree, where some rows draft nothing but one token again and again (padding, after their end).
+
+        Args:
+            token: The token.
+            rows: `[B]` bool.
 
         Example: row [A, B, C] with parents [-1, 0, 0] and token P becomes [A, P, P] with parents [-1, 0, 1].
         """
-        if not rows:
-            return self
-        tokens, parents = self.tokens.clone(), self.parents.expand(self.tokens.shape).clone()
-        tokens[list(rows), 1:] = token
-        parents[list(rows)] = torch.arange(ROOT_PARENT, self.num_nodes - 1, device=parents.device)
-        return TokenTree(tokens, parents, self.draft_probs)
+        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
+        drafted = rows[:, None] & (nodes > 0)
+        return TokenTree(
+            torch.where(drafted, token, self.tokens),
+            torch.where(rows[:, None], nodes - 1, self.parents),
+            self.draft_probs,
+        )
 
-    def first_chain(self) -> TokenTree:
+    def first_children(self) -> TokenTree:
         """The chain of first children, for targets that take no branches; rows of shorter chains are padded.
 
         Example: tokens [A, B, C, D] with parents [-1, 0, 0, 1] become [A, B, D] with parents [-1, 0, 1].
         """
-        parents = self.parents.expand(self.tokens.shape).tolist()
-        chains = []
-        for row in parents:
-            chain = [0]
-            while chain[-1] in row[1:]:
-                chain.append(row.index(chain[-1], 1))
-            chains.append(chain)
-        width = max(map(len, chains))
-        nodes = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], device=self.tokens.device)
-        links = [[*range(ROOT_PARENT, len(chain) - 1), *[ROOT_PARENT] * (width - len(chain))] for chain in chains]
-        rows = torch.arange(len(chains), device=nodes.device)[:, None]
+        parents = self.parents.expand(self.tokens.shape)
+        node = torch.zeros_like(self.tokens[:, 0])
+        nodes, valid = [node], [torch.ones_like(node, dtype=torch.bool)]
+        for _ in range(self.depth_bound):
+            children = (parents == node[:, None]) & valid[-1][:, None]
+            node = children.int().argmax(-1)
+            nodes.append(node)
+            valid.append(children.any(-1))
+        chain = torch.stack(nodes, dim=-1)
+        links = torch.arange(ROOT_PARENT, len(nodes) - 1, device=chain.device)
+        rows = torch.arange(len(chain), device=chain.device)[:, None]
         return TokenTree(
-            self.tokens[rows, nodes],
-            torch.tensor(links, device=nodes.device),
-            None if self.draft_probs is None else self.draft_probs[rows, nodes],
+            self.tokens.gather(1, chain),
+            torch.where(torch.stack(valid, dim=-1), links, ROOT_PARENT),
+            None if self.draft_probs is None else self.draft_probs[rows, chain],
+            max_depth=self.depth_bound,
         )
 
     def validate(self) -> None:
@@ -113,45 +128,23 @@ class TokenTree:
             raise ValueError(f"draft_probs must be [B, N, V], got {tuple(self.draft_probs.shape)}")
 
 
-def choice_parents(choices: Sequence[Choice]) -> list[int]:
-    """Parents of the tree of sorted choices, root first.
-
-    Example: [(0,), (1,), (0, 0)] gives [-1, 0, 0, 1].
-    """
-    index = {(): 0} | {path: node for node, path in enumerate(choices, start=1)}
-    return [ROOT_PARENT, *(index[path[:-1]] for path in choices)]
-
-
-def merge_chains(root: int, chains: Iterable[Sequence[int]], num_nodes: int) -> tuple[list[int], list[int]]:
-    """Merge continuations of one root into a prefix tree, first come first served.
-
-    Example: root 5 with chains [7, 8] and [7, 9] gives tokens [5, 7, 8, 9] and parents [-1, 0, 1, 1].
-
-    Returns:
-        Tokens and parents, at most `num_nodes` of them, root included.
-    """
-    tokens, parents = [root], [ROOT_PARENT]
-    children: dict[tuple[int, int], int] = {}
-    for chain in chains:
-        node = 0
-        for token in chain:
-            child = children.get((node, token))
-            if child is None:
-                if len(tokens) == num_nodes:
-                    break
-                child = children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = child
-    return tokens, parents
-
-
 def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> TokenTree:
-    """One tree of the widest row's size; shorter rows are padded with nodes that are on no path."""
+    """One tree of the widest row's size; shorter rows are padded with nodes that are on no path.
+
+    Args:
+        rows: Tokens and parents of each row.
+        device: Where to put it, in one transfer.
+    """
     width = max(len(tokens) for tokens, _ in rows)
-    tokens = [tokens + tokens[:1] * (width - len(tokens)) for tokens, _ in rows]
-    parents = [parents + [ROOT_PARENT] * (width - len(parents)) for _, parents in rows]
-    return TokenTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+    padded, deepest = [], 0
+    for tokens, parents in rows:
+        missing, depths = width - len(tokens), list[int]()
+        padded.append([tokens + tokens[:1] * missing, parents + [ROOT_PARENT] * missing])
+        for parent in parents:
+            depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
+        deepest = max(deepest, *depths)
+    both = torch.tensor(padded, device=device)
+    return TokenTree(both[:, 0], both[:, 1], max_depth=deepest)
 
 
 def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
@@ -162,10 +155,10 @@ def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
         on_path: `[B, N]` bool, a root-to-node path per row.
 
     Returns:
-        `[B, P]` node indices padded with -1, P the longest path.
+        `[B, P]` node indices padded with -1; P is one more than the tree's `depth_bound`.
 
     Example: on_path 1101 of parents [-1, 0, 0, 1] gives [0, 1, 3]: a path's nodes are in ascending order.
     """
     nodes = torch.arange(tree.num_nodes, device=on_path.device)
-    order = torch.where(on_path, nodes, tree.num_nodes).sort(dim=-1).values
+    order = torch.where(on_path, nodes, tree.num_nodes).sort(dim=-1).values[:, : tree.depth_bound + 1]
     return torch.where(order == tree.num_nodes, -1, order)

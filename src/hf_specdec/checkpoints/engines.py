@@ -1,7 +1,7 @@
 """The layouts that engines and the authors' code read, as a table: what fits, under which names, in which config.
 
-What a layout cannot hold is refused with the reason. Writing is `heads/export.py`; the other way round is
-`heads/layouts.py`.
+What a layout cannot hold is refused with the reason. Writing is `checkpoints/export.py`; the other way round is
+`checkpoints/layouts.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
-    """Write a head as others read it, with a card that says who they are.
+    """Write a head in the layout of an engine, with a card that names who reads it.
 
     Args:
         head: Any head of this package.
@@ -105,7 +105,7 @@ def _check_format(head: Head, format: str) -> None:
 
 
 def _check_place(head: Head, folder: Path, replace: bool) -> None:
-    """Nothing is written over that was not meant: not the head itself, not another, nothing that is no head."""
+    """Nothing is written over that was not meant: not the head itself, not another, nothing that is not a head."""
     if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
         raise InvalidConfigError(f"{folder} is where this head was read from: it would be lost.", "Give another one.")
     there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []

@@ -1,7 +1,7 @@
 """A checkpoint's files, read without trusting them: configurations, safetensors, and torch's files as data.
 
 Nothing here runs code of a checkpoint, waits for a pipe, or allocates more than the files hold.
-Next: `heads/layouts.py` says what was found, `heads/formats.py` makes a head of it.
+Feeds: `checkpoints/layouts.py` tells what was found, `checkpoints/formats.py` makes a head of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Fields:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return number
 
 
@@ -71,7 +71,7 @@ def open_regular(path: Path) -> IO[bytes]:
         raise CheckpointFormatError(f"{path} cannot be read: {error}.") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointFormatError(f"{path} is no regular file.", "Expected a file of data.")
+        raise CheckpointFormatError(f"{path} is not a regular file.", "Expected a file of data.")
     return os.fdopen(descriptor, "rb")
 
 

@@ -1,7 +1,8 @@
-"""From a checkpoint's fields and tensors to a head, by the table of `heads/layouts.py`; every tensor accounted for.
+"""From a checkpoint's fields and tensors to a head, by the table of `layouts.py`; every tensor accounted for.
 
 Sizes are taken from tensors, which cannot lie; a configuration says the rest. A head is laid out without memory
-first and compared with the file, so that what a configuration claims is never allocated. Before: `heads/files.py`.
+first and compared with the file, so that what a configuration claims is never allocated.
+Called by: `checkpoints/hub.py`. Feeds: whoever loads the head.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def find_layout(fields: Fields, names: Names, where: str) -> Layout:
             return layout
     kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
     raise CheckpointFormatError(
-        f"{where} is no head in a known layout: its config says {str(kinds)[:200]}, its tensors are "
+        f"{where} is not a head in a known layout: its config says {str(kinds)[:200]}, its tensors are "
         f"{listed(sorted(names))}.",
         f"Layouts read: {_known()}.",
     )
@@ -87,7 +88,7 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
     dtype = functools.reduce(torch.promote_types, floats)
     tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     head.load_state_dict(tensors, assign=True)
-    if not isinstance(head, MedusaHeads):
+    if hasattr(head, "rotary_emb"):  # its buffers are in no file
         head.rotary_emb = _rotary(head.config, where)
     head.config.dtype = dtype
     head.layout = layout.name
@@ -280,7 +281,7 @@ def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
     if name == "d2t":
         return tensor.to(torch.long)
     largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
-    if not bool(largest <= LARGEST_WEIGHT):  # neither is what is no number
+    if not bool(largest <= LARGEST_WEIGHT):  # and this refuses NaN, too
         raise CheckpointFormatError(
             f"{where}: {name} has values that are not finite, or larger than {LARGEST_WEIGHT:g}, the most that half "
             "precision holds."

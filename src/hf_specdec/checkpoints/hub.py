@@ -1,6 +1,6 @@
 """Load a head from a directory or the Hub, whole or not at all; and let transformers' Auto classes know our own.
 
-Which layout it is in is not asked: `heads/layouts.py` finds out.
+Which layout it is in is not asked: `checkpoints/layouts.py` finds out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_head(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     hot_tokens: Tensor | str | Path | None = None,
 ) -> Head:  # fmt: skip
-    """Read a head in any layout of `heads/layouts.py`; `head.layout` names the one it was.
+    """Read a head in any layout of `checkpoints/layouts.py`; `head.layout` names the one it was.
 
     Args:
         repo_or_path: A local directory or a Hub id.
@@ -136,7 +136,7 @@ class _Folder:
         if not os.path.lexists(path):
             return None
         if not path.is_file():
-            raise CheckpointFormatError(f"{path} is no regular file.", "Expected a file of data.")
+            raise CheckpointFormatError(f"{path} is not a regular file.", "Expected a file of data.")
         if not _is_inside(path, self._folder):
             raise CheckpointFormatError(f"{path} is a link that leads out of its directory.", "Copy the file there.")
         return path
@@ -190,7 +190,7 @@ class _Repository(_Folder):
 
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
         return CheckpointFormatError(
-            f"There is no head at {self.name!r}: it is no local directory, and the Hub says of {name}: "
+            f"There is no head at {self.name!r}: it is not a local directory, and the Hub says of {name}: "
             f"{' '.join(str(error).split())[:300]}",
             "Give a directory with config.json and weights, or a Hub id; private ones need a token.",
         )

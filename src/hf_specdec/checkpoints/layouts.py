@@ -1,6 +1,6 @@
 """The published layouts of heads, as a table: how each is recognised, and where what we need stands in it.
 
-A row says facts of files; `heads/formats.py` reads by it. Sources: the repositories of Medusa, EAGLE, SpecForge,
+A row says facts of files; `checkpoints/formats.py` reads by it. Sources: the repositories of Medusa, EAGLE, SpecForge,
 ModelOpt, SGLang, Text Generation Inference and speculators. Rows are tried in order.
 """
 
@@ -225,7 +225,7 @@ UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
 """What is recognised and has no drafter in this version."""
 
 
-def says_head(fields: Fields) -> bool:
+def is_head_config(fields: Fields) -> bool:
     """Whether a configuration alone tells that it is a head's. EAGLE-1's and some of EAGLE-3's look like a Llama's."""
     return (
         fields.get("model_type") in {layout.config_class.model_type for layout in NATIVE}

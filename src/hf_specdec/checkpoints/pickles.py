@@ -3,7 +3,7 @@
 The instructions of the pickle are walked by a small machine that knows dictionaries with text keys, lists, numbers
 and what torch writes for a tensor; anything else is refused by name. Storages are read from where the archive says
 they lie, through the one descriptor that everything else was read through. Both of torch's formats, the archive and
-the one before it. Before: `heads/files.py`.
+the one before it. Called by: `checkpoints/files.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STORAGES = {
 
 
 class NotTensorsError(ValueError):
-    """A file that is broken, or holds something else than tensors, lists and numbers; the text says what."""
+    """A file that is broken, or holds something else than tensors, lists and numbers; the message tells what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class _Machine:
     def _extend(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise NotTensorsError("its pickle appends to something that is no list")
+            raise NotTensorsError("its pickle appends to something that is not a list")
         target.extend(items)
 
     def _set_item(self, _: Any) -> None:
@@ -308,7 +308,7 @@ class _Machine:
     def _update(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict):
-            raise NotTensorsError("its pickle sets an item of something that is no dictionary")
+            raise NotTensorsError("its pickle sets an item of something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 raise NotTensorsError(f"it holds a key of type {type(key).__name__}, expected tensors by name")
@@ -333,7 +333,7 @@ class _Machine:
     def _reduce(self, _: Any) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, _Global) or not isinstance(arguments, tuple):
-            raise NotTensorsError("its pickle calls something that is no function")
+            raise NotTensorsError("its pickle calls something that is not a function")
         if function.name == "collections.OrderedDict" and arguments in ((), ([],)):
             self._stack.append({})
         elif function.name == "torch._utils._rebuild_tensor_v2":
@@ -348,7 +348,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: A
     """A plain tensor inside its storage."""
     sizes = (offset, *shape, *stride)
     if not isinstance(storage, Storage) or any(type(size) is not int or not 0 <= size < 2**48 for size in sizes):
-        raise NotTensorsError("its pickle makes a tensor of something that is no storage")
+        raise NotTensorsError("its pickle makes a tensor of something that is not a storage")
     plain = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     same = [step == wanted or size == 1 for size, step, wanted in zip(shape, stride, plain, strict=True)]
     if not all(same) and math.prod(shape):

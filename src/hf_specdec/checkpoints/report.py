@@ -9,7 +9,6 @@ from typing import Any
 from hf_specdec.checkpoints.formats import read_head
 from hf_specdec.checkpoints.hub import open_checkpoint
 from hf_specdec.checkpoints.layouts import LAYOUTS
-from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.target.features import LAST
 
 
@@ -18,7 +17,7 @@ class HeadReport:
     """One head, read and checked."""
 
     where: str
-    layout: str  # a name of `heads/layouts.py`
+    layout: str  # a name of `checkpoints/layouts.py`
     writers: str  # who writes that layout
     method: str  # for `speculative=`
     head: str  # class
@@ -49,7 +48,7 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
     checkpoint = open_checkpoint(repo_or_path, **kwargs)
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
     config = head.config
-    layers = [LAST] if not isinstance(head, Eagle3Head) else config.eagle_aux_hidden_state_layer_ids
+    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", [LAST])
     return HeadReport(
         where=checkpoint.where,
         layout=head.layout,

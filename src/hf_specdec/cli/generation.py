@@ -20,7 +20,8 @@ from hf_specdec import demo as demonstration
 from hf_specdec.atomic import write_text
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, writable_file
-from hf_specdec.drafters.registry import NEEDS_HEAD, method_named
+from hf_specdec.drafters.registry import method_named
+from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.loading import default_head, encode, load_model
@@ -146,10 +147,10 @@ def _head_for(methods: list[str], model: str | None, drafter: str | None) -> Dra
         CheckpointFormatError: The head cannot be read.
     """
     wanted = [method_named(method) for method in methods if method != "plain"]
-    place = drafter or default_head(model)
+    rows, place = known_methods(), drafter or default_head(model)
     head = None if place is None else load_head(place)
     for method in wanted:
-        if method in NEEDS_HEAD and (head is None or head.method != method):
+        if method in rows and rows[method].heads and (head is None or head.method != method):
             given = "none is given" if head is None else f"{place} is one for {head.method!r}"
             raise DrafterMismatchError(
                 f"The method {method!r} needs a head of its own, and {given}.", "Give one: --drafter PATH_OR_HUB_ID."

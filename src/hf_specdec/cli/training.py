@@ -315,7 +315,7 @@ def _new_eagle(version: int, target_config: Any, fields: dict[str, Any]) -> Eagl
 def _read_eagle(place: str) -> EagleHead | Eagle3Head:
     loaded = load_head(place)
     if not isinstance(loaded, EagleHead | Eagle3Head):
-        raise InvalidConfigError(f"{place} is no EAGLE head but {type(loaded).__name__}.")
+        raise InvalidConfigError(f"{place} is not an EAGLE head but {type(loaded).__name__}.")
     return loaded.float()
 
 

@@ -12,36 +12,51 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.draft import Budget, Draft
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.step import Step
+from hf_specdec.target.features import Features
 from hf_specdec.target.masks import PromptPadding
 from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import TokenTree
+from hf_specdec.target.target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Needs:
+    """What a drafter reads of the target's forwards.
+
+    Args:
+        feature_layers: Hidden states, counted as transformers' `hidden_states`; -1 is the last, behind the final norm.
+        prompt_logits: The logits of all positions of the prompt: `B * P * V` numbers.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    prompt_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
     """Everything that is known when a session starts: the prompt is committed, the first roots are chosen."""
 
     input_ids: Tensor  # [B, P] padding included; P = 0 where the prompt came as embeddings
     padding: PromptPadding | None
     roots: Tensor  # [B] first emitted tokens
-    features: Tensor | None  # [B, P, layers * D] the hidden states that the drafter reads
+    features: Features | None = None  # of all P positions; None where the drafter needs none
+    logits: Tensor | None = None  # [B, P, V]; None where the drafter needs none, or the prompt came in chunks
 
 
 class DraftSession(ABC):
     """One generation's drafting."""
 
     @abstractmethod
-    def propose(self) -> TokenTree:
-        """The next tree, its roots the last emitted tokens; at most `Drafter.num_nodes` nodes."""
+    def propose(self, budget: Budget) -> Draft:
+        """The next tree, its roots the last emitted tokens, within a budget that is within the drafter's limits."""
 
     @abstractmethod
-    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        """Learn what became of the last proposal: emitted tokens, kept path, logits and features of its nodes."""
+    def observe(self, step: Step) -> None:
+        """Learn from a step: any tree, this session's own or not, and what became of it."""
 
 
 class Drafter(ABC):
@@ -49,30 +64,33 @@ class Drafter(ABC):
 
     Attributes:
         method: The method name it answers to.
-        feature_layers: Which of the target's hidden states it reads, counted as transformers' `hidden_states`; -1 is
-            the last, behind the final norm. They come side by side, in `Prompt.features` and `Verification.features`.
+        needs: What it reads of the target.
     """
 
     method: str
-    feature_layers: tuple[int, ...] = ()
+    needs: Needs = Needs()
 
     @abstractmethod
-    def num_nodes(self, config: SpeculativeConfig) -> int:
-        """Nodes of its largest tree under this config, root included.
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """Its largest tree under this config: what cache and buffers are sized by, and what no budget exceeds.
 
         Raises:
             InvalidConfigError: Fields that contradict each other or mean nothing to this drafter.
         """
 
     @abstractmethod
-    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session for one generation."""
 
-    def check_target(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
-        """Raise `DrafterMismatchError` where this drafter was made for another model."""
+    def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
+        """Get ready for a model: check that it is the right one, move and cast weights.
+
+        Raises:
+            DrafterMismatchError: This drafter was made for another model.
+        """
 
 
-def fit_head(head: DraftHead, model: PreTrainedModel) -> None:
+def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
     """Compare a head's sizes with the target's, then move it next to the target's lm_head.
 
     Raises:
@@ -82,5 +100,12 @@ def fit_head(head: DraftHead, model: PreTrainedModel) -> None:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")
+    size = head.config.hidden_size
+    read = getattr(lm_head, "in_features", size)
+    if head.shares_lm_head and read != size:
+        raise DrafterMismatchError(
+            f"The lm_head of {type(model).__name__} reads {read} numbers, this head gives it {size}.",
+            "A head with an lm_head of its own fits such a model.",
+        )
     device = next((parameter.device for parameter in lm_head.parameters()), model.device)
     head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)

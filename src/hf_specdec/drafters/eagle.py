@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.accept import Acceptance
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
-from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.masks import committed_slots
 from hf_specdec.target.model import lm_head_rows
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import ROOT_PARENT, TokenTree, choice_parents
+from hf_specdec.target.target import Target
+from hf_specdec.tree_growth import Level, StaticLevels, choices_within, grow_dynamic, grow_static, limits_of
 
 RESERVED_SLOTS = 512
 """Of the draft layer's cache, behind the text."""
@@ -44,11 +44,9 @@ DEFAULT_CHOICES: tuple[Choice, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class EagleTreeShape:
-    """The tree one generation grows: a static one (choices), or a dynamic one (the other three)."""
+    """The largest tree of one generation: a static one (choices), or a dynamic one."""
 
-    num_steps: int
-    top_k: int
-    num_nodes: int
+    limits: Budget
     choices: tuple[Choice, ...] | None
 
 
@@ -70,16 +68,22 @@ class EagleDrafter(Drafter):
     def __repr__(self) -> str:
         return f"EagleDrafter({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
-    def check_target(self, model: PreTrainedModel) -> None:
+    def bind(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the head next to the target's lm_head.
 
         Raises:
             DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
         """
-        fit_head(self.head, model)
-        self.feature_layers = self.head.feature_layers
+        bind_head(self.head, model)
+        self.needs = Needs(feature_layers=self.head.feature_layers)
         self.head.share_embedding(model)
-        FeatureTap(model, self.feature_layers)
+        size = self.head.config.hidden_size
+        width = getattr(self.head.embedding_for(model), "embedding_dim", size)
+        if width != size:
+            raise DrafterMismatchError(
+                f"{type(model).__name__} embeds tokens in {width} numbers, this head takes {size}.",
+                "A head with an embedding of its own fits such a model.",
+            )
 
     def shape(self, config: SpeculativeConfig) -> EagleTreeShape:
         """The tree that this config and the head's own defaults ask for.
@@ -95,56 +99,84 @@ class EagleDrafter(Drafter):
             num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
             top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
             wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
-            candidates = top_k + (num_steps - 1) * top_k**2
-            shape = EagleTreeShape(num_steps, top_k, min(wanted, 1 + candidates), None)
+            shape = EagleTreeShape(_growable(Budget(wanted, num_steps, top_k)), None)
         else:
             choices = tuple(validate_choices(tree))
-            top_k = 1 + max(max(path) for path in choices)
-            shape = EagleTreeShape(max(map(len, choices)), top_k, len(choices) + 1, choices)
+            shape = EagleTreeShape(limits_of(choices), choices)
             for name, wanted, actual in (
-                ("num_draft_tokens", config.num_draft_tokens, shape.num_nodes),
-                ("num_steps", config.num_steps, shape.num_steps),
+                ("num_draft_tokens", config.num_draft_tokens, shape.limits.num_nodes),
+                ("num_steps", config.num_steps, shape.limits.num_steps),
             ):
                 if wanted not in (None, actual):
                     raise InvalidConfigError(
                         f"The static tree has {name} {actual}, got {name}={wanted}.", f"Leave {name} None."
                     )
         vocabulary = defaults.draft_vocab_size or defaults.vocab_size
-        if shape.top_k > vocabulary:
-            raise InvalidConfigError(f"`top_k` {shape.top_k} exceeds the draft vocabulary of {vocabulary} tokens.")
+        if shape.limits.top_k > vocabulary:
+            raise InvalidConfigError(
+                f"`top_k` {shape.limits.top_k} exceeds the draft vocabulary of {vocabulary} tokens."
+            )
         return shape
 
-    def num_nodes(self, config: SpeculativeConfig) -> int:
-        """Nodes of every tree."""
-        return self.shape(config).num_nodes
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """The tree of `shape`."""
+        return self.shape(config).limits
 
-    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session that has yet to read the prompt; its first `propose` does.
 
         Raises:
             UnsupportedGenerationError: A prompt of embeddings without ids.
         """
-        if prompt.input_ids.shape[1] == 0:
+        if context.input_ids.shape[1] == 0:
             raise UnsupportedGenerationError(
                 "An EAGLE head needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
             )
-        return _EagleSession(self.head, model, prompt, self.shape(config))
+        return _EagleSession(self.head, target.model, context, self.shape(config))
+
+
+def _growable(budget: Budget) -> Budget:
+    """The nodes that a dynamic tree of this depth and width has at most."""
+    candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
+    return Budget(min(budget.num_nodes, 1 + candidates), budget.num_steps, budget.top_k)
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
-    """Drafted nodes of one depth that may be expanded, as the draft layer left them."""
+class _Entries:
+    """Committed text that the draft layer has not read yet."""
 
-    features: Tensor  # [B, K, D] the head's own features at the nodes
-    log_probs: Tensor  # [B, K, W] of the W best children
-    tokens: Tensor  # [B, K, W] target ids of the children
+    features: Tensor  # [B, T, layers * D] the target's, of each token but the last
+    tokens: Tensor  # [B, T] the tokens after them
+    path: Tensor  # [B, T] which of the T entries are real, in order; -1 beyond
+    nodes: Sequence[Sequence[int]]  # the same on the host
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Entries]) -> _Entries:
+        """The entries of several steps as one."""
+        if len(parts) == 1:
+            return parts[0]
+        offsets = [sum(part.tokens.shape[1] for part in parts[:index]) for index in range(len(parts))]
+        moved = [
+            torch.where(part.path >= 0, part.path + offset, -1) for part, offset in zip(parts, offsets, strict=True)
+        ]
+        path, last = torch.cat(moved, dim=-1), offsets[-1] + parts[-1].tokens.shape[1]
+        path = torch.where(path >= 0, path, last).sort(dim=-1).values
+        return cls(
+            torch.cat([part.features for part in parts], dim=1),
+            torch.cat([part.tokens for part in parts], dim=1),
+            torch.where(path == last, -1, path),
+            [
+                [offset + node for part, offset in zip(parts, offsets, strict=True) for node in part.nodes[row]]
+                for row in range(len(path))
+            ],
+        )
 
 
 class _EagleSession(DraftSession):
     def __init__(
-        self, head: EagleHead | Eagle3Head, model: PreTrainedModel, prompt: Prompt, shape: EagleTreeShape
+        self, head: EagleHead | Eagle3Head, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape
     ) -> None:
-        if prompt.features is None:
+        if context.features is None:
             raise ValueError("an EAGLE session needs the prompt's features")
         self._head, self._shape = head, shape
         self._embedding = head.embedding_for(model)
@@ -152,56 +184,108 @@ class _EagleSession(DraftSession):
         self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids
         self._cache = TreeCache([None], capacity=0, reserve=RESERVED_SLOTS)
-        self._static = None if shape.choices is None else StaticLevels.of(shape.choices, prompt.roots.device)
-        # entries to add next: features [B, T, layers * D], the tokens after them [B, T], how many are real in a row
+        self._static: dict[Budget, StaticLevels] = {}
         # a continued cache has no features of what it holds, and virtual tokens have no ids
-        width = min(prompt.features.shape[1], prompt.input_ids.shape[1])
-        self._features = prompt.features[:, -width:]
-        self._tokens = torch.cat([prompt.input_ids[:, 1:], prompt.roots[:, None]], dim=-1)[:, -width:]
-        self._padding = None if prompt.padding is None else prompt.padding.last(width)
-        self._counts = [width] * len(prompt.roots)
-        self._roots = prompt.roots
+        features = context.features.of(head.feature_layers)
+        width, batch_size = min(features.shape[1], context.input_ids.shape[1]), len(context.roots)
+        self._prompt: _Entries | None = _Entries(
+            features[:, -width:],
+            torch.cat([context.input_ids[:, 1:], context.roots[:, None]], dim=-1)[:, -width:],
+            torch.arange(width, device=context.roots.device).expand(batch_size, -1),
+            [range(width)] * batch_size,
+        )
+        self._pending: list[_Entries] = []
+        self._padding = None if context.padding is None else context.padding.last(width)
+        self._roots = context.roots
 
-    def propose(self) -> TokenTree:
-        if self._shape.num_nodes == 1:
-            return TokenTree(self._roots[:, None], torch.full((1,), ROOT_PARENT, device=self._roots.device))
-        root = self._read_committed()
-        tree = self._grow_dynamic(root) if self._static is None else self._grow_static(root, self._static)
+    def propose(self, budget: Budget) -> Draft:
+        if budget.is_plain:
+            return Draft.plain(self._roots)
+        budget = budget.within(self._shape.limits)
+        levels = None if self._shape.choices is None else self._levels(self._shape.choices, budget)
+        top_k = budget.top_k if levels is None else levels.top_k
+        root = self._read_committed(top_k)
+
+        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+            return self._expand(tokens, above, parent_index, seen, depth, top_k)
+
+        if levels is None:
+            draft = grow_dynamic(self._roots, root, expand, _growable(budget))
+        else:
+            draft = grow_static(self._roots, root, expand, levels)
         self._cache.rollback()
-        return tree
+        return draft
 
-    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        if verification.features is None:
+    def _levels(self, choices: Sequence[Choice], budget: Budget) -> StaticLevels:
+        """The part of the static tree that fits a budget."""
+        if budget not in self._static:
+            self._static[budget] = StaticLevels.of(choices_within(choices, budget), self._roots.device)
+        return self._static[budget]
+
+    def observe(self, step: Step) -> None:
+        features, acceptance = step.verification.features, step.acceptance
+        if features is None:
             raise ValueError("an EAGLE session needs the features of every verification")
+        states = features.of(self._head.feature_layers)
         path = acceptance.path.clamp(min=0)
-        rows = torch.arange(path.shape[0], device=path.device)[:, None]
-        self._features = verification.features[rows, path]
-        self._tokens = acceptance.tokens.clamp(min=0)
-        self._counts = acceptance.counts
+        index = path.to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
+        places = torch.arange(path.shape[1], device=path.device)
+        self._pending.append(
+            _Entries(
+                states.gather(1, index),
+                acceptance.tokens.clamp(min=0),
+                torch.where(acceptance.path >= 0, places, -1),
+                [range(count) for count in acceptance.counts],
+            )
+        )
         self._roots = acceptance.next_token
 
     # ------------------------------------------------------------------------------------------- the draft layer
 
-    def _read_committed(self) -> _Level:
-        """Append the newly committed entries from true features; the root's children come from the last of them."""
-        width, device = self._tokens.shape[1], self._tokens.device
+    def _read_committed(self, top_k: int) -> Level:
+        """Append the entries of what was committed, from true features; the last scores the root's children."""
+        last = None
+        if self._prompt is not None:
+            last, self._prompt = self._read_prompt(self._prompt), None
+        if self._pending:
+            last, self._pending = self._read_steps(_Entries.joined(self._pending)), []
+        assert last is not None
+        return self._score(last, top_k)
+
+    def _read_prompt(self, prompt: _Entries) -> Tensor:
+        """The layer's features `[B, 1, D]` of the prompt's last entry; all of it is appended."""
+        width, device = prompt.tokens.shape[1], prompt.tokens.device
         entries = torch.arange(width, device=device)
-        lengths = self._cache.lengths
-        positions = self._first_positions(lengths or [0] * len(self._counts)) + entries
+        positions, visible = entries[None], None
         behind = entries[:, None] - entries
-        visible = None
-        if lengths or (self._window is not None and width > self._window):
-            visible = (behind >= 0)[None]
-        if not lengths and self._padding is not None:  # the prompt itself: its padding is no key
+        if self._padding is not None:  # padding is not attended to
             visible = (behind >= 0) & self._padding.valid[:, None] | (behind == 0)
             positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
+        elif self._window is not None and width > self._window:
+            visible = (behind >= 0)[None]
         if visible is not None and self._window is not None:
             visible = visible & (behind < self._window)
-        fused = self._head.fuse(self._features.to(self._head.device, self._head.dtype))
-        features = self._run(self._tokens, fused, positions, visible)
-        self._cache.commit([range(count) for count in self._counts])
-        last = torch.tensor([max(count - 1, 0) for count in self._counts], device=device)
-        return self._level(features[torch.arange(len(last), device=device), last][:, None])
+        features = self._run(prompt.tokens, self._fuse(prompt.features), positions, visible)
+        self._cache.commit(prompt.path, prompt.nodes)
+        return features[:, -1:]
+
+    def _read_steps(self, entries: _Entries) -> Tensor:
+        """The layer's features `[B, 1, D]` of each row's last entry; a row that got none keeps any."""
+        counts = (entries.path >= 0).sum(-1, keepdim=True)
+        places = torch.arange(entries.tokens.shape[1], device=entries.path.device)
+        real = (entries.path[:, :, None] == places).any(1)  # [B, T]
+        positions = self._first_positions(len(counts)) + (real.cumsum(-1) - 1).clamp(min=0)
+        behind = places[:, None] - places
+        visible = (behind >= 0) & real[:, None] | (behind == 0)
+        if self._window is not None:
+            visible = visible & (positions[:, :, None] - positions[:, None] < self._window)
+        features = self._run(entries.tokens, self._fuse(entries.features), positions, visible)
+        self._cache.commit(entries.path, entries.nodes)
+        last = entries.path.gather(1, (counts - 1).clamp(min=0)).clamp(min=0)
+        return features.gather(1, last[:, :, None].expand(-1, -1, features.shape[-1]))
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        return self._head.fuse(features.to(self._head.device, self._head.dtype))
 
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         """The head over T new entries.
@@ -211,16 +295,16 @@ class _EagleSession(DraftSession):
             visible: `[B or 1, T, appended]` bool, what each sees of the entries appended since the last commit; all
                 see what is committed. None is plain causal, for a prompt without padding.
         """
-        batch_size, device = tokens.shape[0], self._head.device
+        batch_size, device, start = tokens.shape[0], self._head.device, self._cache.start
         mask = None
         if visible is not None:
             mask = visible.expand(batch_size, -1, -1)
-            if self._cache.lengths:
-                committed = committed_slots(self._cache.lengths, self._padding, tokens.device)[:, None]
-                committed = committed.expand(-1, tokens.shape[1], -1)
+            if start:
+                lengths = self._cache.lengths_on(tokens.device, batch_size)
+                committed = committed_slots(lengths, start, self._padding)[:, None].expand(-1, tokens.shape[1], -1)
                 if self._window is not None:  # it is longer than a tree is deep
                     slots = positions if self._padding is None else positions + self._padding.counts[:, None]
-                    behind = slots[:, :, None] - torch.arange(committed.shape[2], device=slots.device)
+                    behind = slots[:, :, None] - torch.arange(start, device=slots.device)
                     committed = committed & (behind < self._window)
                 mask = torch.cat([committed, mask], dim=-1)
             mask = mask[:, None].to(device)
@@ -232,127 +316,24 @@ class _EagleSession(DraftSession):
         )
         return output.to(tokens.device)
 
-    def _level(self, features: Tensor) -> _Level:
+    def _score(self, features: Tensor, top_k: int) -> Level:
         """Score the children of K nodes by the target's own lm_head."""
         logits = self._head.score(features.to(self._head.device, self._head.dtype), self._lm_head).to(features.device)
-        best, ids = logits.topk(self._shape.top_k, dim=-1)
+        best, ids = logits.topk(top_k, dim=-1)
         # at most 0 also after rounding: no child may score above its parent
         log_probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)
         tokens = ids if self._hot_token_ids is None else self._hot_token_ids.to(ids.device)[ids]
-        return _Level(features, log_probs, tokens)
+        return Level(features, log_probs, tokens)
 
-    def _expand(self, tokens: Tensor, parents: _Level, parent_index: Tensor, seen: Tensor, depth: int) -> _Level:
-        """One level deeper: nodes `tokens [B, K]` below `parent_index [B, K]` of the level above.
+    def _expand(
+        self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int, top_k: int
+    ) -> Level:
+        """One level deeper, see `tree_growth.Expand`."""
+        positions = (self._first_positions(len(tokens)) + (depth - 1)).expand(-1, tokens.shape[1])
+        index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
+        return self._score(self._run(tokens, above.features.gather(1, index), positions, seen), top_k)
 
-        Args:
-            tokens: The nodes' tokens.
-            parents: The level they hang on.
-            parent_index: Their parents in it.
-            seen: `[B, K, appended]` bool, what each node sees of the entries appended while growing.
-            depth: Of the nodes; children of the root have 1.
-        """
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        positions = self._first_positions(self._cache.lengths) + (depth - 1)
-        features = parents.features[rows, parent_index]
-        return self._level(self._run(tokens, features, positions.expand(-1, tokens.shape[1]), seen))
-
-    def _first_positions(self, lengths: Sequence[int]) -> Tensor:
+    def _first_positions(self, batch_size: int) -> Tensor:
         """`[B, 1]` position of the first entry after the committed ones."""
-        firsts = torch.tensor(lengths, device=self._tokens.device)[:, None]
+        firsts = self._cache.lengths_on(self._roots.device, batch_size)[:, None]
         return firsts if self._padding is None else firsts - self._padding.counts[:, None]
-
-    # ------------------------------------------------------------------------------------------- growing trees
-
-    def _grow_dynamic(self, root: _Level) -> TokenTree:
-        """EAGLE-2: expand the top k nodes of each level by cumulative log-probability, then keep the N-1 best of all.
-
-        A child's score never exceeds its parent's, and the stable sort prefers the earlier of equals, so parents
-        are always kept with their children.
-        """
-        k, batch_size = self._shape.top_k, root.tokens.shape[0]
-        rows = torch.arange(batch_size, device=root.tokens.device)[:, None]
-        scores, tokens = [root.log_probs[:, 0]], [root.tokens[:, 0]]  # candidates [B, k] of level 1
-        parents = [torch.full_like(root.tokens[:, 0], ROOT_PARENT)]
-        frontier = torch.arange(k, device=rows.device).expand(batch_size, -1)  # candidates to expand
-        level, parent_index = root, torch.zeros_like(frontier)
-        frontier_tokens, frontier_scores = tokens[0], scores[0]
-        seen = torch.zeros(batch_size, k, 0, dtype=torch.bool, device=rows.device)
-        eye = torch.eye(k, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
-        for depth in range(1, self._shape.num_steps):
-            seen = torch.cat([seen, eye], dim=-1)
-            level = self._expand(frontier_tokens, level, parent_index, seen, depth)
-            children = level.log_probs + frontier_scores[:, :, None]  # [B, k, k]
-            first = sum(candidates.shape[1] for candidates in scores)
-            scores.append(children.flatten(1))
-            tokens.append(level.tokens.flatten(1))
-            parents.append(frontier.repeat_interleave(k, dim=1))
-            frontier_scores, best = scores[-1].topk(k, dim=-1)
-            frontier, parent_index = first + best, best // k
-            frontier_tokens = tokens[-1][rows, best]
-            seen = seen[rows, parent_index]
-        return self._rerank(torch.cat(scores, -1), torch.cat(tokens, -1), torch.cat(parents, -1))
-
-    def _rerank(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> TokenTree:
-        """The best `num_nodes - 1` of M candidates `[B, M]`, in their order of growth, with parents renumbered."""
-        rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
-        kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self._shape.num_nodes - 1]
-        kept = kept.sort(dim=-1).values
-        # place[c + 1] is the node of candidate c; candidate -1 is the root, node 0
-        place = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.long, device=scores.device)
-        place[rows, kept + 1] = torch.arange(1, kept.shape[1] + 1, device=scores.device)
-        return TokenTree(
-            tokens=torch.cat([self._roots[:, None], tokens[rows, kept]], dim=-1),
-            parents=torch.cat([torch.full_like(rows, ROOT_PARENT), place[rows, parents[rows, kept] + 1]], dim=-1),
-        )
-
-    def _grow_static(self, root: _Level, static: StaticLevels) -> TokenTree:
-        """EAGLE-1: the nodes are given as ranks; expand those that have children."""
-        batch_size = root.tokens.shape[0]
-        tokens, level = [self._roots[:, None]], root
-        seen = torch.zeros(batch_size, 1, 0, dtype=torch.bool, device=root.tokens.device)
-        for depth, step in enumerate(static.steps, start=1):
-            tokens.append(level.tokens[:, step.parents, step.ranks])
-            if len(step.expanded):
-                count = len(step.expanded)
-                own = torch.eye(count, dtype=torch.bool, device=seen.device).expand(batch_size, -1, -1)
-                parent_index = step.parents[step.expanded]
-                seen = torch.cat([seen[:, parent_index], own], dim=-1)
-                level = self._expand(
-                    tokens[-1][:, step.expanded], level, parent_index.expand(batch_size, -1), seen, depth
-                )
-        return TokenTree(torch.cat(tokens, dim=-1), static.node_parents)
-
-
-@dataclass(frozen=True, slots=True)
-class _StaticStep:
-    """One level of a static tree."""
-
-    parents: Tensor  # [K] which expanded node of the level above each node hangs on
-    ranks: Tensor  # [K] which of its children
-    expanded: Tensor  # [E] nodes of this level that have children
-
-
-@dataclass(frozen=True, slots=True)
-class StaticLevels:
-    """A choice list as index tensors, level by level."""
-
-    node_parents: Tensor  # [N] of the whole tree
-    steps: tuple[_StaticStep, ...]
-
-    @classmethod
-    def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
-        """From choices sorted by depth."""
-        steps = []
-        expanded: list[Choice] = [()]
-        for depth in range(1, max(map(len, choices)) + 1):
-            level = [path for path in choices if len(path) == depth]
-            inner = [path for path in level if any(longer[:-1] == path for longer in choices)]
-            steps.append(
-                _StaticStep(
-                    torch.tensor([expanded.index(path[:-1]) for path in level], device=device),
-                    torch.tensor([path[-1] for path in level], device=device),
-                    torch.tensor([level.index(path) for path in inner], dtype=torch.long, device=device),
-                )
-            )
-            expanded = inner
-        return cls(torch.tensor(choice_parents(choices), device=device), tuple(steps))

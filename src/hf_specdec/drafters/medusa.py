@@ -7,22 +7,25 @@ reference runs them on every node of the tree and then looks at one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.accept import Acceptance
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
-from hf_specdec.drafters.base import Drafter, DraftSession, Prompt, fit_head
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.step import Step
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import lm_head_rows
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import TokenTree, choice_parents
+from hf_specdec.target.target import Target
+from hf_specdec.tree import TokenTree
+from hf_specdec.tree_growth import choice_parents, choices_within, limits_of
 
 DEFAULT_NUM_NODES = 24
 
@@ -39,7 +42,7 @@ class MedusaDrafter(Drafter):
     """
 
     method = "medusa"
-    feature_layers = (LAST,)
+    needs = Needs(feature_layers=(LAST,))
 
     def __init__(self, heads: MedusaHeads) -> None:
         self.heads = heads.eval().requires_grad_(False)
@@ -49,16 +52,16 @@ class MedusaDrafter(Drafter):
             f"MedusaDrafter({self.heads.config.medusa_num_heads} heads of {self.heads.name_or_path or 'this process'})"
         )
 
-    def check_target(self, model: PreTrainedModel) -> None:
+    def bind(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the heads next to the target's lm_head.
 
         Raises:
             DrafterMismatchError: Another hidden size or vocabulary, or no lm_head.
         """
-        fit_head(self.heads, model)
+        bind_head(self.heads, model)
 
     def choices(self, config: SpeculativeConfig) -> list[Choice]:
-        """The tree's nodes as ranks, level by level.
+        """The tree's nodes as ranks, those first that are worth most; a given list level by level.
 
         Raises:
             InvalidConfigError: A dynamic tree, or one deeper than there are heads or wider than the vocabulary.
@@ -79,7 +82,7 @@ class MedusaDrafter(Drafter):
             paths = paths[: (size or len(paths) + 1) - 1]
         if not paths:
             return []
-        sorted_paths = validate_choices(paths)
+        validate_choices(paths)
         for name, wanted, actual in (
             ("num_draft_tokens", config.num_draft_tokens, len(paths) + 1),
             ("num_steps", config.num_steps, max(map(len, paths))),
@@ -92,46 +95,76 @@ class MedusaDrafter(Drafter):
             )
         if max(map(max, paths)) >= (own.draft_vocab_size or own.vocab_size):
             raise InvalidConfigError(f"The tree asks for rank {max(map(max, paths))}, beyond the draft vocabulary.")
-        return sorted_paths
+        return paths
 
-    def num_nodes(self, config: SpeculativeConfig) -> int:
-        """Nodes of every tree."""
-        return len(self.choices(config)) + 1
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """What the whole tree takes."""
+        return limits_of(self.choices(config))
 
-    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session at the prompt's last feature."""
-        return _MedusaSession(self.heads, model, prompt, self.choices(config))
+        return _MedusaSession(self.heads, target.model, context, self.choices(config))
+
+
+@dataclass(frozen=True, slots=True)
+class _RankTree:
+    """A tree of ranks as index tensors."""
+
+    parents: Tensor  # [N]
+    depths: Tensor  # [N - 1] of the drafted nodes, counted from 0
+    ranks: Tensor  # [N - 1]
+    top_k: int
+    max_depth: int
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice], device: torch.device) -> _RankTree:
+        paths, limits = validate_choices(choices), limits_of(choices)
+        return cls(
+            parents=torch.tensor(choice_parents(paths), device=device),
+            depths=torch.tensor([len(path) - 1 for path in paths], device=device),
+            ranks=torch.tensor([path[-1] for path in paths], device=device),
+            top_k=limits.top_k,
+            max_depth=limits.num_steps,
+        )
 
 
 class _MedusaSession(DraftSession):
-    def __init__(self, heads: MedusaHeads, model: PreTrainedModel, prompt: Prompt, choices: list[Choice]) -> None:
-        if prompt.features is None:
+    def __init__(
+        self, heads: MedusaHeads, model: PreTrainedModel, context: DraftContext, choices: list[Choice]
+    ) -> None:
+        if context.features is None:
             raise ValueError("a Medusa session needs the prompt's features")
-        self._heads, device = heads, prompt.roots.device
+        self._heads, self._choices = heads, choices
         self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.shares_lm_head else None
-        self._parents = torch.tensor(choice_parents(choices), device=device)
-        self._depths = torch.tensor([len(path) - 1 for path in choices], dtype=torch.long, device=device)
-        self._ranks = torch.tensor([path[-1] for path in choices], dtype=torch.long, device=device)
-        self._top_k = 1 + max((rank for path in choices for rank in path), default=0)
-        self._features: Tensor = prompt.features[:, -1]  # [B, D] of the node before the root
-        self._roots = prompt.roots
+        self._trees: dict[Budget, _RankTree | None] = {}
+        self._features: Tensor = context.features.of((LAST,))[:, -1]  # [B, D] of the node before the root
+        self._roots = context.roots
 
-    def propose(self) -> TokenTree:
-        if not len(self._ranks):
-            return TokenTree(self._roots[:, None], self._parents)
+    def propose(self, budget: Budget) -> Draft:
+        if budget not in self._trees:
+            cut = choices_within(self._choices, budget)
+            self._trees[budget] = _RankTree.of(cut, self._roots.device) if cut else None
+        tree = self._trees[budget]
+        if tree is None:
+            return Draft.plain(self._roots)
         logits = self._heads(self._features.to(self._heads.device, self._heads.dtype), self._lm_head)
-        ids = logits.topk(self._top_k, dim=-1).indices.to(self._roots.device)  # [K, B, top_k]
+        best, ids = logits.topk(tree.top_k, dim=-1)  # [heads, B, top_k]
+        log_probs = best.float() - logits.float().logsumexp(-1, keepdim=True)
+        ids, log_probs = ids.to(self._roots.device), log_probs.to(self._roots.device)
         hot = self._heads.hot_token_ids
-        drafted = ids[self._depths, :, self._ranks].T  # [B, N - 1]
+        drafted = ids[tree.depths, :, tree.ranks].T  # [B, N - 1]
         tokens = drafted if hot is None else hot.to(drafted.device)[drafted]
-        return TokenTree(torch.cat([self._roots[:, None], tokens], dim=-1), self._parents)
-
-    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        if verification.features is None:
-            raise ValueError("a Medusa session needs the features of every verification")
-        last = torch.tensor(
-            [path[-1] if path else 0 for path in acceptance.nodes], device=verification.features.device
+        return Draft(
+            TokenTree(torch.cat([self._roots[:, None], tokens], dim=-1), tree.parents, max_depth=tree.max_depth),
+            torch.nn.functional.pad(log_probs[tree.depths, :, tree.ranks].T, (1, 0)),
         )
-        rows = torch.arange(len(last), device=last.device)
-        self._features = verification.features[rows, last]
+
+    def observe(self, step: Step) -> None:
+        features, acceptance = step.verification.features, step.acceptance
+        if features is None:
+            raise ValueError("a Medusa session needs the features of every verification")
+        last = acceptance.path.gather(1, (acceptance.num_kept - 1).clamp(min=0)[:, None]).clamp(min=0)
+        states = features.of((LAST,))
+        index = last.to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
+        self._features = states.gather(1, index)[:, 0]
         self._roots = acceptance.next_token

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from transformers import PreTrainedModel
 
-from hf_specdec.accept import Acceptance
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import Drafter, DraftSession, Prompt
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import TokenTree, merge_chains, stack_trees
+from hf_specdec.host_sync import read
+from hf_specdec.step import Step
+from hf_specdec.target.target import Target
+from hf_specdec.tree import stack_trees
+from hf_specdec.tree_growth import merge_chains
 
 DEFAULT_NUM_NODES = 32
 """Nodes of all rows together: a forward over a batch costs what its tokens cost."""
@@ -40,49 +42,47 @@ class PromptLookupDrafter(Drafter):
 
     method = "prompt_lookup"
 
-    def num_nodes(self, config: SpeculativeConfig) -> int:
-        """The cap; a tree is smaller where the match is short, and is the root alone where there is none."""
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """The caps; a tree is smaller where the match is short, and is the root alone where there is none."""
         if config.tree is not None:
             raise InvalidConfigError(
                 f"The tree of 'prompt_lookup' follows from the matches it finds, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k instead.",
             )
-        return config.num_draft_tokens or DEFAULT_NUM_NODES
+        num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
+        return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or DEFAULT_NUM_CONTINUATIONS)
 
-    def start(self, model: PreTrainedModel, prompt: Prompt, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Index the prompt of every row."""
-        shared = max(LEAST_NUM_NODES, DEFAULT_NUM_NODES // len(prompt.roots))
-        return _PromptLookupSession(
-            prompt,
-            num_nodes=config.num_draft_tokens or shared,
-            num_steps=config.num_steps or self.num_nodes(config),
-            num_continuations=config.top_k or DEFAULT_NUM_CONTINUATIONS,
-        )
+        shared = max(LEAST_NUM_NODES, DEFAULT_NUM_NODES // len(context.roots))
+        return _PromptLookupSession(context, config.num_draft_tokens or shared)
 
 
 class _PromptLookupSession(DraftSession):
-    def __init__(self, prompt: Prompt, *, num_nodes: int, num_steps: int, num_continuations: int) -> None:
-        self._device = prompt.roots.device
-        self._num_nodes, self._num_steps, self._num_continuations = num_nodes, num_steps, num_continuations
-        valid = torch.ones_like(prompt.input_ids, dtype=torch.bool) if prompt.padding is None else prompt.padding.valid
+    def __init__(self, context: DraftContext, num_nodes: int) -> None:
+        self._device, self._num_nodes = context.roots.device, num_nodes
+        valid = (
+            torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
+        )
+        rows, kept, roots = read(context.input_ids, valid, context.roots[:, None])
         self._texts = [
-            SuffixIndex([*row[keep].tolist(), root])
-            for row, keep, root in zip(prompt.input_ids, valid, prompt.roots.tolist(), strict=True)
+            SuffixIndex([*(token for token, keep in zip(row, real, strict=True) if keep), root])
+            for row, real, (root,) in zip(rows, kept, roots, strict=True)
         ]
 
-    def propose(self) -> TokenTree:
-        return stack_trees([self._row_tree(text) for text in self._texts], self._device)
+    def propose(self, budget: Budget) -> Draft:
+        return Draft(stack_trees([self._row_tree(text, budget) for text in self._texts], self._device))
 
-    def observe(self, acceptance: Acceptance, verification: Verification) -> None:
-        for text, tokens in zip(self._texts, acceptance.emitted, strict=True):
+    def observe(self, step: Step) -> None:
+        for text, tokens in zip(self._texts, step.acceptance.emitted, strict=True):
             text.extend(tokens)
 
-    def _row_tree(self, text: SuffixIndex) -> tuple[list[int], list[int]]:
-        matches = text.longest_matches(self._num_continuations)
+    def _row_tree(self, text: SuffixIndex, budget: Budget) -> tuple[list[int], list[int]]:
+        matches = text.longest_matches(budget.top_k)
         longest = matches[0][1] if matches else 0
-        budget = min(self._num_nodes, 1 + NODES_PER_MATCHED_TOKEN * longest)
-        chains = (text.tokens[end : end + self._num_steps] for end, _ in matches)
-        return merge_chains(text.tokens[-1], _share(chains, len(matches), budget - 1), budget)
+        size = min(self._num_nodes, budget.num_nodes, 1 + NODES_PER_MATCHED_TOKEN * longest)
+        chains = (text.tokens[end : end + budget.num_steps] for end, _ in matches)
+        return merge_chains(text.tokens[-1], _share(chains, len(matches), size - 1), size)
 
 
 def _share(chains: Iterator[list[int]], num_chains: int, budget: int) -> Iterator[list[int]]:

@@ -1,34 +1,92 @@
-"""The registry: one line per method that can be built without a checkpoint, and the names of all methods."""
+"""Every way to draft, a row each: names, what it takes, and how its drafter is made.
 
-from collections.abc import Iterable
+A package adds its own with `register`, or by an entry point of the group `hf_specdec.methods` that names a `Method`.
+Called by: `generation/plan.py`, which asks for the drafter of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 
-TRAINING_FREE: dict[str, type[Drafter]] = {"prompt_lookup": PromptLookupDrafter}
-"""Methods that need nothing loaded."""
+ENTRY_POINTS = "hf_specdec.methods"
+"""The group of entry points by which an installed package adds its methods."""
 
-ALIASES = {"ngram": "prompt_lookup"}
 
-HEAD_DRAFTERS: dict[type, Any] = {
-    EagleHead: EagleDrafter,
-    Eagle3Head: EagleDrafter,
-    MedusaHeads: MedusaDrafter,
-}
-"""What drafts with a head, by the head's class."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to draft."""
 
-NEEDS_HEAD = ("eagle", "medusa")
-"""Methods that need `model.load_drafter(...)` or `model.add_drafter(...)` first."""
+    name: str
+    make: Callable[..., Drafter]  # of a head where the method takes one, else of nothing
+    aliases: tuple[str, ...] = ()
+    heads: tuple[type[DraftHead], ...] = ()  # the heads that it drafts with; () is training-free
+
+    @property
+    def requires(self) -> str | None:
+        """What has to be done first; None where nothing has."""
+        return "model.load_drafter(path_or_hub_id)" if self.heads else None
+
+
+_METHODS: dict[str, Method] = {}
 
 PLANNED = ("token_recycling", "lookahead", "draft_model", "early_exit", "mtp", "hybrid")
 """Methods of the public contract that this version does not have yet."""
+
+AUTO = "auto"
+"""The best of what is loaded."""
+
+
+def register(method: Method) -> Method:
+    """Add a method; its row is returned.
+
+    Raises:
+        InvalidConfigError: One of its names, or one of its heads, is another method's.
+    """
+    for name in (method.name, *method.aliases):
+        if name in (AUTO, *PLANNED) or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
+            raise InvalidConfigError(f"There is a method {name!r} already.", "Give yours another name.")
+    for head in method.heads:
+        if any(head in row.heads for row in _METHODS.values()):
+            raise InvalidConfigError(f"{head.__name__} is drafted with by another method.", "Subclass it.")
+    _METHODS[method.name] = method
+    return method
+
+
+register(Method("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head)))
+register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
+register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
+
+
+def methods() -> Mapping[str, Method]:
+    """Every method by name, those of installed packages included."""
+    _load_entry_points()
+    return dict(_METHODS)
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        method = entry.load()
+        if not isinstance(method, Method):
+            raise InvalidConfigError(
+                f"The entry point {entry.name!r} of {ENTRY_POINTS} is a {type(method).__name__}, not a Method.",
+                "Let it name a hf_specdec.drafters.registry.Method.",
+            )
+        register(method)
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
@@ -38,11 +96,62 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
         InvalidConfigError: There is none.
         UnsupportedGenerationError: A method of a later version.
     """
-    method = ALIASES.get(name, name)
-    available = {"auto", *TRAINING_FREE, *NEEDS_HEAD, *registered}
+    rows = methods()
+    aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
+    method = aliases.get(name, name)
+    available = {AUTO, *rows, *registered}
     if method in available:
         return method
-    known = ", ".join(map(repr, sorted({*available, *ALIASES})))
+    known = ", ".join(map(repr, sorted({*available, *aliases})))
     if method in PLANNED:
         raise UnsupportedGenerationError(f"The method {name!r} is not in this version.", f"There are: {known}.")
     raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"There are: {known}.")
+
+
+def drafter_of(head: DraftHead) -> Drafter:
+    """A drafter that drafts with this head.
+
+    Raises:
+        DrafterMismatchError: No method drafts with such a head.
+    """
+    for method in methods().values():
+        if type(head) in method.heads:
+            return method.make(head)
+    raise DrafterMismatchError(
+        f"No method drafts with a {type(head).__name__}.", "Register one: hf_specdec.drafters.registry.register(...)."
+    )
+
+
+def choose_drafter(name: str, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
+    """The drafter that a method's or a drafter's name means: a registered one first, then a training-free method.
+
+    Args:
+        name: What `speculative=` was given.
+        registered: Drafters of the model by name.
+        made: Training-free drafters that were made for the model before; a new one is put in.
+
+    Raises:
+        InvalidConfigError: Unknown name.
+        DrafterMismatchError: A method whose head is not loaded.
+        UnsupportedGenerationError: A method of a later version.
+    """
+    by_method: dict[str, Any] = {}
+    for drafter in registered.values():
+        by_method.setdefault(drafter.method, drafter)
+    name = method_named(name, {*registered, *by_method})
+    rows = methods()
+    if name == AUTO:
+        name = next((row.name for row in rows.values() if row.heads and row.name in by_method), "prompt_lookup")
+    if name in registered:
+        return registered[name]
+    if name in by_method:
+        chosen: Drafter = by_method[name]
+        return chosen
+    if rows[name].requires is not None:
+        raise DrafterMismatchError(
+            f"speculative={name!r} needs a head, and none is loaded on this model.",
+            f"Call {rows[name].requires} first.",
+        )
+    if name not in made:
+        made[name] = rows[name].make()
+    return made[name]

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_specdec.checkpoints.hub import load_head
-from hf_specdec.checkpoints.layouts import says_head
-from hf_specdec.drafters.registry import HEAD_DRAFTERS
+from hf_specdec.checkpoints.layouts import is_head_config
+from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.loading import refuse_foreign_kernels
@@ -56,7 +56,7 @@ class AutoSpeculativeModelForCausalLM:
         head = None
         if drafter is not None:
             head = load_head(drafter, **shared)
-        elif says_head(PreTrainedConfig.get_config_dict(name_or_path, **shared, **named)[0]):
+        elif is_head_config(PreTrainedConfig.get_config_dict(name_or_path, **shared, **named)[0]):
             head = load_head(name_or_path, **shared, **named)
             if not head.config.base_model_name_or_path:
                 raise CheckpointFormatError(
@@ -81,5 +81,5 @@ class AutoSpeculativeModelForCausalLM:
             refuse_foreign_kernels(PreTrainedConfig.get_config_dict(name_or_path, **where)[0], str(name_or_path))
         model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs))
         if head is not None:
-            model.add_drafter(HEAD_DRAFTERS[type(head)](head))
+            model.add_drafter(drafter_of(head))
         return model

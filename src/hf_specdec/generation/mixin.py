@@ -1,13 +1,14 @@
 """`SpeculativeGenerationMixin`: hooks speculation into transformers' own `generate()`.
 
 `generate()` prepares everything as always; four of its inner methods are extended, and a call without
-`speculative` goes straight to the originals. Before: the user. After: `decode.py`.
+`speculative` goes straight to the originals. Called by: the user. Feeds: `generation/plan.py`, `decode.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
-from hf_specdec.drafters.registry import HEAD_DRAFTERS, NEEDS_HEAD, TRAINING_FREE, method_named
+from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import (
     CacheCapacityError,
     DrafterMismatchError,
@@ -29,12 +30,11 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import options
-from hf_specdec.generation.state import STATE, SWAP, SpeculationState, current_facts, fit_again, register, state_of
+from hf_specdec.generation.plan import Plan, plan_call
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.chain_cache import ChainCache
-from hf_specdec.target.model import cache_argument, text_config
+from hf_specdec.target.model import cache_argument
 from hf_specdec.target.probe import inspect_target
 from hf_specdec.transcript import Transcript
 
@@ -142,7 +142,7 @@ class SpeculativeGenerationMixin:
                 `TypeError`.
 
         Raises:
-            CheckpointFormatError: The files are no head.
+            CheckpointFormatError: The files are not a head's.
             DrafterMismatchError: The head was made for another model.
             InvalidConfigError: Options of loading, with a head that is loaded.
         """
@@ -157,7 +157,7 @@ class SpeculativeGenerationMixin:
             head = repo_or_path
         else:
             head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
-        drafter = self.add_drafter(HEAD_DRAFTERS[type(head)](head), name)
+        drafter = self.add_drafter(drafter_of(head), name)
         if verify is not False:
             last = state_of(self).last
             try_drafter(self, name or drafter.method, None if verify is True else verify)
@@ -172,7 +172,7 @@ class SpeculativeGenerationMixin:
             name: The name to call it by; None is its method's name.
 
         Raises:
-            DrafterMismatchError: It was made for another model, or is no drafter.
+            DrafterMismatchError: It was made for another model, or is not a drafter.
         """
         if not isinstance(drafter, Drafter):
             raise DrafterMismatchError(
@@ -190,7 +190,7 @@ class SpeculativeGenerationMixin:
         drafters = state_of(self).drafters
         if name not in drafters:
             raise DrafterMismatchError(f"There is no drafter {name!r}.", f"Registered: {sorted(drafters) or 'none'}.")
-        state_of(self).fitted.pop(name)
+        state_of(self).bound.pop(name)
         return drafters.pop(name)
 
     # ------------------------------------------------------------------------------------------- saving
@@ -234,46 +234,42 @@ class SpeculativeGenerationMixin:
         """Refuse here, before any work, what speculation cannot keep."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
         speculative = getattr(generation_config, "speculative", None)
-        if speculative is None:
-            return
-        config = SpeculativeConfig.of(speculative)
-        drafter = self._drafter_for(config)
-        drafter.num_nodes(config)  # its own view of the fields
-        options.check_mode(generation_mode, generation_config, generation_mode_kwargs)
-        options.check_settings(config)
-        options.rule_for(config, generation_config)
-        options.check_training(self)
-        options.check_adapter(self)
-        fit_again(self, drafter, current_facts(self).fingerprint)
-        generation_config.speculative = config
+        if speculative is not None:
+            model: Any = self
+            generation_config.speculative = plan_call(
+                model, speculative, generation_mode, generation_config, generation_mode_kwargs
+            )
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Preallocate one static cache for the prompt, the answer and a tree."""
-        if getattr(generation_config, "speculative", None) is None:
+        """Make the target, with a cache for the prompt, the answer and a tree."""
+        plan: Plan | None = getattr(generation_config, "speculative", None)
+        if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         options.check_inputs(model_kwargs, generation_config)
-        config: SpeculativeConfig = generation_config.speculative
-        given = model_kwargs.get(cache_argument(self))
-        needed = max_cache_length + 1 + self._drafter_for(config).num_nodes(config)
+        model: Any = self
+        name, limit = cache_argument(model), plan.config.max_cache_length
+        given = model_kwargs.get(name)
+        needed = max_cache_length + 1 + plan.limits.num_nodes
         if given is not None:
             needed += options.check_cache(given, generation_config, max_cache_length)
-        if config.max_cache_length is not None and config.max_cache_length < needed:
+        if limit is not None and limit < needed:
             raise CacheCapacityError(
-                f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {config.max_cache_length}.",
+                f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {limit}.",
                 "Raise it, or leave it None; or shorten the prompt or max_new_tokens.",
             )
-        facts = current_facts(self)
-        options.check_chain(generation_config, facts.no_branches)
-        reserve = RESERVED_SLOTS if config.max_cache_length is None else None
-        cache = facts.new_cache(text_config(self), config.max_cache_length or needed, reserve)
+        options.check_chain(generation_config, plan.facts.chain_only_reason)
+        reserve = RESERVED_SLOTS if limit is None else None
+        wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
+        target = plan.facts.new_target(model, limit or needed, reserve, wanted)
         if given is not None:
-            cache.adopt(given)
-        model_kwargs[cache_argument(self)] = cache
+            target.adopt(given)
+        model_kwargs[name] = target.cache
+        generation_config.speculative = replace(plan, target=target)
         return None
 
     def _sample(
@@ -282,8 +278,8 @@ class SpeculativeGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         """Plain decoding, or the speculative loop."""
-        config: SpeculativeConfig | None = getattr(generation_config, "speculative", None)
-        if config is None:
+        plan: Plan | None = getattr(generation_config, "speculative", None)
+        if plan is None:
             return super()._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor,
@@ -293,29 +289,15 @@ class SpeculativeGenerationMixin:
                 streamer,
                 **model_kwargs,
             )
-        options.check_processors(logits_processor, config)
-        options.check_device(input_ids, self)
+        model: Any = self
+        assert plan.target is not None
+        options.check_processors(logits_processor, plan.config)
+        options.check_device(input_ids, model)
+        options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"), plan.target.num_rows)
+        options.check_synced(synced_gpus, plan.target.needs_replay)
         device = input_ids.device
-        cache: TreeCache | ChainCache = model_kwargs[cache_argument(self)]
-        options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"), len(cache.lengths))
-        options.check_synced(synced_gpus, cache)
         returns_dict = bool(generation_config.return_dict_in_generate)
-        returns_cache = returns_dict or cache.is_adopted
-        call = decode.Call(
-            model=self,
-            drafter=self._drafter_for(config),
-            config=config,
-            rule=options.rule_for(config, generation_config),
-            input_ids=input_ids,
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            streamer=streamer,
-            has_unfinished=lambda finished: self._has_unfinished_sequences(  # type: ignore[attr-defined]
-                finished, synced_gpus, device=device
-            ),
-            returns_cache=returns_cache,
-            layer_outputs=options.layer_outputs(generation_config, in_chains=isinstance(cache, ChainCache)),
-        )
+        returns_cache = returns_dict or plan.target.is_adopted
         pad_token_id = generation_config._pad_token_tensor
         transcript = Transcript(
             input_ids,
@@ -323,42 +305,31 @@ class SpeculativeGenerationMixin:
             stopping_criteria,
             max_length=generation_config.max_length,
             do_sample=generation_config.do_sample,
-            # levelling ragged rows at the end would be a forward that other ranks do not run
-            in_step=isinstance(cache, ChainCache)
+            # bringing ragged rows to one length at the end would be a forward that other ranks do not run
+            lockstep=plan.target.lockstep
             or (synced_gpus and returns_cache)
-            or options.in_step(generation_config, logits_processor, stopping_criteria),
+            or options.in_lockstep(generation_config, logits_processor, stopping_criteria),
             keep_scores=returns_dict and bool(generation_config.output_scores),
             keep_logits=returns_dict and bool(generation_config.output_logits),
             pad_token_id=0 if pad_token_id is None else int(pad_token_id),
         )
-        output = decode.speculate(call, cache, transcript)
+        call = decode.Call(
+            target=plan.target,
+            drafter=plan.drafter,
+            controller=plan.controller,
+            rule=plan.rule,
+            config=plan.config,
+            input_ids=input_ids,
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            streamer=streamer,
+            has_unfinished=lambda finished: model._has_unfinished_sequences(finished, synced_gpus, device=device),
+            returns_cache=returns_cache,
+            layer_outputs=plan.layer_outputs,
+        )
+        output = decode.speculate(call, transcript)
         state_of(self).last = output.speculation
         return output if returns_dict else output.sequences
-
-    def _drafter_for(self, config: SpeculativeConfig) -> Drafter:
-        """The drafter a config names: a registered one first, then a training-free method.
-
-        Raises:
-            InvalidConfigError: Unknown name.
-            DrafterMismatchError: A method whose head is not loaded.
-            UnsupportedGenerationError: A method of a later version.
-        """
-        registered = state_of(self).drafters
-        methods = {drafter.method for drafter in registered.values()}
-        name = method_named(config.method, {*registered, *methods})
-        if name == "auto":
-            name = next((method for method in NEEDS_HEAD if method in methods), "prompt_lookup")
-        if name in registered:
-            return registered[name]
-        of_method = [drafter for drafter in registered.values() if drafter.method == name]
-        if of_method:
-            return of_method[0]
-        if name in TRAINING_FREE:
-            return TRAINING_FREE[name]()
-        raise DrafterMismatchError(
-            f"speculative={name!r} needs a head, and none is loaded on this model.",
-            "Call model.load_drafter(path_or_hub_id) first.",
-        )
 
 
 # ----------------------------------------------------------------------------------------------- the class swap

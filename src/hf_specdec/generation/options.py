@@ -1,6 +1,6 @@
 """Which options of `generate()` speculation keeps; what it cannot keep is refused here, before any work.
 
-Before: `mixin.py`, which asks at each of transformers' hooks. Nothing here changes anything.
+Called by: `generation/plan.py` and `generation/mixin.py`. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from hf_specdec import accept
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
-from hf_specdec.target.cache import TreeCache, seen_tokens
-from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.cache import seen_tokens
 from hf_specdec.target.model import execution_device
 from hf_specdec.target.probe import drops_cache
 from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
@@ -165,7 +164,7 @@ def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int) -> 
     """The tokens that a handed-in cache holds.
 
     Raises:
-        UnsupportedGenerationError: It is no cache that can be continued, or another one is asked for, too.
+        UnsupportedGenerationError: It is not a cache that can be continued, or another one is asked for, too.
         CacheCapacityError: It is a static one, and too small for the answer.
     """
     if config.cache_implementation is not None:
@@ -234,27 +233,27 @@ def check_device(input_ids: torch.Tensor, model: PreTrainedModel) -> None:
         )
 
 
-def check_chain(config: GenerationConfig, no_branches: str) -> None:
+def check_chain(config: GenerationConfig, chain_only_reason: str) -> None:
     """Refuse a static cache for a model that verifies chains, which it does over a dynamic one.
 
     Raises:
         UnsupportedGenerationError: Naming why the model takes no tree.
     """
-    if no_branches and config.cache_implementation == "static":
+    if chain_only_reason and config.cache_implementation == "static":
         raise UnsupportedGenerationError(
-            f"This model takes no tree ({no_branches}), so `speculative` runs over a dynamic cache, not "
+            f"This model takes no tree ({chain_only_reason}), so `speculative` runs over a dynamic cache, not "
             f"cache_implementation={config.cache_implementation!r}.",
             "Leave it out.",
         )
 
 
-def check_synced(synced_gpus: bool, cache: TreeCache | ChainCache) -> None:
-    """Refuse ranks in step for models that run accepted tokens again: each rank at other times, all would wait.
+def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
+    """Refuse ranks in lockstep for models that run accepted tokens again: each rank at other times, all would wait.
 
     Raises:
         UnsupportedGenerationError: For a model with a recurrent state.
     """
-    if synced_gpus and isinstance(cache, ChainCache) and cache.runs_again:
+    if synced_gpus and needs_replay:
         raise UnsupportedGenerationError(
             "`synced_gpus` cannot be kept with `speculative` by a model with a recurrent state: the ranks would run "
             "different numbers of forwards.",
@@ -277,7 +276,7 @@ def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, ro
         raise UnsupportedGenerationError("The prompt is empty.", "Give at least one token, e.g. the BOS token.")
 
 
-def layer_outputs(config: GenerationConfig, *, in_chains: bool = False) -> dict[str, bool]:
+def layer_outputs(config: GenerationConfig, *, chains_only: bool = False) -> dict[str, bool]:
     """Which outputs per layer are to be returned.
 
     Raises:
@@ -287,7 +286,7 @@ def layer_outputs(config: GenerationConfig, *, in_chains: bool = False) -> dict[
         name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
     }
-    if in_chains and wanted["attentions"]:
+    if chains_only and wanted["attentions"]:
         raise UnsupportedGenerationError(
             "`output_attentions` cannot be kept with `speculative` for a model that takes no tree.",
             "Drop one of them.",
@@ -295,7 +294,7 @@ def layer_outputs(config: GenerationConfig, *, in_chains: bool = False) -> dict[
     return wanted
 
 
-def in_step(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
+def in_lockstep(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
     """Whether the rows of a batch must go at one pace, so that everybody sees what plain generate shows them.
 
     Processors and criteria that are not known to look at one row at a time (anyone's own, guidance, time
@@ -303,7 +302,7 @@ def in_step(config: GenerationConfig, processors: LogitsProcessorList, criteria:
     """
     known_criteria: tuple[type, ...] = (EosTokenCriteria, MaxLengthCriteria)
     if any(isinstance(rule, EosTokenCriteria) for rule in criteria):
-        known_criteria = (*known_criteria, StopStringCriteria)  # without EOS a finished row goes on saying tokens
+        known_criteria = (*known_criteria, StopStringCriteria)  # without EOS a finished row goes on emitting tokens
     return bool(
         not is_rowwise(processors)
         or any(type(rule) not in known_criteria for rule in criteria)

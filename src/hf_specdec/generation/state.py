@@ -1,6 +1,6 @@
 """What attaching adds to a model, and how it is kept true while the model changes.
 
-One object in the model's `__dict__`, no parameter, buffer or module. Before: `probe.py`. After: `mixin.py`.
+One object in the model's `__dict__`, no parameter, buffer or module. Called by: `generation/mixin.py` and `plan.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target.fingerprint import Fingerprint
-from hf_specdec.target.probe import TargetFacts, inspect_target
+from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
 
 STATE = "_speculation"
 """The one entry this package keeps in a model's `__dict__`."""
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 SWAP = threading.Lock()
-"""Held while a model's class is swapped back, and while a generation says that it begins."""
+"""Held while a model's class is swapped back, and while a generation announces that it begins."""
 
 
 class SpeculationState:
@@ -36,7 +36,8 @@ class SpeculationState:
 
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
-        self.fitted: dict[str, Fingerprint] = {}  # the model that each drafter was last checked against
+        self.made: dict[str, Drafter] = {}  # training-free drafters, made when their method was first asked for
+        self.bound: dict[str, Fingerprint] = {}  # the model that each drafter was last bound to
         self.facts: list[TargetFacts] = []  # latest first
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # generations under way, by thread
@@ -56,7 +57,7 @@ class SpeculationState:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
-        return {"drafters": self.drafters, "fitted": {}, "facts": [], "last": self.last}
+        return {"drafters": self.drafters, "made": {}, "bound": {}, "facts": [], "last": self.last}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter())
@@ -87,23 +88,30 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
 
 
 def register(model: PreTrainedModel, drafter: Drafter, name: str) -> None:
-    """Check a drafter against the model and keep it under a name.
+    """Bind a drafter to the model and keep it under a name.
 
     Raises:
         DrafterMismatchError: It was made for another model.
+        UnsupportedModelError: The model shows no hidden states to a drafter that reads them.
     """
     state = state_of(model)
-    drafter.check_target(model)
-    state.drafters[name], state.fitted[name] = drafter, Fingerprint.of(model)
+    _bind(model, drafter)
+    state.drafters[name], state.bound[name] = drafter, Fingerprint.of(model)
 
 
-def fit_again(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
-    """Check a registered drafter against a model that is not made as it was when the drafter was checked last.
+def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
+    """Bind a drafter to a model that is not made as it was when the drafter was bound last.
 
     Raises:
-        DrafterMismatchError: It fits no more: the vocabulary was resized, layers were taken out, ...
+        DrafterMismatchError: It no longer fits: the vocabulary was resized, layers were taken out, ...
     """
     state = state_of(model)
-    for name, registered in state.drafters.items():
-        if registered is drafter and state.fitted.get(name) != now:
-            register(model, drafter, name)
+    for name, known in {**state.made, **state.drafters}.items():
+        if known is drafter and state.bound.get(name) != now:
+            _bind(model, drafter)
+            state.bound[name] = now
+
+
+def _bind(model: PreTrainedModel, drafter: Drafter) -> None:
+    drafter.bind(model)
+    check_features(model, drafter.needs.feature_layers)

@@ -1,6 +1,6 @@
 """What every draft head is: a transformers model with a hot-token vocabulary, a card, and a way to the Hub.
 
-Next: `heads/eagle.py`, `heads/eagle3.py`, `heads/medusa.py`; reading heads of others is `heads/hub.py`.
+The heads are `eagle.py`, `eagle3.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import beside, move_into
@@ -73,7 +74,7 @@ class DraftHead(HotTokens, PreTrainedModel):
 
     Attributes:
         method: What it is called in `speculative=`.
-        layout: The layout that it was read from, see `heads/layouts.py`.
+        layout: The layout that it was read from, see `checkpoints/layouts.py`.
     """
 
     base_model_prefix = ""
@@ -97,6 +98,20 @@ class DraftHead(HotTokens, PreTrainedModel):
                     f"({type(target_config).__name__}) has {getattr(target_config, size)}.",
                     f"It was trained for {own.base_model_name_or_path or 'another model'}: load it on that one.",
                 )
+
+    def num_forwards(self, num_steps: int) -> int:
+        """Forwards of the head that a tree so deep takes."""
+        return num_steps
+
+    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
+        """Logits of what one forward of drafting foresees; what a level of a tree costs is measured on it.
+
+        Args:
+            features: `[B, 1, D]`.
+            position: Of the token.
+            lm_head: The target's over the draft vocabulary, where it is shared.
+        """
+        raise NotImplementedError
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
@@ -170,13 +185,19 @@ class EagleFamilyHead(DraftHead):
         """Which of the target's hidden states it reads, as transformers counts them; -1 is behind the final norm."""
         raise NotImplementedError
 
-    def read_layers_of(self, depth: int) -> None:
+    def resolve_feature_layers(self, depth: int) -> None:
         """Settle which layers of a target so deep are read, where that is still open."""
+
+    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
+        """See `DraftHead`; `[B, 1, Vd]`."""
+        positions = torch.full((1, 1), position, device=features.device)
+        logits: Tensor = self.score(self(features, features, positions), lm_head)
+        return logits
 
     def check_sizes(self, target_config: Any) -> None:
         """See `DraftHead.check_sizes`; settles which layers are read."""
         depth = target_config.num_hidden_layers
-        self.read_layers_of(depth)
+        self.resolve_feature_layers(depth)
         super().check_sizes(target_config)
         if max(self.feature_layers) > depth:
             raise DrafterMismatchError(

@@ -46,7 +46,7 @@ model.generate(**inputs, speculative="{method}")
 
 
 def export_card(config: Any, format: str, readers: str) -> str:
-    """The text of a card for a head in the layout of others.
+    """The text of a card for a head in an engine's layout.
 
     Args:
         config: The head's.

@@ -84,7 +84,8 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         text = target_config.get_text_config()
         shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                   "max_position_embeddings", "rms_norm_eps")  # fmt: skip
-        fields = {name: getattr(text, name) for name in shared if getattr(text, name, None) is not None}
+        found = {name: _of_last_layer(text, name) for name in shared}
+        fields = {name: value for name, value in found.items() if value is not None}
         fields = {**fields, "rope_parameters": _rotary_of(text), **overrides}
         if "hidden_size" in fields:  # what models that do not say it have
             fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
@@ -101,6 +102,15 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
         fields.setdefault("base_model_name_or_path", portable_name(getattr(target_config, "_name_or_path", None)))
         return cls(**{name: value for name, value in fields.items() if value is not None or name in overrides})
+
+
+def _of_last_layer(text_config: Any, name: str) -> Any:
+    """A field of the configuration, of the last layer where layers differ; None where there is none."""
+    varying = getattr(text_config, "per_layer_attributes", None) or ()
+    if name in varying:
+        text_config = text_config.per_layer_config[text_config.num_hidden_layers - 1]
+    value = getattr(text_config, name, None)
+    return value[-1] if isinstance(value, list | tuple) and value else value
 
 
 def _rotary_of(text_config: Any) -> dict[str, Any] | None:

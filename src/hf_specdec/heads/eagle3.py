@@ -144,11 +144,12 @@ class Eagle3Head(EagleFamilyHead):
         """Which of the target's hidden states it reads."""
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             raise InvalidConfigError(
-                "This EAGLE-3 head does not say which layers it reads.", "Call head.read_layers_of(target's depth)."
+                "This EAGLE-3 head does not say which layers it reads.",
+                "Call head.resolve_feature_layers(target's depth).",
             )
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
 
-    def read_layers_of(self, depth: int) -> None:
+    def resolve_feature_layers(self, depth: int) -> None:
         """Settle for the paper's layers of a target so deep, where the config names none.
 
         Raises:

@@ -139,6 +139,14 @@ class MedusaHeads(DraftHead):
             for head in self.heads:
                 list(head.children())[-1].load_state_dict({"weight": rows})
 
+    def num_forwards(self, num_steps: int) -> int:
+        """One: all heads run at once."""
+        return 1
+
+    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
+        """See `DraftHead`; `[K, B, 1, Vd]`."""
+        return self(features, lm_head)
+
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits of every head.
 

@@ -1,8 +1,8 @@
-"""What a head's configuration may say: a type and a range for every field, checked before anything is built from it.
+"""What a head's configuration may hold: a type and a range for every field, checked before anything is built from it.
 
 A configuration comes from a stranger. Only the fields of these tables pass on to transformers, each with a value that
 means something; a limit is far above what published heads have, and far below what would cost memory or hours.
-Strings are no numbers, numbers are no truth values. Before: `heads/files.py`. After: the heads' own configurations.
+Strings are not numbers, numbers are not truth values. Called by: the heads' configurations, `checkpoints/`.
 """
 
 from __future__ import annotations
@@ -221,14 +221,14 @@ OTHERS: Mapping[str, Rule] = {
     "sliding_window": integer(1, MAX_POSITIONS),
     "use_sliding_window": TRUTH,
 }
-"""What is taken from the configurations of others, before it is theirs to interpret."""
+"""What is taken from third-party configurations, before it is theirs to interpret."""
 
 
 def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
     """The fields that the rules know, each of which holds or is null. Any other field stays behind.
 
     Raises:
-        InvalidConfigError: A value that means nothing, or sizes that contradict each other.
+        InvalidConfigError: An invalid value, or sizes that contradict each other.
 
     Example: `checked({"bias": True, "attn_implementation": "org/kernel"}, EAGLE)` is `{"bias": True}`.
     """

@@ -7,7 +7,7 @@ tokens of row b sit in slots `0 .. lengths[b]-1`; a tree is appended at slot `st
 so that appending is one contiguous copy even where rows have accepted different numbers of tokens. Every layer
 holds the full length, sliding-window layers too: their window is in the mask (`masks.py`).
 
-The only file that knows transformers' caches. Before: `target.py`. See docs/cache.md.
+The only file that knows transformers' caches. Called by: `target/target.py`, the EAGLE drafter. See docs/cache.md.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ class KeyValueBuffer:
             setattr(self, name, moved)
         self._renew()
 
-    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+    def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots within their rows, all layers at once; the gather makes a copy, so ranges may overlap.
 
         Args:
-            rows, sources, targets: `[M]` one entry per moved token.
+            sources, targets: `[B, P]` slots; those that stay where they are are copied onto themselves.
         """
+        rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
         for states in (self.keys, self.values):
-            # advanced indices around a slice: the indexed result is [M, n, H, D] on both sides
+            # advanced indices around a slice: the indexed result is [B, P, n, H, D] on both sides
             states[:, rows, :, targets] = states[:, rows, :, sources]
 
     def _renew(self) -> None:
@@ -236,6 +237,7 @@ class TreeCache(Cache):
         self.store = KeyValueStore(layout, capacity, reserve)
         super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
+        self._lengths: Tensor | None = None  # the same on the device that last asked
         self._adopted: Cache | None = None
 
     @property
@@ -254,40 +256,47 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     @property
-    def is_adopted(self) -> bool:
-        """Whether it continues a cache that was handed in."""
-        return self._adopted is not None
-
-    @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys and values."""
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+    def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
+        """`[B]` committed tokens of each row; kept on the device, so that a step uploads nothing."""
+        if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
+            self._lengths = torch.tensor(self.lengths or [0] * batch_size, device=device)
+        return self._lengths
+
+    def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
         """Keep one path per row of what was appended since the last commit, in place; forget the rest.
 
         Args:
-            paths: Per row the appended nodes that are kept, in order, counted from `start`; empty keeps none.
+            path: `[B, P]` appended nodes that are kept, in order, counted from `start`; -1 beyond a row's path.
+            nodes: The same on the host, without padding.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """
-        start, lengths = self.start, self.lengths or [0] * len(paths)
+        start, lengths = self.start, self.lengths or [0] * len(nodes)
+        device_lengths = self.lengths_on(path.device, len(nodes))
         moved = [
-            (row, start + node, length + place)
-            for row, (path, length) in enumerate(zip(paths, lengths, strict=True))
-            for place, node in enumerate(path)
+            place
+            for kept, length in zip(nodes, lengths, strict=True)
+            for place, node in enumerate(kept)
             if start + node != length + place
         ]
-        if moved:
+        if moved:  # what stands before the first of them stays where it is in every row
+            first = min(moved)
+            targets = device_lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
+            sources = torch.where(path[:, first:] >= 0, start + path[:, first:], targets)
             for buffer in self.buffers:
-                buffer.move(*torch.tensor(moved, device=buffer.keys.device).unbind(-1))
-        self.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+                buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
+        self.lengths = [length + len(kept) for length, kept in zip(lengths, nodes, strict=True)]
+        self._lengths = device_lengths + (path >= 0).sum(-1)
         self._rewind()
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
         end = max(layer.end for layer in self.layers)
-        self.lengths = [end] * batch_size
+        self.lengths, self._lengths = [end] * batch_size, None
 
     def rollback(self) -> None:
         """Forget everything appended since the last commit."""
@@ -295,7 +304,7 @@ class TreeCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the buffers stay."""
-        self.lengths = []
+        self.lengths, self._lengths = [], None
         self._rewind()
 
     def adopt(self, cache: Cache) -> None:
@@ -317,7 +326,7 @@ class TreeCache(Cache):
                     states[:, :, :first] = 0
                     states[:, :, first:length] = source
                 mine.end = length
-                self.lengths = [length] * keys.shape[0]
+                self.lengths, self._lengths = [length] * keys.shape[0], None
 
     def hand_back(self, config: object) -> Cache:
         """The committed tokens as transformers' own cache: the adopted one, or a new dynamic one.

@@ -1,10 +1,10 @@
 """The cache of models that can verify a chain but no branches: transformers' own, with a way back.
 
-For recurrent states, short convolutions, alibi and whatever else knows a token by its slot. Rows stay in step, so a
+For recurrent states, short convolutions, alibi and whatever else knows a token by its slot. Rows go in lockstep, so a
 chain is to the model what plain generation is, only several tokens at once. Attention layers are cut back to what was
 accepted; a recurrent state cannot be cut, it is restored from before the chain and the accepted tokens are run again.
 
-Before: `target.py`. The counterpart for trees is `cache.py`.
+Called by: `target/target.py`. The counterpart for trees is `cache.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
-
-from hf_specdec.errors import UnsupportedGenerationError
 
 
 class ChainCache(DynamicCache):
@@ -29,10 +27,8 @@ class ChainCache(DynamicCache):
         super().__init__(config=config)
         self.lengths: list[int] = []  # committed tokens of each row, all equal; empty before the first commit
         self._can_cut = not any(hasattr(layer, "recurrent_states") for layer in self.layers)
-        self._marked: list[dict[str, Any]] = []
+        self._snapshot: list[dict[str, Any]] = []
         self._recorded = [layer for layer in self.layers if self._can_cut and hasattr(layer, "sliding_window")]
-
-    is_adopted = False
 
     @property
     def start(self) -> int:
@@ -40,28 +36,16 @@ class ChainCache(DynamicCache):
         return max(self.lengths, default=0)
 
     @property
-    def runs_again(self) -> bool:
+    def needs_replay(self) -> bool:
         """Whether a partly accepted chain costs a second forward."""
         return not self._can_cut
 
-    def adopt(self, cache: Cache) -> None:
-        """Refuse: it is not known here how to copy a recurrent state without touching its owner's.
-
-        Raises:
-            UnsupportedGenerationError: Always.
-        """
-        raise UnsupportedGenerationError(
-            "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
-            "`past_key_values` with `speculative`.",
-            "Leave it out: the prompt is read anew.",
-        )
-
-    def mark(self) -> None:
+    def snapshot(self) -> None:
         """Remember the state before a chain. Keys and values are never written in place, so keeping them is free."""
         for layer in self._recorded:
             layer.activate_past_recording()
         if not self._can_cut:
-            self._marked = [_copy(vars(layer)) for layer in self.layers]
+            self._snapshot = [_copy(vars(layer)) for layer in self.layers]
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
@@ -87,7 +71,7 @@ class ChainCache(DynamicCache):
             return 0
         if kept == num_nodes:
             return 0
-        for layer, state in zip(self.layers, self._marked, strict=True):
+        for layer, state in zip(self.layers, self._snapshot, strict=True):
             vars(layer).clear()
             vars(layer).update(state)
         return kept

@@ -6,7 +6,8 @@ Called by: `target/target.py`, training. Feeds: the drafters.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,30 @@ LAST = -1
 """Index of the last hidden state, behind the final norm: what lm_head reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Hidden states of one forward by layer, so that several readers share one tap.
+
+    Layers are counted as transformers' `hidden_states`: 0 is the embedding, i the output of decoder layer i-1, and
+    `LAST` (also the number of layers) the last one behind the final norm.
+    """
+
+    states: Mapping[int, Tensor]  # [B, T, D] by layer
+    depth: int  # number of decoder layers
+
+    def of(self, layers: Sequence[int]) -> Tensor:
+        """`[B, T, len(layers) * D]`: the hidden states side by side in this order, on the device of the last."""
+        chosen = [self.states[canonical(layer, self.depth)] for layer in layers]
+        if len(chosen) == 1:
+            return chosen[0]
+        return torch.cat([states.to(chosen[-1].device) for states in chosen], dim=-1)
+
+
+def canonical(layer: int, depth: int) -> int:
+    """The one number of a layer that has two."""
+    return LAST if layer == depth else layer
+
+
 class FeatureTap:
     """Context manager: keeps hidden states of this thread's forwards, then unhooks itself.
 
@@ -27,8 +52,7 @@ class FeatureTap:
 
     Args:
         model: The target.
-        layers: Which hidden states, counted as transformers' `hidden_states`: 0 is the embedding, i the output of
-            decoder layer i-1, and `LAST` (also the number of layers) the last one behind the final norm.
+        layers: Which hidden states, see `Features`.
 
     Raises:
         DrafterMismatchError: The target has no such layer.
@@ -42,12 +66,12 @@ class FeatureTap:
                 f"{type(model).__name__} has hidden states 0 to {depth}, the head reads {list(layers)}.",
                 "It was trained for a deeper model.",
             )
-        self._layers = [LAST if layer == depth else layer for layer in layers]
+        self._layers, self._depth = {canonical(layer, depth) for layer in layers}, depth
         self._thread = threading.get_ident()
         self.clear()
 
     def __enter__(self) -> FeatureTap:
-        self._handles = [self._hook(layer) for layer in dict.fromkeys(self._layers)]
+        self._handles = [self._hook(layer) for layer in self._layers]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -73,17 +97,15 @@ class FeatureTap:
             self._kept[layer].append(hidden)
 
     def clear(self) -> None:
-        """Forget what was kept: the forwards of others, such as a guidance processor's."""
+        """Forget what was kept: forwards that are not this generation's, such as a guidance processor's."""
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
-    def take(self) -> Tensor:
-        """`[B, T, len(layers) * D]` features since the last call (of several forwards where a prompt came in chunks).
+    def shapes(self) -> dict[int, list[tuple[int, ...]]]:
+        """What was kept so far, by layer; several where a prompt came in chunks."""
+        return {layer: [tuple(states.shape) for states in kept] for layer, kept in self._kept.items()}
 
-        The hidden states stand side by side in the order of `layers`, on the device of the last.
-        """
+    def take(self) -> Features:
+        """Features since the last call (of several forwards where a prompt came in chunks)."""
         whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
         self.clear()
-        if len(self._layers) == 1:
-            return whole[self._layers[0]]
-        device = whole[self._layers[-1]].device
-        return torch.cat([whole[layer].to(device) for layer in self._layers], dim=-1)
+        return Features(whole, self._depth)

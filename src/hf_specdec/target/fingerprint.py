@@ -1,7 +1,7 @@
 """What a model's forward is made of, cheap enough to be looked at before every call.
 
 What the probe found out holds as long as this is the same. Values that training changes are not part of it: weights
-may move, the modules that read them may not. Before: `probe.py`, `mixin.py`.
+may move, the modules that read them may not. Called by: `target/probe.py`, `generation/state.py`.
 """
 
 from __future__ import annotations

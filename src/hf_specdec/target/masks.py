@@ -2,12 +2,12 @@
 
 A node sees the committed tokens of its row, its ancestors and itself; sliding-window and chunked layers see less.
 transformers counts windows in *slots*; a node's slot is the one it would have in a plain generation, root slot
-plus depth, not the one it happens to be written to. Knows no model. Before: `tree.py`. After: `target.py`.
+plus depth, not the one it happens to be written to. Knows no model. Called by: `target/target.py`, the EAGLE drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,26 +107,31 @@ class Positions:
             return cls(torch.tensor([num_slots - 1], device=device), num_slots)
         return cls(prompt_ids[..., -1], num_slots)
 
-    def of_nodes(self, depths: Tensor, lengths: Sequence[int]) -> Tensor:
+    def of_nodes(self, depths: Tensor, lengths: Tensor) -> Tensor:
         """`[..., B, N]` positions of nodes.
 
         Args:
             depths: `[B or 1, N]` depth of each node.
-            lengths: Committed slots of each row.
+            lengths: `[B]` committed slots of each row.
 
         Example: a prompt of 5 slots, 2 of them padding, ends at position 2; depths [0, 1, 1, 2] give [3, 4, 4, 5].
         """
-        grown = torch.tensor(lengths, device=depths.device)[:, None] - self.num_slots + 1
+        grown = lengths[:, None] - self.num_slots + 1
         return self.last.to(depths.device)[..., None] + grown + depths
 
 
-def committed_slots(lengths: Sequence[int], padding: PromptPadding | None, device: torch.device) -> Tensor:
-    """`[B, start]` bool: the slots that hold a committed token of the row, start the longest row's length.
+def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) -> Tensor:
+    """`[B, start]` bool: the slots that hold a committed token of the row.
+
+    Args:
+        lengths: `[B]` committed tokens of each row.
+        start: The longest row's length.
+        padding: The prompt's padding.
 
     Example: lengths [2, 3] give rows 110 and 111.
     """
-    slots = torch.arange(max(lengths), device=device)
-    committed = slots < torch.tensor(lengths, device=device)[:, None]
+    slots = torch.arange(start, device=lengths.device)
+    committed = slots < lengths[:, None]
     if padding is not None:
         committed[:, : padding.valid.shape[1]] &= padding.valid
     return committed
@@ -135,16 +140,18 @@ def committed_slots(lengths: Sequence[int], padding: PromptPadding | None, devic
 def tree_masks(
     layout: MaskLayout,
     ancestors: Tensor,
-    lengths: Sequence[int],
+    lengths: Tensor,
+    start: int,
     padding: PromptPadding | None,
     dtype: torch.dtype,
 ) -> Masks:
-    """The masks of one verify forward: `[B, 1, N, start + N]` per layer type, start the longest row's length.
+    """The masks of one verify forward: `[B, 1, N, start + N]` per layer type.
 
     Args:
         layout: What the model needs.
         ancestors: `[B or 1, N, N]` bool, from `TokenTree.ancestor_mask`.
-        lengths: Committed tokens of each row.
+        lengths: `[B]` committed tokens of each row.
+        start: The longest row's length.
         padding: The prompt's padding.
         dtype: Of additive masks.
 
@@ -153,10 +160,9 @@ def tree_masks(
 
     Example: 2 committed tokens, root with one child: rows 1110 and 1111.
     """
-    device, start = ancestors.device, max(lengths)
-    firsts = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
-    slots = torch.arange(start, device=device)
-    committed = committed_slots(lengths, padding, device)
+    firsts = lengths[:, None]  # [B, 1]
+    slots = torch.arange(start, device=ancestors.device)
+    committed = committed_slots(lengths, start, padding)
     depths = ancestors.sum(-1) - 1
     queries = (firsts + depths)[:, :, None]  # [B, N, 1] the slots of a plain generation
     keys = torch.cat([slots.expand(len(lengths), -1), queries[:, :, 0]], dim=-1)[:, None]  # [B, 1, start + N]

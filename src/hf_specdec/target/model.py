@@ -21,7 +21,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where the model's forwards take their inputs; an offloaded model's weights lie nowhere, but its hook says."""
+    """Where the model's forwards take their inputs; an offloaded model's weights lie nowhere, its hook tells."""
     if model.device.type != "meta":
         return model.device
     return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")

@@ -1,29 +1,32 @@
 """Can this model verify a tree of tokens, or at least a chain? Gate by configuration, then probe the real model.
 
-Before: `mixin.attach`. After: nobody; the finding (`TargetFacts`) is plain data.
+Called by: `generation/state.py`. Feeds: the finding, `TargetFacts`, is plain data, from which targets are made.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
+from hf_specdec.acceptance import Acceptance
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.target.cache import CacheLayout, TreeCache, measured_layout
 from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.fingerprint import Fingerprint
-from hf_specdec.target.masks import LAYER_KINDS, PromptPadding
+from hf_specdec.target.masks import LAYER_KINDS
 from hf_specdec.target.model import cache_argument, execution_device, text_config
-from hf_specdec.target.target import Target
+from hf_specdec.target.target import ChainTarget, Target, TreeTarget
 from hf_specdec.tree import TokenTree
 
 
@@ -32,21 +35,35 @@ class TargetFacts:
     """What gate and probe found out about a model; plain data, valid as long as the model has this fingerprint."""
 
     cache_layout: CacheLayout | None  # of a tree cache; None: the model verifies chains only
-    no_branches: str  # why it does; empty for trees
+    chain_only_reason: str  # why it does; empty for trees
     fingerprint: Fingerprint
 
-    def new_cache(self, config: Any, capacity: int, reserve: int | None) -> TreeCache | ChainCache:
-        """An empty cache for one generation.
+    @property
+    def branches(self) -> bool:
+        """Whether the model verifies trees."""
+        return self.cache_layout is not None
+
+    def new_target(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        reserve: int | None,
+        outputs: Mapping[str, bool] = MappingProxyType({}),
+    ) -> Target:
+        """A target for one generation, its cache empty.
 
         Args:
-            config: The text decoder's.
+            model: The model that these are the facts of.
             capacity, reserve: Of a `TreeCache`; a chain's is transformers' own and grows with every token.
+            outputs: See `Target`.
         """
-        return ChainCache(config) if self.cache_layout is None else TreeCache(self.cache_layout, capacity, reserve)
+        if self.cache_layout is None:
+            return ChainTarget(model, ChainCache(text_config(model)), outputs)
+        return TreeTarget(model, TreeCache(self.cache_layout, capacity, reserve), outputs)
 
 
 class _CannotVerifyError(Exception):
-    """A model failed the probe; the text says how."""
+    """A model failed the probe; the message tells how."""
 
 
 def gate(model: Any) -> None:
@@ -73,7 +90,7 @@ def gate(model: Any) -> None:
         )
 
 
-def why_no_branches(model: PreTrainedModel) -> str:
+def why_chains_only(model: PreTrainedModel) -> str:
     """What in class and configuration rules out a tree; empty where nothing does."""
     if getattr(model, "_is_stateful", False) or cache_argument(model) != "past_key_values":
         return "its layers carry a recurrent state, which cannot branch"
@@ -95,21 +112,21 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     chain where no tree will do; changes nothing.
 
     Raises:
-        UnsupportedModelError: The model fails or disagrees with itself; the text says where.
+        UnsupportedModelError: The model fails or disagrees with itself; the message tells where.
     """
     gate(model)
     config, signs = text_config(model), Fingerprint.of(model)
-    reason = why_no_branches(model)
+    reason = why_chains_only(model)
     with _reproducible(model):
         if not reason:
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
-                _probe(model, cache, [-1, 0, 0, 1])
+                _probe(TreeTarget(model, cache), [-1, 0, 0, 1])
                 return TargetFacts(measured_layout(cache), "", signs)
             except _CannotVerifyError as failure:
                 reason = str(failure)
         try:
-            _probe(model, ChainCache(config), [-1, 0, 1, 2])
+            _probe(ChainTarget(model, ChainCache(config)), [-1, 0, 1, 2])
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
@@ -126,12 +143,13 @@ PROBE_PADDING = 3
 """Left padding of the latter."""
 
 
-def _probe(model: PreTrainedModel, cache: TreeCache | ChainCache, parents: list[int]) -> None:
+def _probe(target: Target, parents: list[int]) -> None:
     """Prefill some rows, verify four nodes, commit the root and its first child, verify one more; compare each.
 
     Raises:
         _CannotVerifyError: The forward fails, or its logits are not those of plain decoding.
     """
+    model = target.model
     device, vocab_size = execution_device(model), text_config(model).vocab_size
     exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
     rows = 2 if exact else 2 * PROBE_TEXTS
@@ -141,10 +159,9 @@ def _probe(model: PreTrainedModel, cache: TreeCache | ChainCache, parents: list[
     mask[rows // 2 :, :PROBE_PADDING] = 0
     tree = TokenTree(nodes, torch.tensor(parents, device=device))
     try:
-        target = Target(model, cache, PromptPadding.of(mask))
-        target.prefill(prompt, GenerationConfig(), _first_inputs(model, mask, cache))
+        target.prefill(prompt, GenerationConfig(), _first_inputs(model, mask, target.cache))
         logits = target.verify(tree).logits.float()
-        target.commit(tree, [[0, 1]] * rows)
+        target.commit(tree, _first_child_kept(nodes))
         root = TokenTree(nodes[:, 2:3], torch.tensor([-1], device=device))
         seen = [("after a committed path", [0, 1, 2], target.verify(root).logits[:, 0].float())]
         for node in range(1, len(parents)):
@@ -154,13 +171,21 @@ def _probe(model: PreTrainedModel, cache: TreeCache | ChainCache, parents: list[
             seen.append((f"at node {node} of {parents}", path, logits[:, node]))
         paths = [path for _, path, _ in seen]
         plain = _along_paths(_decode_plainly, model, prompt, mask, nodes, paths)
-        rounded: Sequence[Tensor | None] = [None] * len(paths)
+        tolerance = EXACT
         if not exact:
-            rounded = _along_paths(_run_whole, model, prompt, mask, nodes, paths)
-        for (place, _, got), wanted, other in zip(seen, plain, rounded, strict=True):
-            _compare(got, wanted, other, place)
+            again = _along_paths(_run_whole, model, prompt, mask, nodes, paths)
+            tolerance = _rounding(again, plain)
+        for (place, _, got), wanted in zip(seen, plain, strict=True):
+            _compare(got, wanted, tolerance, place)
     except FAILURES as error:
         raise _CannotVerifyError(f"its forward failed with {type(error).__name__}: {error}") from error
+
+
+def _first_child_kept(tokens: Tensor) -> Acceptance:
+    """The root and its first child, in every row of the tree's tokens `[B, N]`."""
+    path = torch.tensor([[0, 1]] * len(tokens), device=tokens.device)
+    kept, rows = tokens[:, 1:3], ((0, 1),) * len(tokens)
+    return Acceptance(path, kept, kept[:, 1], rows, rows, (tokens.shape[1] - 1,) * len(tokens))
 
 
 EXACT = 3e-5
@@ -170,24 +195,30 @@ ROUNDINGS, LEAST_ROUNDED, MOST_ROUNDED = 3, 1e-2, 1e-1
 them were seen in bf16 and fp16 over 43 architectures."""
 
 
-def _compare(got: Tensor, wanted: Tensor, rounded: Tensor | None, place: str) -> None:
-    """Logits `[B, V]` against plain decoding's, relative to their size.
+def _compare(got: Tensor, wanted: Tensor, tolerance: float, place: str) -> None:
+    """Logits `[B, V]` against plain decoding's, relative to their size; the first half of the rows has no padding.
 
-    Args:
-        got: Of the probe.
-        wanted: Of plain decoding.
-        rounded: Where arithmetic is not exact, the same computed in yet another way. Some texts are ten times as
-            sensitive to rounding as others: the median text is taken, and what the model's own rounding does to it.
-        place: For the error.
+    Some texts are ten times as sensitive to rounding as others: of each half the median text is taken.
     """
-    texts = len(got) // 2
-    distances, tolerances = _distance(got, wanted).split(texts), [EXACT, EXACT]
-    if rounded is not None:
-        medians = [float(rows.median()) for rows in _distance(rounded, wanted).split(texts)]
-        tolerances = [min(max(LEAST_ROUNDED, ROUNDINGS * median), MOST_ROUNDED) for median in medians]
-    for name, rows, tolerance in zip(("", " in a padded row"), distances, tolerances, strict=True):
+    for name, rows in zip(("", " in a padded row"), _distance(got, wanted).split(len(got) // 2), strict=True):
         if not float(rows.median()) <= tolerance:
             raise _CannotVerifyError(f"its logits {place}{name} differ from plain decoding's")
+
+
+def _rounding(again: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The distance that is allowed where arithmetic is not exact.
+
+    Args:
+        again: Plain decoding's logits `[B, V]` of several places, computed in yet another way.
+        wanted: The same of plain decoding. The place where the model's own rounding does most to a median text decides
+            for all: of a few texts, one place alone tells little.
+    """
+    medians = [
+        float(rows.median())
+        for other, plain in zip(again, wanted, strict=True)
+        for rows in _distance(other, plain).split(len(plain) // 2)
+    ]
+    return min(max(LEAST_ROUNDED, ROUNDINGS * max(medians)), MOST_ROUNDED)
 
 
 def _distance(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -226,6 +257,7 @@ def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Ten
     text = torch.cat([prompt, tokens], dim=-1)
     inputs = _first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
     inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
+    inputs.pop("logits_to_keep", None)  # some models put it to one
     logits = model(**inputs, return_dict=True).logits[:, -tokens.shape[1] :].float()
     return list(logits.unbind(dim=1))
 
@@ -265,6 +297,31 @@ def _reproducible(model: nn.Module) -> Iterator[None]:
                 _set_training(training, True)
         finally:  # an interrupt may come at the line above
             _set_training(training, True)
+
+
+@torch.no_grad()
+def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Run two tokens, and see that the hooks on the model's layers find what a drafter is to read.
+
+    Raises:
+        DrafterMismatchError: The model has not as many layers.
+        UnsupportedModelError: No hidden states `[B, T, D]` pass there: its layers are called in other ways, or it
+            carries several streams.
+    """
+    if not layers:
+        return
+    tokens = torch.arange(2, device=execution_device(model))[None]
+    with _reproducible(model), FeatureTap(model, layers) as tap:
+        _run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
+        found = tap.shapes()
+    wanted = [(1, 2, text_config(model).hidden_size)]
+    strange = {layer: shapes for layer, shapes in found.items() if shapes != wanted}
+    if strange:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} shows no hidden states of shape {wanted[0]} to a drafter that reads them: found "
+            f"{strange}.",
+            "Use a drafter that reads none, such as prompt_lookup.",
+        )
 
 
 def _set_training(modules: Sequence[dict[str, Any]], mode: bool) -> None:

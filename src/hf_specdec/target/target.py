@@ -1,42 +1,45 @@
-"""The target model seen from the decoding loop: prefill a prompt, verify a tree.
+"""The target model seen from the decoding loop: prefill a prompt, verify a tree, commit the kept path.
 
-Reaches the model only through its public forward: 4D masks, position ids, a cache, one forward hook. Nothing
-here is per architecture; whether a model can do this at all, `probe.py` finds out. Before: `tree.py`, `masks.py`,
-`cache.py`. After: `accept.py`.
+A target owns the cache of one generation. There are two kinds: a `TreeTarget` verifies trees over a static cache, a
+`ChainTarget` chains over transformers' own. Both reach the model only through its public forward: masks, position ids,
+a cache, forward hooks. Nothing here is per architecture; which kind a model is, `target/probe.py` finds out.
+Called by: `decode.py`, `target/probe.py`. Feeds: `accept.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from hf_specdec.acceptance import Acceptance
+from hf_specdec.draft import Draft
+from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.chain_cache import ChainCache
-from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.features import Features, FeatureTap
 from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, tree_masks
 from hf_specdec.target.model import cache_argument, execution_device, text_config
-from hf_specdec.tree import TokenTree
+from hf_specdec.tree import ROOT_PARENT, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What one target forward says about a tree (N nodes) or about a prompt (its last position only: N = 1)."""
+    """What one target forward finds at the nodes of a tree (N nodes), or at a prompt's last position (N = 1)."""
 
-    logits: Tensor  # [B, N, V], the model's own dtype
-    # [B, N, layers * D] the hidden states that the drafter reads; a prompt: of all P positions; None: it reads none
-    features: Tensor | None
+    logits: Tensor  # [B, N, V], the model's own dtype; a prompt: of all P positions where they were asked for
+    features: Features | None  # of the N nodes, of all P positions of a prompt; None where nothing is tapped
     hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless asked for
     attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless asked for
 
-
-# ----------------------------------------------------------------------------------------------- prefill and verify
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
 """Model inputs as long as the text, of which every new token takes the last entry, as in plain generate."""
@@ -44,34 +47,103 @@ TEXT_INPUTS = ("mm_token_type_ids",)
 """Model inputs as long as the text that are zero for every new token."""
 
 
-class Target:
+class Target(ABC):
     """One generation's view of the model: its cache, its prompt's padding and positions, and the two forwards.
 
     Args:
         model: The target.
-        cache: This generation's cache; what it already holds is continued.
-        padding: Where the prompt is padding.
-        tap: Keeps features where the drafter asks for them.
         outputs: `output_hidden_states`, `output_attentions` where asked for.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: TreeCache | ChainCache,
-        padding: PromptPadding | None,
-        tap: FeatureTap | None = None,
-        outputs: Mapping[str, bool] = MappingProxyType({}),
-    ) -> None:
-        self.model, self.cache, self.padding, self.tap, self._outputs = model, cache, padding, tap, outputs
-        # a chain has transformers' own masks, of whatever kinds
-        self._mask_layout = MaskLayout.of(text_config(model)) if isinstance(cache, TreeCache) else None
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    branches: bool
+    """Whether a node may have more than one child."""
+    lockstep: bool
+    """Whether all rows must keep the same number of tokens in every step."""
+    needs_replay = False
+    """Whether a partly kept chain costs a second forward."""
+    is_adopted = False
+    """Whether it continues a cache that was handed in, and has to bring it up to date."""
+    cache: TreeCache | ChainCache
+
+    def __init__(self, model: PreTrainedModel, outputs: Mapping[str, bool] = MappingProxyType({})) -> None:
+        self.model, self._outputs = model, outputs
+        self.padding: PromptPadding | None = None
         self.positions = Positions.of(None, 0, execution_device(model))
+        self._tap: FeatureTap | None = None
         self._inputs: dict[str, Any] = {}  # further inputs of every verify forward; tensors of one column
 
+    @property
+    def start(self) -> int:
+        """The slot of the next root: committed tokens of the longest row."""
+        return self.cache.start
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int | None:
+        """Slots per row that are allocated; None where the cache grows with every token."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the cache that it continues; 0 where it begins with an empty one."""
+        return len(self.cache.lengths)
+
+    @abstractmethod
+    def adopt(self, cache: Cache) -> None:
+        """Continue a cache of transformers' that was handed in; it is written to in `hand_back` only.
+
+        Raises:
+            UnsupportedGenerationError: It cannot be continued.
+        """
+
+    @abstractmethod
+    def admit(self, draft: Draft) -> Draft:
+        """The part of a draft that this target can verify."""
+
+    @abstractmethod
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Keep one path per row of the tree that was verified."""
+
+    @abstractmethod
+    def rollback(self, num_nodes: int) -> None:
+        """Forget the tree of so many nodes that was verified."""
+
+    @abstractmethod
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Bring the cache of ragged rows to one length: shorter rows go on with padding, as in plain generate.
+
+        Args:
+            new_tokens: Emitted tokens of each row; all but the longest row's last are to be in the cache.
+            pad_token_id: What follows a shorter row's last token.
+        """
+
+    @abstractmethod
+    def _run(self, tree: TokenTree) -> Any:
+        """One forward over all nodes."""
+
+    def hand_back(self) -> Cache:
+        """The committed tokens as transformers' own cache, with which plain `generate()` can go on."""
+        return self.cache.hand_back(text_config(self.model))
+
+    @contextmanager
+    def tapped(self, layers: Sequence[int]) -> Iterator[None]:
+        """Keep the features of these layers in every forward of the block."""
+        if not layers:
+            yield
+            return
+        with FeatureTap(self.model, layers) as tap:
+            self._tap = tap
+            try:
+                yield
+            finally:
+                self._tap = None
+
     def prefill(
-        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *,
+        prompt_logits: bool = False,
     ) -> Verification:
         """Run the prompt by transformers' own prefill (chunking, embeddings, images) and commit it in every row.
 
@@ -79,16 +151,21 @@ class Target:
             input_ids: `[B, P]`.
             generation_config: Of this call.
             model_kwargs: What `generate()` prepared; holds our cache.
+            prompt_logits: Ask for the logits of all positions; a prompt in chunks has those of its last chunk only.
 
         Returns:
-            Logits `[B, 1, V]` of the last position, and the features of all P where tapped.
+            Logits `[B, 1, V]` of the last position, or `[B, P, V]`, and the features of all P where tapped.
         """
-        if self.tap is not None and generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
-            # an int lets some models (gemma4) skip prompt positions in upper layers; a tensor keeps them all
-            model_kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
+        self.padding = PromptPadding.of(model_kwargs.get("attention_mask"))
+        if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
+            if prompt_logits:
+                model_kwargs["logits_to_keep"] = 0  # transformers' word for all of them
+            elif self._tap is not None:
+                # an int lets some models (gemma4) skip prompt positions in upper layers; a tensor keeps them all
+                model_kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         known = self.cache.start
-        if self.tap is not None:
-            self.tap.clear()
+        if self._tap is not None:
+            self._tap.clear()
         outputs = self.model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
         given = model_kwargs.get("inputs_embeds")
         self.cache.commit_all(outputs.logits.shape[0], (input_ids if given is None else given).shape[1])
@@ -99,61 +176,15 @@ class Target:
         if self.padding is not None:
             self.padding = self.padding.behind(self.cache.start)
         self._inputs = _every_step(model_kwargs)
-        return Verification(outputs.logits[:, -1:], self._features(), *self._layers(outputs))
+        logits = outputs.logits if prompt_logits else outputs.logits[:, -1:]
+        return Verification(logits, self._features(), *self._layers(outputs))
 
     def verify(self, tree: TokenTree) -> Verification:
         """One forward over the whole tree; its keys are appended to the cache, not committed."""
-        if self.tap is not None:
-            self.tap.clear()
-        if isinstance(self.cache, ChainCache):
-            self.cache.mark()
-            outputs = self._run_chain(tree.tokens, self.cache)
-        else:
-            outputs = self._run_tree(tree, self.cache)
+        if self._tap is not None:
+            self._tap.clear()
+        outputs = self._run(tree)
         return Verification(outputs.logits, self._features(), *self._layers(outputs))
-
-    def commit(self, tree: TokenTree, paths: Sequence[Sequence[int]]) -> None:
-        """Keep one path per row of the tree that was verified."""
-        if isinstance(self.cache, TreeCache):
-            self.cache.commit(paths)
-            return
-        lengths = self.cache.lengths
-        again = self.cache.keep(paths, tree.num_nodes)
-        if again:
-            grown, self.cache.lengths = self.cache.lengths, lengths
-            self._run_chain(tree.tokens[:, :again], self.cache)
-            self.cache.lengths = grown
-
-    def _run_tree(self, tree: TokenTree, cache: TreeCache) -> Any:
-        mask_layout = self._mask_layout
-        assert mask_layout is not None
-        ancestors = tree.ancestor_mask()
-        lengths = cache.lengths or [0] * tree.tokens.shape[0]
-        return self.model(
-            input_ids=tree.tokens,
-            attention_mask=tree_masks(mask_layout, ancestors, lengths, self.padding, self.model.dtype),
-            position_ids=self.positions.of_nodes(ancestors.sum(-1) - 1, lengths),
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **self._every_step(tree.tokens),
-        )
-
-    def _run_chain(self, tokens: Tensor, cache: ChainCache) -> Any:
-        """Several steps of plain decoding at once: its own masks and positions."""
-        batch_size, num_nodes = tokens.shape
-        mask = None
-        if self.padding is not None:
-            more = cache.start + num_nodes - self.padding.valid.shape[1]
-            mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
-        inputs = self._every_step(tokens)
-        if self._takes_positions:
-            depths = torch.arange(num_nodes, device=tokens.device)[None]
-            inputs["position_ids"] = self.positions.of_nodes(depths, cache.lengths or [0] * batch_size)
-        inputs[cache_argument(self.model)] = cache
-        prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
-        prepared.pop("logits_to_keep", None)  # some models put it to one; here every node's logits are needed
-        return self.model(**prepared, return_dict=True)
 
     def _every_step(self, tokens: Tensor) -> dict[str, Any]:
         """What every forward gets besides."""
@@ -163,14 +194,163 @@ class Target:
         }
         return {**columns, **self._outputs}
 
-    def _features(self) -> Tensor | None:
-        return None if self.tap is None else self.tap.take()
+    def _features(self) -> Features | None:
+        return None if self._tap is None else self._tap.take()
 
     def _layers(self, outputs: Any) -> tuple[Any, Any]:
         return (
             outputs.hidden_states if self._outputs.get("output_hidden_states") else None,
             outputs.attentions if self._outputs.get("output_attentions") else None,
         )
+
+
+class TreeTarget(Target):
+    """A model whose layers hold plain keys and values: any tree is verified by one forward with a mask of its own.
+
+    Args:
+        model, outputs: See `Target`.
+        cache: This generation's; what it already holds is continued.
+    """
+
+    branches, lockstep = True, False
+    cache: TreeCache
+
+    def __init__(
+        self, model: PreTrainedModel, cache: TreeCache, outputs: Mapping[str, bool] = MappingProxyType({})
+    ) -> None:
+        super().__init__(model, outputs)
+        self.cache = cache
+        self._mask_layout = MaskLayout.of(text_config(model))
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots per row that are allocated."""
+        return self.cache.capacity
+
+    def adopt(self, cache: Cache) -> None:
+        """Copy what it holds."""
+        self.cache.adopt(cache)
+        self.is_adopted = True
+
+    def admit(self, draft: Draft) -> Draft:
+        """All of it."""
+        return draft
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Compact the kept path in place."""
+        self.cache.commit(acceptance.path, acceptance.nodes)
+
+    def rollback(self, num_nodes: int) -> None:
+        """See `Target`."""
+        self.cache.rollback()
+
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """See `Target`."""
+        width, cache = max(map(len, new_tokens)), self.cache
+        missing = [
+            [*tokens[-1:], *[pad_token_id] * (width - len(tokens) - 1)] if len(tokens) < width else []
+            for tokens in new_tokens
+        ]
+        while longest := max(map(len, missing)):
+            size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
+            chunks = [row[:size] for row in missing]
+            padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
+            tokens = torch.tensor(padded, device=execution_device(self.model))
+            nodes = torch.arange(size, device=tokens.device)
+            self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
+            counts = torch.tensor([len(row) for row in chunks], device=tokens.device)[:, None]
+            cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
+            missing = [row[size:] for row in missing]
+
+    def _run(self, tree: TokenTree) -> Any:
+        ancestors, cache = tree.ancestor_mask(), self.cache
+        lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
+        return self.model(
+            input_ids=tree.tokens,
+            attention_mask=tree_masks(
+                self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype
+            ),
+            position_ids=self.positions.of_nodes(ancestors.sum(-1) - 1, lengths),
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **self._every_step(tree.tokens),
+        )
+
+
+class ChainTarget(Target):
+    """A model that can verify a chain but no branches: to it, a chain is several steps of plain decoding at once.
+
+    Args:
+        model, outputs: See `Target`.
+        cache: This generation's.
+    """
+
+    branches, lockstep = False, True
+    cache: ChainCache
+
+    def __init__(
+        self, model: PreTrainedModel, cache: ChainCache, outputs: Mapping[str, bool] = MappingProxyType({})
+    ) -> None:
+        super().__init__(model, outputs)
+        self.cache, self.needs_replay = cache, cache.needs_replay
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @property
+    def capacity(self) -> int | None:
+        """None: transformers' own cache grows with every token."""
+        return None
+
+    def adopt(self, cache: Cache) -> None:
+        """Refuse: it is not known how to copy a recurrent state without touching its owner's."""
+        raise UnsupportedGenerationError(
+            "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
+            "`past_key_values` with `speculative`.",
+            "Leave it out: the prompt is read anew.",
+        )
+
+    def admit(self, draft: Draft) -> Draft:
+        """The chain of first children; what its drafter told of other nodes is dropped with them."""
+        if draft.tree.num_nodes == 1:
+            return draft
+        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None)
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Cut the chain back; a recurrent state is restored, and the kept nodes are run again."""
+        lengths = self.cache.lengths
+        again = self.cache.keep(acceptance.nodes, tree.num_nodes)
+        if again:
+            grown, self.cache.lengths = self.cache.lengths, lengths
+            self._forward(tree.tokens[:, :again])
+            self.cache.lengths = grown
+
+    def rollback(self, num_nodes: int) -> None:
+        """See `Target`."""
+        self.cache.keep([[]] * max(self.num_rows, 1), num_nodes)
+
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Nothing to do: rows go in lockstep."""
+
+    def _run(self, tree: TokenTree) -> Any:
+        self.cache.snapshot()
+        return self._forward(tree.tokens)
+
+    def _forward(self, tokens: Tensor) -> Any:
+        """Several steps of plain decoding at once: transformers' own masks and positions."""
+        num_nodes, cache = tokens.shape[1], self.cache
+        mask = None
+        if self.padding is not None:
+            more = cache.start + num_nodes - self.padding.valid.shape[1]
+            mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
+        inputs = self._every_step(tokens)
+        if self._takes_positions:
+            depths = torch.arange(num_nodes, device=tokens.device)[None]
+            lengths = torch.full((len(tokens),), cache.start, device=tokens.device)
+            inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
+        inputs[cache_argument(self.model)] = cache
+        prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
+        prepared.pop("logits_to_keep", None)  # some models put it to one; here every node's logits are needed
+        return self.model(**prepared, return_dict=True)
 
 
 def _every_step(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     yield json.loads(line)
                 except ValueError as error:
-                    raise InvalidConfigError(f"{path}, line {number} is no JSON: {error}.") from error
+                    raise InvalidConfigError(f"{path}, line {number} is not JSON: {error}.") from error
 
 
 def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str = "train") -> list[Conversation]:
@@ -141,7 +141,7 @@ def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str =
                 found.append(_of_messages(row["messages"], tokenizer))
             else:
                 raise InvalidConfigError(
-                    f"{source}, row {number} is no conversation; it has the fields {', '.join(row)}.",
+                    f"{source}, row {number} is not a conversation; it has the fields {', '.join(row)}.",
                     "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
                     "`hf-specdec distill` makes such a dataset.",
                 )

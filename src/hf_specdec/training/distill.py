@@ -1,8 +1,8 @@
 """Self-distillation: the target answers prompts, and its own answers become what heads learn from.
 
-Heads that learn from text of others learn to predict somebody else (Medusa, arXiv:2401.10774, section 2.3.2).
+Heads that learn from text by others learn to predict somebody else (Medusa, arXiv:2401.10774, section 2.3.2).
 The work is cut into parts, each a pure function of settings and prompts, written whole or not at all: an interrupted
-run goes on where it was, with the same result. Next stage: `training/features.py`.
+run resumes where it stopped, with the same result. Feeds: `training/features.py`.
 """
 
 from __future__ import annotations

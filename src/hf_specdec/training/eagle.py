@@ -242,7 +242,7 @@ class EagleObjective(Objective):
                 loss = loss + recipe.feature_weight * distance / (count * size)
             total = total + recipe.step_decay**step * loss
             if measure:
-                right.append(self._teacher.count_right(logits, wanted[trained], measure))
+                right.append(self._teacher.count_correct(logits, wanted[trained], measure))
                 counted.append(trained.sum())
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
             trained = trained & pad(trained[:, :-1], (1, 0))

@@ -1,7 +1,7 @@
 """The target's features of whole conversations: captured once to disk, or made anew in every step.
 
 The tap is the one that inference uses (`target.FeatureTap`), so training and drafting see the same tensors.
-Before: `training/conversations.py`. Next stage: `training/trainer.py`.
+Called by: the commands, after `training/conversations.py`. Feeds: `training/trainer.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
         # logits are kept are a tensor, because an int lets some models skip the others in upper layers
         last = torch.tensor([-1], device=device)
         model(input_ids=input_ids.to(device), attention_mask=mask.long(), use_cache=False, logits_to_keep=last)
-    return tap.take()
+    return tap.take().of(layers)
 
 
 def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
@@ -87,7 +87,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
         if missing:
             raise InvalidConfigError(
                 f"{self.folder} is not finished: {len(missing)} of {len(index['counts'])} parts are missing.",
-                "Run capture_features(...) again; it goes on where it was.",
+                "Run capture_features(...) again; it resumes where it stopped.",
             )
 
     def __len__(self) -> int:

@@ -92,7 +92,7 @@ class MedusaObjective(Objective):
             loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
             total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
             if measure:
-                right.append(self._teacher.count_right(drafted[known], said[rows], measure))
+                right.append(self._teacher.count_correct(drafted[known], said[rows], measure))
                 counted.append(known.sum())
         return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)
 

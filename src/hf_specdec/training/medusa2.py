@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
 from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, fit
@@ -132,7 +132,7 @@ class Medusa2Objective(Objective):
             truth = self.adapted(**inputs).logits[:, :-1][answered].float().log_softmax(-1)
         with FeatureTap(self.adapted.get_base_model()) as tap:
             student = self.adapted(**inputs).logits[:, :-1][answered].float().log_softmax(-1)
-        hidden = tap.take()
+        hidden = tap.take().of((LAST,))
         total = kl_div(student, truth, log_target=True, reduction="sum") / max(len(truth), 1)
         weight = recipe.head_weight * (1.0 if recipe.schedule == "constant" else math.sin(self.progress * math.pi / 2))
         known, later = answers_ahead(loss_mask, num_heads)
@@ -147,6 +147,6 @@ class Medusa2Objective(Objective):
             loss = cross_entropy(logits[here].float(), tokens[rows], reduction="sum", ignore_index=NO_LABEL)
             total = total + weight * recipe.head_decay ** (head + 1) * loss / max(len(rows), 1)
             if measure:
-                right.append(self._teacher.count_right(logits[here], said[rows], measure))
+                right.append(self._teacher.count_correct(logits[here], said[rows], measure))
                 counted.append(here.sum())
         return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)

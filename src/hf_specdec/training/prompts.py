@@ -1,6 +1,6 @@
 """Prompts to distil: from a file, from a `datasets` name, or none at all, where the model invents them.
 
-Next stage: `training/distill.py`.
+Feeds: `training/distill.py`.
 """
 
 from __future__ import annotations

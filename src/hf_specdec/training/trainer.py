@@ -1,7 +1,7 @@
 """What every head's training shares: transformers' Trainer around a head with its loss.
 
 An objective is a module that holds the head and nothing else of its own, so that checkpoints, optimisers, DDP and
-FSDP see the head alone; the frozen target stays outside. Before: `training/features.py`. Kinds of heads:
+FSDP see the head alone; the frozen target stays outside. Called by: one module per kind of head:
 `training/eagle.py`, `training/medusa.py`.
 """
 
@@ -41,7 +41,7 @@ TrainingData = FeatureStore | Sequence[Conversation]
 
 @dataclass(frozen=True, slots=True)
 class HeadLoss:
-    """What one batch says."""
+    """What one batch measures."""
 
     loss: Tensor  # scalar, a mean over the places of the batch
     # [K, R] how often the r-th best drafted token of each depth is the target's greedy choice
@@ -115,7 +115,7 @@ class Teacher:
         return embeddings
 
     @torch.no_grad()
-    def count_right(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
+    def count_correct(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
         """`[R]`: how often the r-th best drafted token is the target's greedy choice in its whole vocabulary.
 
         Args:

@@ -7,38 +7,41 @@ too: a larger tree accepts more and costs more, and what it costs is measured.
 
 from __future__ import annotations
 
-import heapq
 import logging
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.config import Choice
+from hf_specdec.control.costs import draft_seconds, verify_seconds
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target.model import execution_device, lm_head_rows, text_config
+from hf_specdec.target.model import text_config
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import collate
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
+from hf_specdec.tree_growth import Accuracies, likeliest_choices, node_acceptance
 
 logger = logging.getLogger(__name__)
 
-Accuracies = tuple[tuple[float, ...], ...]
-"""`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
+OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objective]] = {
+    MedusaHeads: lambda heads, model, _num_steps: MedusaObjective(heads, model, MedusaTrainingConfig()),
+    EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
+    Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
+}
+"""The objective that ranks a head's candidates, of as many depths as there are steps."""
 
-TIMED_ROUNDS = 5
-"""Forwards of each size that are timed."""
 
-Head = EagleHead | Eagle3Head | MedusaHeads
+def _measuring(num_steps: int) -> EagleTrainingConfig:
+    return EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class TreeSearch:
 
 def search_tree(
     model: PreTrainedModel,
-    head: Head,
+    head: DraftHead,
     data: TrainingData,
     *,
     num_nodes: int | None = None,
@@ -94,7 +97,7 @@ def search_tree(
         context: Committed tokens while the verify forward is timed.
 
     Raises:
-        InvalidConfigError: No answers in `data`, none that the head foresaw, or sizes that mean nothing.
+        InvalidConfigError: No answers in `data`, none that the head foresaw, or invalid sizes.
         DrafterMismatchError: The head was made for another model.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
@@ -107,7 +110,7 @@ def search_tree(
     if top_k > size:
         raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {size} tokens.")
     accuracies = rank_accuracies(model, head, data, num_steps=num_steps, top_k=top_k)
-    grown = grow_tree(accuracies, num_nodes or max_nodes)
+    grown = likeliest_choices(accuracies, num_nodes or max_nodes)
     if not grown:
         raise InvalidConfigError("No candidate of this head was ever right on this data.", "Train the head first.")
     gains = [node_acceptance(path, accuracies) for path in grown]
@@ -117,10 +120,8 @@ def search_tree(
     if num_nodes is None:
         sizes = sorted({size for size in (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if size <= len(grown) + 1})
         seconds = verify_seconds(model, [1, *sizes], context)
-        level = level_seconds(model, head, context)
-        drafting = {size: level * max(map(len, grown[: size - 1])) for size in sizes}
-        if isinstance(head, MedusaHeads):
-            drafting = dict.fromkeys(sizes, level)  # all heads run at once
+        forward = draft_seconds(model, head, context)
+        drafting = {size: forward * head.num_forwards(max(map(len, grown[: size - 1]))) for size in sizes}
         best = max(sizes, key=lambda size: expected[size] / (seconds[size] + drafting[size]))
         grown = grown[: best - 1]
     found = TreeSearch(tuple(grown), accuracies, expected, seconds, drafting.get(len(grown) + 1, 0.0))
@@ -137,7 +138,7 @@ def search_tree(
 
 @torch.no_grad()
 def rank_accuracies(
-    model: PreTrainedModel, head: Head, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
+    model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
 ) -> Accuracies:
     """How often the r-th candidate of each depth is the target's greedy choice.
 
@@ -152,12 +153,7 @@ def rank_accuracies(
     Raises:
         InvalidConfigError: No place in `data` where drafting could happen.
     """
-    objective: Objective
-    if isinstance(head, MedusaHeads):
-        objective = MedusaObjective(head, model, MedusaTrainingConfig())
-    else:
-        recipe = EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
-        objective = EagleObjective(head, model, recipe)
+    objective = OBJECTIVES[type(head)](head, model, num_steps)
     parameter = next(head.parameters())
     columns = columns_of(data, objective.layers)
     right, counted = torch.zeros(()), torch.zeros(())
@@ -171,80 +167,3 @@ def rank_accuracies(
         raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
     shares = (right / counted[:, None].clamp(min=1))[:num_steps]
     return tuple(tuple(row) for row in shares.tolist())
-
-
-def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
-    """Probability that a node is accepted, as if ranks of different depths were independent (the paper does so)."""
-    return prod(accuracies[depth][rank] for depth, rank in enumerate(path))
-
-
-def grow_tree(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
-    """The likeliest nodes, best first; parents come before their children.
-
-    Args:
-        accuracies: `[depth][rank]`.
-        num_nodes: Size of the tree, root included; fewer where no other candidate was ever right.
-
-    Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
-    """
-    ranks = range(len(accuracies[0]))
-    # ties go to the shallower, then the lower rank
-    heap: list[tuple[float, int, Choice]] = [(-accuracies[0][rank], 1, (rank,)) for rank in ranks]
-    heapq.heapify(heap)
-    grown: list[Choice] = []
-    while heap and len(grown) < num_nodes - 1:
-        gain, depth, path = heapq.heappop(heap)
-        if not gain:
-            break
-        grown.append(path)
-        if depth < len(accuracies):
-            for rank in ranks:
-                heapq.heappush(heap, (gain * accuracies[depth][rank], depth + 1, (*path, rank)))
-    return grown
-
-
-@torch.no_grad()
-def verify_seconds(model: PreTrainedModel, sizes: Sequence[int], context: int) -> dict[int, float]:
-    """Median seconds of a target forward over so many new tokens behind a context, one row."""
-    device = execution_device(model)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(int(text_config(model).vocab_size), (1, context + max(sizes)), generator=draw).to(device)
-    cache = DynamicCache(config=text_config(model))
-    model(input_ids=ids[:, :context], past_key_values=cache, use_cache=True)
-
-    def forward(size: int) -> None:
-        model(input_ids=ids[:, context : context + size], past_key_values=cache, use_cache=True)
-        cache.crop(-size)
-
-    return _median_seconds(forward, sizes, device)
-
-
-@torch.no_grad()
-def level_seconds(model: PreTrainedModel, head: Head, context: int) -> float:
-    """Median seconds of one forward of the head: a level of an EAGLE tree, or all Medusa heads."""
-    parameter, size = next(head.parameters()), int(head.config.hidden_size)
-    hidden = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
-    rows = lm_head_rows(model, head.hot_token_ids)
-    scored = rows if head.shares_lm_head else None
-
-    def forward(position: int) -> None:
-        if isinstance(head, MedusaHeads):
-            head(hidden, scored)
-        else:
-            head.score(head(hidden, hidden, torch.full((1, 1), position, device=hidden.device)), scored)
-
-    return _median_seconds(forward, [context], parameter.device)[context]
-
-
-def _median_seconds(forward: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> dict[int, float]:
-    """Sizes are interleaved over the rounds, so that a busy moment hits all of them; the first round is a warm-up."""
-    taken: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(TIMED_ROUNDS + 1):
-        for size in sizes:
-            begin = time.perf_counter()
-            forward(size)
-            if device.type != "cpu":
-                torch.get_device_module(device).synchronize(device)
-            if turn:
-                taken[size].append(time.perf_counter() - begin)
-    return {size: statistics.median(seconds) for size, seconds in taken.items()}

@@ -1,0 +1,1 @@
+"""How much to draft: controllers, and what a step costs."""

@@ -1,0 +1,74 @@
+"""How much may be drafted, and what was: `Budget` and `Draft`, the hand-overs around a drafter.
+
+Called by: `drafters/`, `control/`, `decode.py`. Feeds: `target/`, which verifies the tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_specdec.tree import ROOT_PARENT, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most that one step may draft. Its limits are a drafter's largest tree, over all steps of a call.
+
+    Args:
+        num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
+        num_steps: Depth below the root; 0 in a plain step.
+        top_k: Children of a node; 1 asks for a chain.
+    """
+
+    num_nodes: int
+    num_steps: int
+    top_k: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is drafted."""
+        return self.num_nodes == 1
+
+    def within(self, limits: Budget) -> Budget:
+        """The smaller of the two in every respect.
+
+        Example: (32, 4, 2) within (8, 6, 6) is (8, 4, 2).
+        """
+        return Budget(
+            min(self.num_nodes, limits.num_nodes), min(self.num_steps, limits.num_steps), min(self.top_k, limits.top_k)
+        )
+
+    @property
+    def chain(self) -> Budget:
+        """As deep, without branches."""
+        return Budget(min(self.num_nodes, self.num_steps + 1), self.num_steps, 1)
+
+
+PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)
+"""One token of plain decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A drafted tree, and how sure its drafter is of it."""
+
+    tree: TokenTree
+    log_probs: Tensor | None = None  # [B, N] of each node given its parent, uncalibrated; None: not told
+    bucket: Tensor | None = None  # [B, N] long, calibration class of each node; None: one class
+
+    @classmethod
+    def plain(cls, roots: Tensor) -> Draft:
+        """Nothing drafted: verifying the roots `[B]` alone is one step of plain decoding."""
+        return cls(TokenTree(roots[:, None], torch.full((1,), ROOT_PARENT, device=roots.device), max_depth=0))
+
+    @property
+    def num_drafted(self) -> Tensor:
+        """`[B]` drafted nodes of each row: neither the root nor what pads the row."""
+        return self.tree.num_drafted
+
+    def with_repeated(self, token: int, rows: Tensor) -> Draft:
+        """The same draft, where some rows repeat one token, see `TokenTree.with_repeated`."""
+        return replace(self, tree=self.tree.with_repeated(token, rows))

@@ -1,0 +1,27 @@
+"""One step of the loop as everybody hears of it afterwards: sessions, the controller, statistics, outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_specdec.acceptance import Acceptance
+from hf_specdec.draft import Draft
+from hf_specdec.target.target import Verification
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What was verified, what the target made of it, and what was kept."""
+
+    draft: Draft  # as verified: a chain where the target takes no branches
+    verification: Verification
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Wall-clock seconds of one step on the host."""
+
+    draft: float
+    verify: float
+    rest: float  # accepting, committing, telling

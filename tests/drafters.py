@@ -1,0 +1,101 @@
+"""Every way to draft, a row each: matrix, fuzzers, zoo, wrappers and the simulated device take their drafters here.
+
+A new method is a row here, and is tested everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zoo
+from hf_specdec import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.medusa import MedusaDrafter
+from reference import OracleDrafter
+
+EagleFamily = EagleHead | Eagle3Head
+
+CHOICES = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+"""A small static tree."""
+
+
+def random_head(model: Any, seed: int = 0, version: int = 1, **fields: Any) -> EagleFamily:
+    """Weights that decide: ten times what a head starts with."""
+    torch.manual_seed(seed)
+    head: EagleFamily
+    if version == 3:
+        head = Eagle3Head(Eagle3Config.for_target(model.config, **fields))
+    else:
+        head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+    if head.config.draft_vocab_size:
+        ids = torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values
+        head.set_hot_token_ids(ids)
+    return head
+
+
+def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
+    """Heads whose blocks are not the identity."""
+    torch.manual_seed(seed)
+    heads = MedusaHeads(MedusaConfig.for_target(model.config, **fields))
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    if heads.config.draft_vocab_size:
+        heads.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: heads.config.draft_vocab_size].sort().values)
+    return heads
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to draft for a tiny model."""
+
+    name: str
+    method: str  # what `speculative=` calls it
+    make: Callable[[Any, Tensor, int], Drafter] | None = None  # of a model, its answers [B, T], a seed; None: nothing
+    fields: dict[str, Any] = field(default_factory=dict)  # of the config
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether its drafter is made of the right answers, and so for every call anew."""
+        return self.method == "oracle"
+
+    def add(self, model: Any, answers: Tensor | None = None, seed: int = 0) -> dict[str, Any]:
+        """Register its drafter where it needs one and the model has none of its name; the config to call it with.
+
+        Raises:
+            DrafterMismatchError: The model has nothing to draft with, no lm_head say.
+        """
+        if self.make is not None and (self.knows_answers or self.method not in model.drafters):
+            model.add_drafter(self.make(model, torch.empty(0, 0) if answers is None else answers, seed), self.method)
+        return {"method": self.method, **self.fields}
+
+
+def oracle(pattern: str) -> Callable[[Any, Tensor, int], Drafter]:
+    """Maker of a drafter that is right always, never or sometimes."""
+    return lambda _model, answers, seed: OracleDrafter(answers, pattern, zoo.VOCAB_SIZE, seed)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("never", "oracle", oracle("never")),
+    Row("always", "oracle", oracle("always")),
+    Row("sometimes", "oracle", oracle("sometimes")),
+    Row("prompt_lookup", "prompt_lookup"),
+    Row("eagle", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed))),
+    Row("eagle_static", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed)),
+        {"tree": CHOICES}),
+    Row("eagle3", "eagle3",
+        lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
+    Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
+)  # fmt: skip
+
+BY_NAME = {row.name: row for row in ROWS}

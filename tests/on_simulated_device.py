@@ -1,0 +1,268 @@
+"""On a second device: the CPU's answers, one host read per step, and pieces of a step that can be captured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+import drafters
+import zoo
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec.accept import descend, match_at_once
+from hf_specdec.draft import Budget
+from hf_specdec.target.cache import LayerLayout, TreeCache
+from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
+from hf_specdec.transcript import Draws, Transcript, _DeviceAccount
+from hf_specdec.tree import TokenTree, chosen_path
+from hf_specdec.tree_growth import Level, StaticLevels, grow_dynamic, grow_static
+from models import prompts
+from simulated_device import SIM, Graph, SimTensor, move, reads, simulation
+
+READ = ("tolist", "host_sync.py:read")
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    with simulation():
+        yield
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "lfm2"])
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The same model on the CPU and on the device: full attention, sliding windows, chains."""
+    with simulation():
+        plain, there = copy.deepcopy(zoo.build(request.param)), move(copy.deepcopy(zoo.build(request.param)))
+        return SpeculativeGenerationMixin.attach(plain), SpeculativeGenerationMixin.attach(there)
+
+
+def generate(model: Any, batch_size: int, device: str, **options: Any) -> list[list[int]]:
+    ids, mask = prompts(batch_size)
+    torch.manual_seed(4)
+    output = model.generate(
+        ids.to(device), attention_mask=mask.to(device), max_new_tokens=14, **{"do_sample": False, **options}
+    )
+    rows: list[list[int]] = (output.raw if isinstance(output, SimTensor) else output).tolist()
+    return rows
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_the_same_answers_with_one_read_per_step(
+    models: tuple[Any, Any], row: drafters.Row, sampling: dict[str, Any], batch_size: int
+) -> None:
+    """The random numbers of both devices are the CPU's here, so sampled answers are equal, ragged rows included."""
+    here, there = models
+    if here.config.model_type != "llama" and (batch_size == 1 or row.name not in OF_EVERY_KIND):
+        pytest.skip("a second kind of model is tried with some")
+    plain = torch.tensor(generate(here, batch_size, "cpu", **sampling))
+    answers = plain[:, 21:]
+    ours = generate(here, batch_size, "cpu", speculative=row.add(here, answers), **sampling)
+    state = torch.get_rng_state()
+    config = row.add(there, answers)
+    reads.clear()
+    theirs = generate(there, batch_size, "sim", speculative=config, **sampling)
+    assert theirs == ours
+    assert torch.equal(state, torch.get_rng_state())
+    steps = there.last_speculation.num_target_forwards
+    of_steps = [(name, place) for name, place in reads if place not in TRANSFORMERS_READS]
+    # one read tells the host the first token of every row; lookup reads the prompt besides
+    reads_text = row.name in ("prompt_lookup",)
+    oracle = row.knows_answers  # a test's own drafter, which reads its first roots
+    assert of_steps.count(READ) == steps + 1 + reads_text
+    assert len(of_steps) == of_steps.count(READ) + oracle, set(of_steps)
+    chains = not there._speculation.facts[0].branches
+    assert chains or "target/target.py:_forward" not in {place for _, place in reads}
+
+
+OF_EVERY_KIND = ("sometimes", "prompt_lookup", "eagle3")
+TRANSFORMERS_READS = (
+    "generation/mixin.py:generate", "generation/mixin.py:_sample", "target/target.py:prefill", "target/masks.py:of",
+    "target/target.py:_forward",
+)  # fmt: skip
+"""Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
+in every forward over a chain with padding, whose masks are transformers' own."""
+
+
+def test_what_reads_the_text_costs_what_it_costs(models: tuple[Any, Any]) -> None:
+    """A processor that looks at the text is asked on the exact prefix, a read per token; the answers are the same."""
+    here, there = models
+    for sampling in ({}, SAMPLED):
+        options = {"speculative": "prompt_lookup", "repetition_penalty": 1.3, **sampling}
+        assert generate(here, 1, "cpu", **options) == generate(there, 1, "sim", **options)
+
+
+def test_outputs_per_token_are_equal(models: tuple[Any, Any]) -> None:
+    here, there = models
+    ids, mask = prompts(3)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_scores": True, "output_hidden_states": True,
+               "return_dict_in_generate": True, "speculative": "prompt_lookup"}  # fmt: skip
+    ours = here.generate(ids, attention_mask=mask, **options)
+    theirs = there.generate(ids.to(SIM), attention_mask=mask.to(SIM), **options)
+    assert ours.sequences.tolist() == theirs.sequences.raw.tolist()
+    for mine, other in zip(ours.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(mine, other.raw)
+    for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        torch.testing.assert_close(mine[-1], other[-1].raw)
+
+
+@pytest.mark.filterwarnings("ignore:You are calling .generate")
+def test_a_prompt_on_another_device_is_refused(models: tuple[Any, Any]) -> None:
+    here, there = models
+    ids, _ = prompts(1)
+    for model, device in ((here, "sim"), (there, "cpu")):
+        with pytest.raises(UnsupportedGenerationError, match="The prompt is on"):
+            model.generate(ids.to(device), max_new_tokens=4, speculative="prompt_lookup")
+
+
+# ------------------------------------------------------------------------------------------------- capture
+
+
+def captured(step: Callable[..., Any], first: tuple[Tensor, ...], then: tuple[Tensor, ...]) -> None:
+    """Record a step for some contents, replay it for others: it gives what the step itself gives for those."""
+    wanted = step(*(tensor.clone() for tensor in then))
+    inputs = [tensor.clone().to(SIM) for tensor in first]
+    step(*inputs)  # whatever is made once is made before
+    graph = Graph()
+    with graph.record():
+        made = step(*inputs)
+    for tensor, content in zip(inputs, then, strict=True):
+        tensor.copy_(content.to(SIM))
+    graph.replay()
+    for mine, right in zip(made, wanted, strict=True):
+        torch.testing.assert_close(mine.raw, right)
+
+
+TREES = (
+    (torch.tensor([[5, 1, 2, 3], [5, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])),
+    (torch.tensor([[6, 4, 3, 0], [0, 2, 2, 1]]), torch.tensor([[-1, 0, 1, 0], [-1, 0, 0, -1]])),
+)
+
+
+def test_masks_and_positions_can_be_captured() -> None:
+    layout = MaskLayout((("full_attention", "full", 0), ("sliding_attention", "sliding", 3)), additive=False)
+    valid = torch.tensor([[False, True, True], [True, True, True]])
+
+    def step(tokens: Tensor, parents: Tensor, lengths: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        tree = TokenTree(tokens, parents)
+        masks = tree_masks(layout, tree.ancestor_mask(), lengths, 7, PromptPadding.where(valid), torch.float32)
+        assert isinstance(masks, dict)
+        return (*masks.values(), tree.depths(), committed_slots(lengths, 7, None), tree.first_children().parents)
+
+    captured(step, (*TREES[0], torch.tensor([5, 7]), valid), (*TREES[1], torch.tensor([7, 6]), ~valid))
+
+
+def test_greedy_acceptance_can_be_captured() -> None:
+    """All of it up to the one read: the path, the cut at a row's end, the next root."""
+
+    def chosen(tokens: Tensor, parents: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        tree = TokenTree(tokens, parents)
+        ancestors, choices = tree.ancestor_mask(), logits.argmax(-1)
+        matched = tree.tokens == choices.gather(1, parents.clamp(min=0))
+        path = chosen_path(tree, ancestors[:, -1] & (matched | (parents < 0)))
+        return path, choices.gather(1, path.clamp(min=0))
+
+    logits = [torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    captured(chosen, (*TREES[0], logits[0]), (*TREES[1], logits[1]))
+
+
+@pytest.mark.parametrize("rule", [match_at_once, descend])
+def test_whole_rules_can_be_captured_but_for_their_read(
+    rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the read taken out, a rule touches the device alone."""
+
+    def nothing_read(*tensors: Tensor) -> list[list[list[int]]]:
+        return [[[-1] * tensor.shape[1]] * tensor.shape[0] for tensor in tensors]
+
+    monkeypatch.setattr("hf_specdec.acceptance.read", nothing_read)
+
+    def step(tokens: Tensor, parents: Tensor, logits: Tensor, remaining: Tensor) -> tuple[Tensor, ...]:
+        text = Transcript(
+            torch.zeros(2, 1, dtype=torch.long, device=tokens.device), LogitsProcessorList(),
+            StoppingCriteriaList([MaxLengthCriteria(9)]), max_length=9, do_sample=False,
+        )  # fmt: skip
+        text._account = accounts[str(tokens.device)]
+        text._account.remaining = remaining
+        acceptance = rule(TokenTree(tokens, parents), logits, text)
+        return acceptance.path, acceptance.tokens, acceptance.next_token, text._account.remaining
+
+    accounts = {name: _DeviceAccount([8, 8], [], torch.device(name)) for name in ("cpu", "sim:0")}
+    logits = [torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    captured(step, (*TREES[0], logits[0], torch.tensor([8, 8])), (*TREES[1], logits[1], torch.tensor([1, 3])))
+
+
+def test_commit_can_be_captured() -> None:
+    """The moves of all layers, and the lengths on the device."""
+
+    def step(keys: Tensor, path: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        cache = TreeCache([LayerLayout(2, 4, 4, keys.device)], capacity=8)
+        cache.update(keys, keys + 1, 0)
+        cache.lengths, cache._lengths = [2, 3], lengths
+        cache.commit(path, [(0, 2), (0, 3)])
+        return cache.layers[0].keys[:, :, :5].clone(), cache.lengths_on(path.device, 2)
+
+    keys = [torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    first = (keys[0], torch.tensor([[0, 2, -1], [0, 3, -1]]), torch.tensor([2, 3]))
+    captured(step, first, (keys[1], torch.tensor([[0, 1, 3], [0, 2, -1]]), torch.tensor([2, 3])))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_growth_can_be_captured(kind: str) -> None:
+    """Trees of a table of scores: which tokens follow which."""
+    levels = {device: StaticLevels.of(sorted(drafters.CHOICES), torch.device(device)) for device in ("cpu", "sim")}
+
+    def step(roots: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        def children(tokens: Tensor) -> Level:
+            best, ids = table[tokens].log_softmax(-1).topk(3)
+            return Level(best, best, ids)
+
+        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+            return children(tokens)
+
+        root = children(roots[:, None])
+        if kind == "dynamic":
+            draft = grow_dynamic(roots, root, expand, Budget(num_nodes=7, num_steps=3, top_k=3))
+        else:
+            draft = grow_static(roots, root, expand, levels[roots.device.type])
+        assert draft.log_probs is not None
+        return draft.tree.tokens, draft.tree.parents.clone(), draft.log_probs
+
+    tables = [torch.randn(9, 9, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    captured(step, (torch.tensor([1, 2]), tables[0]), (torch.tensor([8, 3]), tables[1]))
+
+
+def test_the_device_refuses_what_an_accelerator_refuses() -> None:
+    """The simulation itself: a test on it must be able to fail."""
+    there = torch.ones(3, device=SIM)
+    with pytest.raises(RuntimeError, match="of sim:0 and of the CPU"):
+        there + torch.ones(3)
+    reads.clear()
+    assert there.sum().item() == 3
+    assert there.to("cpu").tolist() == [1, 1, 1]
+    assert bool((there > 0).all())
+    assert len(reads) == 3
+    with Graph().record(), pytest.raises(RuntimeError, match="while a graph is recorded"):
+        there.tolist()
+    with Graph().record(), pytest.raises(RuntimeError, match="while a graph is recorded"):
+        torch.tensor([1], device=SIM)
+
+
+def test_draws_behind_the_end_are_undone() -> None:
+    text = Transcript(torch.zeros(1, 1, dtype=torch.long), LogitsProcessorList(), StoppingCriteriaList(),
+                      max_length=9, do_sample=True)  # fmt: skip
+    scores = torch.zeros(1, 50)
+    torch.manual_seed(0)
+    wanted = [int(text.draw(scores)) for _ in range(3)]
+    torch.manual_seed(0)
+    draws = Draws(text, torch.default_generator)
+    drawn = [int(draws.next(scores)) for _ in range(2)]
+    draws.keep(1)
+    assert [drawn[0], int(text.draw(scores)), int(text.draw(scores))] == wanted

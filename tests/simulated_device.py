@@ -1,0 +1,235 @@
+"""A second device on a CPU build of torch: `sim` computes in host memory, and behaves as an accelerator would.
+
+* No operation takes tensors of both devices, scalars and indices aside.
+* What would make the host wait for the device is noted down in `reads`, with the place in the package it came from.
+* A `Graph` records the operations of a block and replays them on the same memory without the block's Python, as a CUDA
+  graph does; while it records, reading the device and copying from the host raise.
+
+What it cannot do: it says nothing about speed, has one stream, knows no memory pools, and attention kernels are the
+CPU's. After the idea of `../shared/tools/simulated_device.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("sim")
+SIM = torch.device("sim:0")
+_module: Any = torch.get_device_module("sim")
+_module.default_generators = [torch.default_generator]
+_module.get_rng_state = lambda _device=None: torch.get_rng_state()
+_module.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
+
+WAITING = frozenset({
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount", "repeat_interleave",
+})  # fmt: skip
+"""Operations whose result, or the size of it, the host has to know before it goes on."""
+COPYING = frozenset({"copy_", "_copy_from", "_to_copy"})
+
+reads: list[tuple[str, str]] = []
+"""Operation and place of everything that made the host wait."""
+_recording: list[Graph] = []
+
+
+def note_read(name: str) -> None:
+    """The host waits for the device here."""
+    if _recording:
+        raise RuntimeError(f"{name} reads the device while a graph is recorded")
+    frame, place = sys._getframe(1), "elsewhere"
+    while frame is not None:
+        if "hf_specdec" in frame.f_code.co_filename:
+            place = f"{frame.f_code.co_filename.rsplit('hf_specdec/', 1)[1]}:{frame.f_code.co_name}"
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    reads.append((name, place))
+
+
+def note_upload(name: str) -> None:
+    """The host gives something to the device here, which waits for nothing, but cannot be recorded."""
+    if _recording:
+        raise RuntimeError(f"{name} copies from the host while a graph is recorded")
+
+
+class SimTensor(Tensor):
+    """A tensor of the simulated device around a tensor of the CPU; views share their memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> SimTensor:
+        made: SimTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=SIM
+        )
+        made.raw = raw
+        return made
+
+    def __init__(self, raw: Tensor) -> None:
+        pass
+
+    def tolist(self) -> Any:
+        note_read("tolist")
+        return self.raw.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(op, *args, **(kwargs or {}))
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """One operation that has a simulated tensor, or the simulated device, among its arguments."""
+    name = op._schema.name.removeprefix("aten::")
+    leaves, spec = tree_flatten((args, kwargs))
+    foreign = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, SimTensor) and leaf.dim()]
+    device = kwargs.get("device")
+    down = name in COPYING and (
+        (device is not None and torch.device(device).type == "cpu")
+        or (name == "copy_" and not isinstance(args[0], SimTensor))
+    )
+    if foreign and name not in COPYING:
+        if not name.startswith("index") or any(leaf.dtype not in (torch.long, torch.bool) for leaf in foreign):
+            raise RuntimeError(
+                f"{name}: tensors of sim:0 and of the CPU, of shapes {[leaf.shape for leaf in foreign]}"
+            )
+        note_upload(f"{name} by indices on the host")
+    by_mask = name.startswith("index") and any(
+        isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_flatten(args[1])[0]
+    )
+    if down or by_mask or name in WAITING:
+        note_read(name)
+    elif foreign:
+        note_upload(name)
+    owners = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, SimTensor)}
+    raw_args, raw_kwargs = tree_unflatten([leaf.raw if isinstance(leaf, SimTensor) else leaf for leaf in leaves], spec)
+    if device is not None:
+        raw_kwargs["device"] = torch.device("cpu")
+    out = op(*raw_args, **raw_kwargs)
+    if down:
+        return args[0] if name == "copy_" else out
+    for graph in _recording:
+        graph.tape.append((op, raw_args, raw_kwargs, out))
+
+    def owned(value: Any) -> Any:
+        """In-place operations return what they were given, others something new."""
+        if not isinstance(value, Tensor):
+            return value
+        return owners[id(value)] if id(value) in owners else SimTensor(value)
+
+    return tree_map(owned, out)
+
+
+_fallback = torch.library.Library("_", "IMPL")
+_fallback.fallback(_run, "PrivateUse1")
+_aten = torch.library.Library("aten", "IMPL")
+
+
+def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        kept = {name: value for name, value in kwargs.items() if name not in ("layout", "pin_memory", "memory_format")}
+        raw = make(*args, dtype=dtype, device="cpu", **kept)
+        for graph in _recording:
+            graph.tape.append((make, args, {"dtype": dtype, **kept}, raw))
+        return SimTensor(raw)
+
+    return made
+
+
+for _names, _make in (
+    (("empty.memory_format",), torch.empty), (("empty_strided",), torch.empty_strided), (("full",), torch.full),
+    (("arange", "arange.start", "arange.start_step"), torch.arange), (("zeros",), torch.zeros),
+    (("ones",), torch.ones), (("eye", "eye.m"), torch.eye), (("rand",), torch.rand), (("randn",), torch.randn),
+    (("linspace",), torch.linspace), (("scalar_tensor",), torch.scalar_tensor),
+):  # fmt: skip
+    for _name in _names:
+        _aten.impl(_name, _factory(_make), "PrivateUse1")
+
+
+class _Uploads(TorchFunctionMode):
+    """What torch makes on the host and copies: `torch.tensor(..., device="sim")`, `.to("sim")`, indices in lists."""
+
+    made_of_data: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in self.made_of_data and _is_sim(kwargs.get("device")):
+            if isinstance(args[0], SimTensor):
+                return args[0]
+            note_upload(function.__name__)
+            return SimTensor(function(*args, **{**kwargs, "device": "cpu"}))
+        if function is Tensor.to and not isinstance(args[0], SimTensor):
+            wanted = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(wanted, SimTensor) or _is_sim(wanted):
+                note_upload("to")
+                kwargs.pop("device", None)
+                given = args[0].detach()
+                return SimTensor(given.to(*args[2:], **kwargs) if args[2:] or kwargs else given.clone())
+        if function in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], SimTensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(map(self._index, index)), *args[2:])
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def _index(part: Any) -> Any:
+        if not isinstance(part, list | range):
+            return part
+        note_upload("indices in a list")
+        return SimTensor(torch.tensor(list(part)))
+
+
+def _is_sim(device: Any) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "sim"
+
+
+@contextmanager
+def simulation() -> Iterator[None]:
+    """The device can be used inside; `reads` is empty at first."""
+    reads.clear()
+    with _Uploads():
+        yield
+
+
+def move(module: nn.Module) -> nn.Module:
+    """Put a module's parameters and buffers on the device, in place; what is shared stays shared."""
+    moved: dict[int, SimTensor] = {}
+    for part in module.modules():
+        for name, value in part._parameters.items():
+            if value is not None and not isinstance(value, SimTensor):
+                there = moved.setdefault(id(value), SimTensor(value.detach()))
+                part._parameters[name] = nn.Parameter(there, requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not isinstance(buffer, SimTensor):
+                part._buffers[name] = moved.setdefault(id(buffer), SimTensor(buffer))
+    return module
+
+
+class Graph:
+    """Records the operations of a block, and replays them on the same memory."""
+
+    def __init__(self) -> None:
+        self.tape: list[tuple[Any, Any, Any, Any]] = []
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record the block."""
+        _recording.append(self)
+        try:
+            yield
+        finally:
+            _recording.remove(self)
+
+    def replay(self) -> None:
+        """Run what was recorded, on what the inputs hold by now."""
+        for op, args, kwargs, out in self.tape:
+            for was, now in zip(tree_flatten(out)[0], tree_flatten(op(*args, **kwargs))[0], strict=True):
+                if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
+                    was.copy_(now)

@@ -1,0 +1,258 @@
+"""Every row of the drafter matrix: the answer of plain generate, drafts within their budget, confidences of edges."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import drafters
+import zoo
+from hf_specdec import (
+    DrafterMismatchError,
+    InvalidConfigError,
+    SpeculativeConfig,
+    SpeculativeGenerationMixin,
+    UnsupportedModelError,
+)
+from hf_specdec.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.drafters import registry
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.registry import Method, drafter_of, methods, register
+from hf_specdec.generation import plan
+from hf_specdec.step import Step, StepSeconds
+from models import prompts
+
+
+class Wandering:
+    """A controller that never asks for the same twice in a row, and seldom for all there may be."""
+
+    seen: list[tuple[Budget, Step]]
+
+    def __init__(self, limits: Budget) -> None:
+        self.limits, self.count, self.seen = limits, 0, []
+        everything = Wandering.all
+        everything.append(self)
+
+    all: list[Wandering] = []  # noqa: RUF012  (emptied by every test)
+
+    def next(self) -> Budget:
+        self.count += 1
+        wanted = (PLAIN_STEP, Budget(3, 2, 1), PLAIN_STEP, self.limits, Budget(5, 3, 2), Budget(2, 1, 1))
+        self.budget = wanted[self.count % len(wanted)].within(self.limits)
+        return self.budget
+
+    def observe(self, step: Step, seconds: StepSeconds) -> None:
+        assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
+        self.seen.append((self.budget, step))
+
+    def report(self) -> dict[str, Any]:
+        return {"controller": "wandering", "steps": self.count}
+
+
+@pytest.fixture
+def wandering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wandering]]:
+    Wandering.all.clear()
+    monkeypatch.setattr(plan, "FixedController", Wandering)
+    yield Wandering.all
+    Wandering.all.clear()
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_next"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Full attention, sliding windows, a recurrent state (which verifies chains)."""
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(request.param)))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_any_budget_gives_the_plain_answer(
+    model: Any, row: drafters.Row, batch_size: int, wandering: list[Wandering]
+) -> None:
+    """Sizes that change from step to step, plain steps between: sessions learn from steps they did not draft."""
+    ids, mask = prompts(batch_size)
+    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(ids, **options)
+    config = row.add(model, plain[:, ids.shape[1] :])
+    assert torch.equal(plain, model.generate(ids, speculative=config, **options))
+    (controller,) = wandering
+    stats = model.last_speculation
+    assert stats.control == {"controller": "wandering", "steps": controller.count}
+    assert controller.count >= stats.num_target_forwards - 1 > 4
+    drafted = 0
+    for budget, step in controller.seen:
+        tree, acceptance = step.draft.tree, step.acceptance
+        tree.validate()
+        assert max(acceptance.num_drafted) < budget.num_nodes
+        assert int(tree.depths().max()) <= budget.num_steps
+        assert list(acceptance.num_drafted) == tree.num_drafted.tolist()
+        drafted += sum(acceptance.num_drafted)
+        if step.draft.log_probs is not None:
+            assert step.draft.log_probs.shape == tree.tokens.shape
+            assert (step.draft.log_probs <= 1e-6).all()
+            assert (step.draft.log_probs[:, 0] == 0).all()
+    assert drafted > 0 or row.name == "prompt_lookup"
+
+
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_the_same_tokens_are_drawn(model: Any, row: drafters.Row, wandering: list[Wandering]) -> None:
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": True, "top_k": 8, "temperature": 0.7}
+
+    def drawn(speculative: Any) -> Any:
+        torch.manual_seed(3)
+        return model.generate(ids, speculative=speculative, **options)
+
+    plain = drawn(None)
+    assert torch.equal(plain, drawn(row.add(model, plain[:, ids.shape[1] :])))
+
+
+def confidences(model: Any, name: str, **fields: Any) -> tuple[Draft, Any]:
+    """The first draft of a drafter that is asked for all it may draft, and the session."""
+    found: list[Any] = []
+    row = drafters.BY_NAME[name]
+    config = {**row.add(model), **fields}
+    drafter = model.drafters[row.method]
+    start = drafter.start
+
+    def spying(*args: Any) -> Any:
+        session = start(*args)
+        propose = session.propose
+
+        def told(budget: Budget) -> Draft:
+            draft = propose(budget)
+            found.append(draft)
+            return draft
+
+        session.propose = told
+        return session
+
+    drafter.start = spying
+    try:
+        ids, mask = prompts(3)
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, speculative=config)
+    finally:
+        del drafter.start
+    return found[1], drafter
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle_static", "eagle3"])
+def test_confidences_of_eagle_are_those_of_the_edges(llama: Any, name: str) -> None:
+    """Siblings of a dynamic tree come in the order of their confidence, and all of a node's are less than one."""
+    draft, _ = confidences(llama, name)
+    assert draft.log_probs is not None
+    parents = draft.tree.parents.expand(draft.tree.tokens.shape)
+    for row in range(3):
+        for node in range(draft.tree.num_nodes):
+            children = (parents[row] == node).nonzero()[:, 0]
+            sure = draft.log_probs[row, children]
+            assert sure.exp().sum() <= 1 + 1e-4
+            assert torch.equal(sure, sure.sort(descending=True).values)
+
+
+def test_a_static_tree_is_cut_to_its_budget(llama: Any) -> None:
+    config = SpeculativeConfig("eagle", tree=tuple(drafters.CHOICES))
+    row = drafters.BY_NAME["eagle_static"]
+    row.add(llama)
+    assert llama.drafters["eagle"].limits(config) == Budget(num_nodes=6, num_steps=3, top_k=2)
+    assert Budget(6, 3, 2).chain == Budget(4, 3, 1)
+
+
+# ------------------------------------------------------------------------------------------------- the registry
+
+
+@pytest.fixture
+def empty_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_METHODS", dict(methods()))
+
+
+@pytest.mark.usefixtures("empty_slots")
+def test_a_method_of_ones_own(llama: Any) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(PromptLookupDrafter())
+        return made[-1]
+
+    register(Method("mine", make, aliases=("my own",)))
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    plain = llama.generate(ids, **options)
+    for name in ("mine", "my own", {"method": "mine", "num_draft_tokens": 4}):
+        assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
+    assert len(made) == 1  # kept with the model
+    for method in (Method("mine", make), Method("other", make, aliases=("ngram",)), Method("auto", make)):
+        with pytest.raises(InvalidConfigError, match="already"):
+            register(method)
+    taken = methods()["eagle"].heads
+    with pytest.raises(InvalidConfigError, match="another method"):
+        register(Method("eagle too", make, heads=taken))
+
+
+@pytest.mark.usefixtures("empty_slots")
+def test_methods_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name = "theirs"
+
+        def __init__(self, loaded: Any) -> None:
+            self.load = lambda: loaded
+
+    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry(Method("theirs", PromptLookupDrafter))])
+    assert methods()["theirs"].requires is None
+    assert methods()["eagle"].requires is not None
+    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry(PromptLookupDrafter)])
+    with pytest.raises(InvalidConfigError, match="not a Method"):
+        methods()
+    registry._load_entry_points.cache_clear()
+
+
+def test_a_head_that_no_method_drafts_with(llama: Any) -> None:
+    class Stranger(drafters.EagleHead):
+        pass
+
+    with pytest.raises(DrafterMismatchError, match="No method drafts with a Stranger"):
+        drafter_of(Stranger(drafters.EagleConfig.for_target(llama.config)))
+
+
+def test_limits_and_budgets() -> None:
+    assert Budget(32, 4, 2).within(Budget(8, 6, 6)) == Budget(8, 4, 2)
+    assert PLAIN_STEP.is_plain
+    assert PLAIN_STEP.chain == PLAIN_STEP
+    plain = Draft.plain(torch.tensor([7, 8]))
+    plain.tree.validate()
+    assert plain.num_drafted.tolist() == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------ heads that do not fit
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "error", "message"),
+    [
+        ("electra", "medusa", DrafterMismatchError, "lm_head of ElectraForCausalLM reads 128 numbers, .* gives it 32"),
+        ("electra", "eagle3", DrafterMismatchError, "embeds tokens in 128 numbers, this head takes 32"),
+        ("git", "eagle", UnsupportedModelError, r"shows no hidden states of shape \(1, 2, 32\)"),
+        ("hy_v4", "eagle3", UnsupportedModelError, r"found \{1: \[\(1, 2, 4, 32\)\]"),  # four streams
+        ("longcat_flash", "medusa", UnsupportedModelError, "no list of 4 decoder layers"),
+    ],
+)
+def test_a_head_is_refused_when_it_is_loaded(name: str, row: str, error: type[Exception], message: str) -> None:
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    with pytest.raises(error, match=message):
+        drafters.BY_NAME[row].add(model)
+    assert model.drafters == {}
+
+
+def test_a_head_takes_the_sizes_of_the_last_layer() -> None:
+    """Of models whose layers differ: a list per field (Gemma 3n), or configurations per layer."""
+    assert drafters.EagleConfig.for_target(zoo.build("gemma3n_text").config).intermediate_size == 64
+    varying = zoo.build("dots3_note_text").config
+    last = varying.per_layer_config[varying.num_hidden_layers - 1]
+    config = drafters.EagleConfig.for_target(varying, head_dim=8, num_key_value_heads=1)
+    assert config.num_attention_heads == last.num_attention_heads

@@ -1,0 +1,15 @@
+"""What runs on the simulated device runs in a process of its own: a second device changes what torch does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).with_name("on_simulated_device.py")
+
+
+def test_on_the_simulated_device() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
+    done = subprocess.run(command, cwd=TESTS.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
