@@ -90,6 +90,7 @@ ROWS: tuple[Row, ...] = (
     Row("always", "oracle", oracle("always")),
     Row("sometimes", "oracle", oracle("sometimes")),
     Row("prompt_lookup", "prompt_lookup"),
+    Row("token_recycling", "token_recycling"),
     Row("eagle", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed))),
     Row("eagle_static", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed)),
         {"tree": CHOICES}),

@@ -46,6 +46,7 @@ TESTS: dict[str, list[str]] = {
     "decode.py": ["test_mixin", "test_changes", "test_fuzz"],
     "drafters/eagle.py": ["test_eagle", "test_drafters", "test_mixin"],
     "drafters/medusa.py": ["test_medusa"],
+    "drafters/token_recycling.py": ["test_token_recycling", "test_drafters"],
     "drafters/prompt_lookup.py": ["test_prompt_lookup"],
     "heads/attention.py": ["test_eagle", "test_training"],
     "heads/eagle.py": ["test_eagle", "test_layouts"],

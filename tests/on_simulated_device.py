@@ -82,7 +82,7 @@ def test_the_same_answers_with_one_read_per_step(
     assert chains or "target/target.py:_forward" not in {place for _, place in reads}
 
 
-OF_EVERY_KIND = ("sometimes", "prompt_lookup", "eagle3")
+OF_EVERY_KIND = ("sometimes", "token_recycling", "eagle3")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/mixin.py:_sample", "target/target.py:prefill", "target/masks.py:of",
     "target/target.py:_forward",

@@ -16,7 +16,8 @@ ROWS = {
     3: "outputs target.fingerprint target.probe control control.controller control.costs "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
-    "drafters drafters.base drafters.prompt_lookup drafters.eagle drafters.medusa drafters.medusa_choices",
+    "drafters drafters.base drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
+    "drafters.medusa_choices",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "

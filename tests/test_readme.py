@@ -61,7 +61,7 @@ def test_the_first_screen_is_short() -> None:
     assert len(code_block(README, "<!-- example -->").splitlines()) <= 12
 
 
-def test_the_drafter_of_the_docs_works(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "drafters.md").read_text()
     ids = torch.tensor([[5, 6, 7] * 3, [9, 8, 9] * 3])
     options = {"max_new_tokens": 30, "do_sample": False}
@@ -71,6 +71,9 @@ def test_the_drafter_of_the_docs_works(llama: Any, monkeypatch: pytest.MonkeyPat
     assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
     assert llama.last_speculation.method == "bigram"
     assert llama.last_speculation.num_drafted_tokens > 0
+    monkeypatch.chdir(tmp_path)
+    exec(code_block(page, "<!-- token recycling -->"), scope)
+    assert torch.equal(plain, llama.generate(ids, speculative="token_recycling", **options))
     llama.remove_drafter("bigram")
     monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
     exec(code_block(page, "## A method by name"), scope)

@@ -81,6 +81,12 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
     return _keep_best(roots, *grown, budget)
 
 
+def growable(budget: Budget) -> Budget:
+    """The budget, with no more nodes than a dynamic tree of this depth and width has candidates."""
+    candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
+    return Budget(min(budget.num_nodes, 1 + candidates), budget.num_steps, budget.top_k)
+
+
 def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:
     """The best `num_nodes - 1` of M candidates `[B, M]`, in their order of growth, with parents renumbered."""
     rows = torch.arange(scores.shape[0], device=scores.device)[:, None]

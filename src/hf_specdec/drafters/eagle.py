@@ -26,7 +26,7 @@ from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import committed_slots
 from hf_specdec.target.model import lm_head_rows
 from hf_specdec.target.target import Target
-from hf_specdec.tree_growth import Level, StaticLevels, choices_within, grow_dynamic, grow_static, limits_of
+from hf_specdec.tree_growth import Level, StaticLevels, choices_within, grow_dynamic, grow_static, growable, limits_of
 
 RESERVED_SLOTS = 512
 """Of the draft layer's cache, behind the text."""
@@ -99,7 +99,7 @@ class EagleDrafter(Drafter):
             num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
             top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
             wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
-            shape = EagleTreeShape(_growable(Budget(wanted, num_steps, top_k)), None)
+            shape = EagleTreeShape(growable(Budget(wanted, num_steps, top_k)), None)
         else:
             choices = tuple(validate_choices(tree))
             shape = EagleTreeShape(limits_of(choices), choices)
@@ -133,12 +133,6 @@ class EagleDrafter(Drafter):
                 "An EAGLE head needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
             )
         return _EagleSession(self.head, target.model, context, self.shape(config))
-
-
-def _growable(budget: Budget) -> Budget:
-    """The nodes that a dynamic tree of this depth and width has at most."""
-    candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
-    return Budget(min(budget.num_nodes, 1 + candidates), budget.num_steps, budget.top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +204,7 @@ class _EagleSession(DraftSession):
             return self._expand(tokens, above, parent_index, seen, depth, top_k)
 
         if levels is None:
-            draft = grow_dynamic(self._roots, root, expand, _growable(budget))
+            draft = grow_dynamic(self._roots, root, expand, growable(budget))
         else:
             draft = grow_static(self._roots, root, expand, levels)
         self._cache.rollback()

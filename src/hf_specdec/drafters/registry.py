@@ -16,6 +16,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
@@ -43,7 +44,7 @@ class Method:
 
 _METHODS: dict[str, Method] = {}
 
-PLANNED = ("token_recycling", "lookahead", "draft_model", "early_exit", "mtp", "hybrid")
+PLANNED = ("lookahead", "draft_model", "early_exit", "mtp", "hybrid")
 """Methods of the public contract that this version does not have yet."""
 
 AUTO = "auto"
@@ -69,6 +70,7 @@ def register(method: Method) -> Method:
 register(Method("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head)))
 register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
 register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
+register(Method("token_recycling", TokenRecyclingDrafter))
 
 
 def methods() -> Mapping[str, Method]:

@@ -1,0 +1,267 @@
+"""Token recycling: what the target thought of following a token is kept, and drafted when the token comes again.
+
+Source: Luo et al., "Turning Trash into Treasure" (https://arxiv.org/abs/2408.08696). Every verified node leaves the
+best candidates of its logits in a table, also where it was not accepted. Different here: candidates keep their
+probabilities, so the tree grows where it is likely and tells how sure it is; the last two tokens are looked up before
+the last one (as in STAND, https://arxiv.org/abs/2506.04708); tokens of which nothing is known draft nothing; the rows
+of the accepted path are written last. All of it stays on the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.atomic import whole_file
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.step import Step
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.target import Target
+from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.tree_growth import Level, grow_dynamic, growable
+
+DEFAULT_NUM_NODES = 8
+DEFAULT_NUM_STEPS = 4
+DEFAULT_TOP_K = 4
+WIDTH = 8
+"""Candidates that are kept per token."""
+PAIRS = 2**16
+"""Pairs of tokens that are remembered; a pair that falls on another's place takes it."""
+MIXER = 1_000_003
+"""A prime by which pairs are spread over their places."""
+NO_PAIR, UNKNOWN_PAIR = -1, -2
+"""Keys of a place that holds none, and of a token of which it is not known what stands before it; never equal."""
+
+
+class RecycledTokens:
+    """The best candidates after a token, and after a pair of tokens, with their log-probabilities.
+
+    Bytes: `(V + pairs) * width * 12 + pairs * 8`, on the target's device.
+
+    Args:
+        vocab_size: V.
+        width: Candidates per row.
+        pairs: Places for pairs.
+        device: Where it is kept.
+    """
+
+    def __init__(self, vocab_size: int, width: int, pairs: int, device: torch.device) -> None:
+        self.vocab_size, self.pairs = vocab_size, pairs
+        # a last row of each table takes what is not to be written
+        sizes = (vocab_size + 1, pairs + 1)
+        self.ids = [torch.zeros(size, width, dtype=torch.long, device=device) for size in sizes]
+        self.log_probs = [torch.full((size, width), -torch.inf, device=device) for size in sizes]
+        self.keys = torch.full((pairs + 1,), NO_PAIR, dtype=torch.long, device=device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        return {
+            "ids": self.ids[0], "log_probs": self.log_probs[0], "pair_ids": self.ids[1],
+            "pair_log_probs": self.log_probs[1], "pair_keys": self.keys,
+        }  # fmt: skip
+
+    def look_up(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows tokens `[B, K]` that come after others `[B, K]` (-1: not known what stands before).
+
+        Returns:
+            Log-probabilities `[B, K, W]`, -inf where nothing is known, and ids.
+        """
+        key, place = self._place(previous, tokens)
+        known = (self.keys[place] == key)[..., None]
+        log_probs = torch.where(known, self.log_probs[1][place], self.log_probs[0][tokens])
+        return log_probs, torch.where(known, self.ids[1][place], self.ids[0][tokens])
+
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids `[..., W]` of the best tokens by raw logits `[..., V]`."""
+        scores, ids = logits.topk(self.ids[0].shape[1], dim=-1)
+        log_probs = scores.float() - logits.float().logsumexp(-1, keepdim=True)
+        return log_probs.to(self.keys.device), ids.to(self.keys.device)
+
+    def write(self, previous: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, kept: Tensor) -> None:
+        """Keep what follows tokens that come after others.
+
+        Args:
+            previous, tokens: `[B, K]`; -1 where it is not known what stands before.
+            log_probs, ids: `[B, K, W]`, see `candidates`.
+            kept: `[B, K]` bool, what is to be written.
+        """
+        key, place = self._place(previous, tokens)
+        paired = kept & (previous >= 0)
+        place = torch.where(paired, place, self.pairs)
+        for table, rows in enumerate((torch.where(kept, tokens, self.vocab_size), place)):
+            self.ids[table][rows], self.log_probs[table][rows] = ids, log_probs
+        self.keys[place] = torch.where(paired, key, NO_PAIR)
+
+    def _place(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of a pair, and where it is kept; a pair without a first token is none."""
+        key = torch.where(previous >= 0, previous * self.vocab_size + tokens, UNKNOWN_PAIR)
+        return key, (previous * MIXER + tokens) % self.pairs
+
+
+class TokenRecyclingDrafter(Drafter):
+    """Drafts what the target thought of before. Takes any model; what it has learned stays for the next calls.
+
+    The answer never depends on what it has learned, only the speed does. Config fields: `num_draft_tokens` (default
+    8), `num_steps` (4), `top_k` (4).
+
+    Args:
+        width: Candidates kept per token.
+        pairs: Pairs of tokens that are remembered besides.
+        reads_prompt: Learn from the logits of the whole prompt, which costs their computation.
+    """
+
+    method = "token_recycling"
+
+    def __init__(self, *, width: int = WIDTH, pairs: int = PAIRS, reads_prompt: bool = False) -> None:
+        if min(width, pairs) < 1:
+            raise InvalidConfigError(f"`width` and `pairs` must be at least 1, got {width} and {pairs}.")
+        self._width, self._pairs = width, pairs
+        self.needs = Needs(prompt_logits=reads_prompt)
+        self.table: RecycledTokens | None = None
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """The tree; it is smaller where less is known."""
+        if config.tree is not None:
+            raise InvalidConfigError(
+                f"The tree of 'token_recycling' follows from what it has learned, got tree={config.tree!r}.",
+                "Set num_draft_tokens, num_steps or top_k instead.",
+            )
+        top_k = config.top_k or min(DEFAULT_TOP_K, self._width)
+        if top_k > self._width:
+            raise InvalidConfigError(
+                f"`top_k` {top_k} exceeds the {self._width} candidates that are kept per token.",
+                "Add a TokenRecyclingDrafter(width=...) to the model.",
+            )
+        num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
+        return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Make the table; what was learned of another vocabulary, or elsewhere, is forgotten."""
+        size, device = int(text_config(model).vocab_size), execution_device(model)
+        if self.table is None or self.table.vocab_size != size or self.table.keys.device != device:
+            self.table = RecycledTokens(size, self._width, self._pairs, device)
+
+    def reset(self) -> None:
+        """Forget what was learned."""
+        if self.table is not None:
+            keys = self.table.keys
+            self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
+
+    def save(self, path: str | Path) -> None:
+        """Write down what was learned, as safetensors.
+
+        Raises:
+            InvalidConfigError: It has not been used with a model.
+        """
+        with whole_file(Path(path)) as partial:
+            save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
+
+    def load(self, path: str | Path) -> None:
+        """Take up what `save` wrote.
+
+        Raises:
+            InvalidConfigError: It has not been used with a model.
+            CheckpointFormatError: A file of something else, or of other sizes.
+        """
+        mine = self._learned().tensors()
+        try:
+            with safe_open(path, framework="pt") as stored:
+                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except Exception as error:  # safetensors raises a class of its own for every kind of damage
+            raise CheckpointFormatError(f"{path} holds no recycled tokens: {error}.") from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+            raise CheckpointFormatError(
+                f"{path} holds no recycled tokens of this model's vocabulary and these sizes.",
+                f"Expected tensors {shapes}.",
+            )
+        ids = (found["ids"], found["pair_ids"])
+        if any(bool(((tensor < 0) | (tensor >= self._learned().vocab_size)).any()) for tensor in ids):
+            raise CheckpointFormatError(f"{path} holds tokens that this model has not.")
+        for name, tensor in mine.items():
+            tensor.copy_(found[name])
+
+    def _learned(self) -> RecycledTokens:
+        if self.table is None:
+            raise InvalidConfigError(
+                "This TokenRecyclingDrafter has not been used with a model.", "Call model.add_drafter(drafter) first."
+            )
+        return self.table
+
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """A session that learns from the prompt's logits where it was given them."""
+        return _RecyclingSession(self._learned(), context)
+
+
+class _RecyclingSession(DraftSession):
+    def __init__(self, table: RecycledTokens, context: DraftContext) -> None:
+        self._table, self._roots, ids = table, context.roots, context.input_ids
+        self._previous = ids[:, -1] if ids.shape[1] else torch.full_like(context.roots, -1)
+        if context.logits is not None and ids.shape[1]:
+            valid = torch.ones_like(ids, dtype=torch.bool) if context.padding is None else context.padding.valid
+            before = torch.nn.functional.pad(torch.where(valid, ids, -1), (1, -1), value=-1)
+            table.write(before, ids, *table.candidates(context.logits), valid)
+
+    def propose(self, budget: Budget) -> Draft:
+        if budget.is_plain:
+            return Draft.plain(self._roots)
+
+        def follow(previous: Tensor, tokens: Tensor) -> Level:
+            log_probs, ids = self._table.look_up(previous, tokens)
+            return Level(tokens[..., None], log_probs, ids)
+
+        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+            return follow(above.features[..., 0].gather(1, parent_index), tokens)
+
+        root = follow(self._previous[:, None], self._roots[:, None])
+        return _known_nodes(grow_dynamic(self._roots, root, expand, growable(budget)))
+
+    def observe(self, step: Step) -> None:
+        tree, acceptance = step.draft.tree, step.acceptance
+        parents = tree.parents.expand(tree.tokens.shape)
+        previous = tree.tokens.gather(1, parents.clamp(min=0))
+        previous = torch.cat([self._previous[:, None], previous[:, 1:]], dim=-1)
+        going = acceptance.num_kept > 0
+        nodes = going[:, None] & ((parents != ROOT_PARENT) | (torch.arange(tree.num_nodes, device=going.device) == 0))
+        log_probs, ids = self._table.candidates(step.verification.logits)
+        self._table.write(previous, tree.tokens, log_probs, ids, nodes)
+        # once more what the text has become: of equal keys the last one written stays
+        path = acceptance.path.clamp(min=0)
+        columns = path[:, :, None].expand(-1, -1, ids.shape[-1])
+        kept = log_probs.gather(1, columns), ids.gather(1, columns)
+        self._table.write(previous.gather(1, path), tree.tokens.gather(1, path), *kept, acceptance.path >= 0)
+        last = (acceptance.num_kept - 1).clamp(min=0)[:, None]
+        before_root = tree.tokens.gather(1, path.gather(1, last))[:, 0]
+        self._previous = torch.where(going, before_root, self._previous)
+        self._roots = acceptance.next_token
+
+
+def _known_nodes(draft: Draft) -> Draft:
+    """A draft whose unknown candidates are padding; on the CPU, where looking costs nothing, they are left out."""
+    assert draft.log_probs is not None
+    tree, unknown = draft.tree, draft.log_probs == -torch.inf
+    known = ~(tree.ancestor_mask() & unknown[:, None]).any(-1)  # nor is anything known of what hangs on an unknown one
+    width = tree.num_nodes
+    if known.device.type == "cpu":
+        width = int(known.sum(-1).max())
+    # the best come first only by score: known nodes are moved to the front, in their order
+    order = torch.where(known, 0, 1).sort(dim=-1, stable=True).indices
+    place = torch.zeros_like(order).scatter(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    parents = tree.parents.gather(1, order)
+    moved = torch.where(parents == ROOT_PARENT, ROOT_PARENT, place.gather(1, parents.clamp(min=0)))
+    moved = torch.where(known.gather(1, order), moved, ROOT_PARENT)
+    tokens = torch.where(known, tree.tokens, tree.tokens[:, :1]).gather(1, order)
+    return Draft(
+        TokenTree(tokens[:, :width], moved[:, :width], max_depth=tree.max_depth),
+        draft.log_probs.gather(1, order)[:, :width],
+    )

@@ -1,0 +1,194 @@
+"""Token recycling: the table against a dictionary, trees of known tokens only, a history that changes speed alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext
+from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter, _RecyclingSession
+from models import prompts
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+CHAIN = {"method": "token_recycling", "num_draft_tokens": 8, "num_steps": 7, "top_k": 1}
+
+
+def test_the_table_equals_a_dictionary() -> None:
+    """Pairs before single tokens, the last one written before earlier ones, nothing where nothing is known."""
+    table, singles, pairs = RecycledTokens(12, 3, 4096, CPU), {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        previous = torch.randint(-1, 12, (1, 4), generator=generator)
+        tokens = torch.randperm(12, generator=generator)[None, :4]
+        logits = torch.randn(1, 4, 12, generator=generator)
+        kept = torch.rand(1, 4, generator=generator) < 0.7
+        table.write(previous, tokens, *table.candidates(logits), kept)
+        for node in range(4):
+            if kept[0, node]:
+                best = logits[0, node].log_softmax(-1).topk(3)
+                singles[int(tokens[0, node])] = best
+                if previous[0, node] >= 0:
+                    pairs[int(previous[0, node]), int(tokens[0, node])] = best
+    assert len(pairs) > 8
+    for before in range(-1, 12):
+        for token in range(12):
+            log_probs, ids = table.look_up(torch.tensor([[before]]), torch.tensor([[token]]))
+            wanted = pairs.get((before, token), singles.get(token))
+            if wanted is None:
+                assert (log_probs == -torch.inf).all()
+            else:
+                torch.testing.assert_close(log_probs[0, 0], wanted.values)
+                assert ids[0, 0].tolist() == wanted.indices.tolist()
+
+
+def test_pairs_that_fall_on_one_place_are_told_apart() -> None:
+    table = RecycledTokens(12, 2, 1, CPU)
+    for before in (3, 4):
+        logits = torch.nn.functional.one_hot(torch.tensor([[before]]), 12).float()
+        table.write(torch.tensor([[before]]), torch.tensor([[7]]), *table.candidates(logits), torch.tensor([[True]]))
+    assert table.look_up(torch.tensor([[4]]), torch.tensor([[7]]))[1][0, 0, 0] == 4
+    assert table.look_up(torch.tensor([[3]]), torch.tensor([[7]]))[1][0, 0, 0] == 4  # its own row went: the token's
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny Llama with a drafter that has learned nothing."""
+    made: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    made.add_drafter(TokenRecyclingDrafter())
+    return made
+
+
+def run(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
+    ids, mask = prompts(batch_size)
+    answer: Tensor = model.generate(ids, attention_mask=mask, **{**OPTIONS, **options})
+    return answer
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_history_changes_the_speed_alone(model: Any, batch_size: int) -> None:
+    """The same text again is drafted better: every node of its path was seen before."""
+    plain, drafter, taus = run(model, batch_size), model.drafters["token_recycling"], []
+    for _ in range(2):
+        assert torch.equal(plain, run(model, batch_size, speculative=CHAIN))
+        taus.append(model.last_speculation.mean_accepted_length)
+    assert taus[1] > taus[0] + 0.05
+    drafter.reset()
+    assert torch.equal(plain, run(model, batch_size, speculative=CHAIN))
+    assert model.last_speculation.mean_accepted_length == taus[0]
+
+
+def test_it_learns_from_the_prompt_where_it_is_asked_to(model: Any) -> None:
+    plain = run(model)
+    model.add_drafter(TokenRecyclingDrafter(reads_prompt=True))
+    ids = plain[:, :-1]  # the answer as a prompt: what followed its tokens is known from the prompt alone
+    mask = torch.ones_like(ids)
+    options = {"attention_mask": mask, "max_new_tokens": 1, "do_sample": False}
+    model.generate(ids, speculative="token_recycling", **options)
+    table = model.drafters["token_recycling"].table
+    known = (table.log_probs[0][:-1, 0] > -torch.inf).nonzero()[:, 0].tolist()
+    assert set(ids[0].tolist()) <= set(known)
+    logits = model(ids, use_cache=False).logits[0].detach()
+    log_probs, found = table.look_up(ids[:, -2:-1], ids[:, -1:])
+    torch.testing.assert_close(log_probs[0, 0], logits[-1].log_softmax(-1).topk(8).values)
+    assert found[0, 0, 0] == logits[-1].argmax()
+
+
+def test_only_known_tokens_are_drafted(model: Any) -> None:
+    """On the CPU a tree is as wide as what is known; padding elsewhere."""
+    drafter, drafts = model.drafters["token_recycling"], list[Draft]()
+    start = drafter.start
+
+    def spying(*arguments: Any) -> Any:
+        session = start(*arguments)
+        propose = session.propose
+
+        def told(budget: Any) -> Draft:
+            drafts.append(propose(budget))
+            return drafts[-1]
+
+        session.propose = told
+        return session
+
+    drafter.start = spying
+    run(model, 3, speculative="token_recycling")
+    assert drafts[0].tree.num_nodes == 1  # nothing is known yet
+    for draft in drafts:
+        draft.tree.validate()
+        assert draft.log_probs is not None
+        drafted = draft.tree.parents >= 0
+        assert (draft.log_probs[drafted] > -torch.inf).all()
+    assert max(draft.tree.num_nodes for draft in drafts) == 8
+    assert any(
+        bool((draft.num_drafted < draft.tree.num_nodes - 1).any()) for draft in drafts
+    )  # ragged rows are padded
+
+
+def test_nothing_hangs_on_what_is_not_known() -> None:
+    """A place that no candidate fills looks like token 0, of which much may be known."""
+    table = RecycledTokens(12, 2, 64, CPU)
+    scores = torch.full((1, 1, 12), -torch.inf)
+    scores[0, 0, 7] = 0.0  # one candidate, and no second
+    table.write(torch.tensor([[-1]]), torch.tensor([[5]]), *table.candidates(scores), torch.tensor([[True]]))
+    logits = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(0))
+    table.write(torch.tensor([[-1]]), torch.tensor([[0]]), *table.candidates(logits), torch.tensor([[True]]))
+    table.ids[0][5, 1] = 0
+    context = DraftContext(torch.zeros(1, 0, dtype=torch.long), None, torch.tensor([5]))
+    draft = _RecyclingSession(table, context).propose(Budget(num_nodes=8, num_steps=3, top_k=2))
+    draft.tree.validate()
+    assert draft.tree.tokens.tolist() == [[5, 7]]
+    assert draft.tree.parents.tolist() == [[-1, 0]]
+
+
+def test_saved_and_loaded(model: Any, tmp_path: Path) -> None:
+    """What was loaded drafts as what was saved does."""
+    plain = run(model, speculative=CHAIN)
+    learned, path = model.drafters["token_recycling"], tmp_path / "recycled.safetensors"
+    learned.save(path)
+    assert torch.equal(plain, run(model, speculative=CHAIN))
+    steps = model.last_speculation.accepted_per_step
+    fresh = TokenRecyclingDrafter()
+    with pytest.raises(InvalidConfigError, match="not been used"):
+        fresh.load(path)
+    model.add_drafter(fresh)
+    fresh.load(path)
+    assert torch.equal(plain, run(model, speculative=CHAIN))
+    assert model.last_speculation.accepted_per_step == steps
+    model.add_drafter(TokenRecyclingDrafter(width=4))
+    with pytest.raises(CheckpointFormatError, match="these sizes"):
+        model.drafters["token_recycling"].load(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(CheckpointFormatError, match="holds no recycled tokens"):
+        fresh.load(path)
+    assert learned.table is not None
+    learned.table.ids[0][3] = 999
+    learned.save(path)
+    with pytest.raises(CheckpointFormatError, match="tokens that this model has not"):
+        fresh.load(path)
+
+
+def test_another_vocabulary_is_learned_anew(model: Any) -> None:
+    run(model, speculative="token_recycling")
+    model.resize_token_embeddings(zoo.VOCAB_SIZE - 6)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = model.generate(ids, **OPTIONS)
+    assert torch.equal(plain, model.generate(ids, speculative="token_recycling", **OPTIONS))
+    assert model.drafters["token_recycling"].table.vocab_size == zoo.VOCAB_SIZE - 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"tree": [(0,)]}, "follows from what it has learned"), ({"top_k": 9}, "exceeds the 8")]
+)
+def test_fields_that_do_not_fit(model: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        run(model, speculative={"method": "token_recycling", **fields})
+    with pytest.raises(InvalidConfigError, match="at least 1"):
+        TokenRecyclingDrafter(width=0)
