@@ -64,6 +64,8 @@ def test_rows_of_different_sizes_are_padded_with_nodes_on_no_path() -> None:
     assert tree.tokens.tolist() == [[5, 6], [7, 7]]
     assert tree.parents.tolist() == [[-1, 0], [-1, -1]]
     assert tree.max_depth == tree.depth_bound == 1
+    for max_depth, bound in ((None, 1), (9, 1), (0, 0)):
+        assert TokenTree(tree.tokens, tree.parents, max_depth=max_depth).depth_bound == bound
     assert tree.num_drafted.tolist() == [1, 0]
     assert tree.ancestor_mask()[1].int().tolist() == [[1, 0], [0, 1]]
 
