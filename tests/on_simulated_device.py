@@ -19,7 +19,7 @@ from hf_specdec.draft import Budget
 from hf_specdec.target.cache import LayerLayout, TreeCache
 from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
 from hf_specdec.transcript import Draws, Transcript, _DeviceAccount
-from hf_specdec.tree import TokenTree, chosen_path
+from hf_specdec.tree import TokenTree
 from hf_specdec.tree_growth import Level, StaticLevels, grow_dynamic, grow_static
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation
@@ -159,25 +159,11 @@ def test_masks_and_positions_can_be_captured() -> None:
     captured(step, (*TREES[0], torch.tensor([5, 7]), valid), (*TREES[1], torch.tensor([7, 6]), ~valid))
 
 
-def test_greedy_acceptance_can_be_captured() -> None:
-    """All of it up to the one read: the path, the cut at a row's end, the next root."""
-
-    def chosen(tokens: Tensor, parents: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        tree = TokenTree(tokens, parents)
-        ancestors, choices = tree.ancestor_mask(), logits.argmax(-1)
-        matched = tree.tokens == choices.gather(1, parents.clamp(min=0))
-        path = chosen_path(tree, ancestors[:, -1] & (matched | (parents < 0)))
-        return path, choices.gather(1, path.clamp(min=0))
-
-    logits = [torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    captured(chosen, (*TREES[0], logits[0]), (*TREES[1], logits[1]))
-
-
 @pytest.mark.parametrize("rule", [match_at_once, descend])
 def test_whole_rules_can_be_captured_but_for_their_read(
     rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the read taken out, a rule touches the device alone."""
+    """With the read taken out, a rule touches the device alone: the path, the cut at a row's end, the next root."""
 
     def nothing_read(*tensors: Tensor) -> list[list[list[int]]]:
         return [[[-1] * tensor.shape[1]] * tensor.shape[0] for tensor in tensors]

@@ -173,6 +173,12 @@ def test_saved_and_loaded(model: Any, tmp_path: Path) -> None:
     learned.save(path)
     with pytest.raises(CheckpointFormatError, match="tokens that this model has not"):
         fresh.load(path)
+    learned.table.ids[0][3] = 9
+    for value in (0.5, torch.nan):
+        learned.table.log_probs[1][3] = value
+        learned.save(path)
+        with pytest.raises(CheckpointFormatError, match="not log-probabilities"):
+            fresh.load(path)
 
 
 def test_another_vocabulary_is_learned_anew(model: Any) -> None:

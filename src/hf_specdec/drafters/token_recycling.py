@@ -81,7 +81,7 @@ class RecycledTokens:
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids `[..., W]` of the best tokens by raw logits `[..., V]`."""
-        scores, ids = logits.topk(self.ids[0].shape[1], dim=-1)
+        scores, ids = logits[..., : self.vocab_size].topk(self.ids[0].shape[1], dim=-1)
         log_probs = scores.float() - logits.float().logsumexp(-1, keepdim=True)
         return log_probs.to(self.keys.device), ids.to(self.keys.device)
 
@@ -145,7 +145,9 @@ class TokenRecyclingDrafter(Drafter):
 
     def bind(self, model: PreTrainedModel) -> None:
         """Make the table; what was learned of another vocabulary, or elsewhere, is forgotten."""
-        size, device = int(text_config(model).vocab_size), execution_device(model)
+        # some models embed more tokens than their configuration counts
+        embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+        size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
         if self.table is None or self.table.vocab_size != size or self.table.keys.device != device:
             self.table = RecycledTokens(size, self._width, self._pairs, device)
 
@@ -177,15 +179,17 @@ class TokenRecyclingDrafter(Drafter):
                 found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         except Exception as error:  # safetensors raises a class of its own for every kind of damage
             raise CheckpointFormatError(f"{path} holds no recycled tokens: {error}.") from error
-        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
-        if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+        layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
+        if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} != layout:
             raise CheckpointFormatError(
                 f"{path} holds no recycled tokens of this model's vocabulary and these sizes.",
-                f"Expected tensors {shapes}.",
+                f"Expected tensors {layout}.",
             )
         ids = (found["ids"], found["pair_ids"])
         if any(bool(((tensor < 0) | (tensor >= self._learned().vocab_size)).any()) for tensor in ids):
             raise CheckpointFormatError(f"{path} holds tokens that this model has not.")
+        if not all(bool((found[name] <= 0).all()) for name in ("log_probs", "pair_log_probs")):  # NaN is refused, too
+            raise CheckpointFormatError(f"{path} holds numbers that are not log-probabilities.")
         for name, tensor in mine.items():
             tensor.copy_(found[name])
 
