@@ -1,4 +1,4 @@
-"""Batches of 1 to 8 prompts against plain `generate()` of the same batch: seconds, tokens per forward and row.
+"""Batches of 1 to 16 prompts against plain `generate()` of the same batch: seconds, tokens per forward and row.
 
     python benchmarks/batches.py --prompts questions.jsonl --json benchmarks/results/batches_cpu_bf16.json
 
@@ -37,10 +37,11 @@ def generated(answer, prompt_length, eos_token_id):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--longest-prompt", type=int, default=400, help="characters; long prompts measure the prefill")
+    parser.add_argument("--methods", nargs="+", default=["prompt_lookup", "eagle", "auto"])
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -54,10 +55,10 @@ def main():
     for size in options.sizes:
         # every size sees the same kinds of questions; few batches of many rows, many of few
         batches = [questions[i : i + size] for i in range(0, min(len(questions), max(8, 3 * size)), size)]
-        speeds, taus = {}, {}
+        speeds, taus, plain_steps = {}, {}, {}
         for number, batch in enumerate([batches[0], *batches]):
             inputs = padded(tokenizer, batch, model.device)
-            for method in (None, "prompt_lookup", "eagle"):
+            for method in (None, *options.methods):
                 begin = time.perf_counter()
                 answer = model.generate(
                     **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method
@@ -67,14 +68,17 @@ def main():
                     tokens = generated(answer, inputs["input_ids"].shape[1], eos)
                     speeds.setdefault(method, []).append(tokens / seconds)
                     if method:
-                        taus.setdefault(method, []).append(model.last_speculation.mean_accepted_length)
+                        stats = model.last_speculation
+                        taus.setdefault(method, []).append(stats.mean_accepted_length)
+                        plain_steps.setdefault(method, []).append(stats.control.get("plain_steps", 0.0))
         plain = statistics.median(speeds[None])
         row = {"batch_size": size, "batches": len(batches), "plain_tokens_per_second": round(plain, 2)}
-        for method in ("prompt_lookup", "eagle"):
+        for method in options.methods:
             row[method] = {
                 "ratio": round(statistics.median(speeds[method]) / plain, 3),
                 "ratio_per_batch": [round(a / b, 2) for a, b in zip(speeds[method], speeds[None], strict=True)],
                 "tau": round(statistics.mean(taus[method]), 2),
+                "plain_steps": round(statistics.mean(plain_steps[method]), 2),
             }
         print(row, flush=True)
         results.append(row)

@@ -16,7 +16,10 @@ import zoo
 from hf_specdec import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head
@@ -97,6 +100,12 @@ ROWS: tuple[Row, ...] = (
     Row("eagle3", "eagle3",
         lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
+    Row("hybrid", "hybrid",
+        lambda model, _answers, seed: HybridDrafter({
+            "prompt_lookup": PromptLookupDrafter(), "token_recycling": TokenRecyclingDrafter(),
+            "eagle": EagleDrafter(random_head(model, seed)),
+        }),
+        {"adaptive": False, "num_draft_tokens": 12}),
 )  # fmt: skip
 
 BY_NAME = {row.name: row for row in ROWS}

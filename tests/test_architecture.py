@@ -16,8 +16,9 @@ ROWS = {
     3: "outputs target.fingerprint target.probe control control.controller control.costs "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
-    "drafters drafters.base drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
-    "drafters.medusa_choices",
+    "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton "
+    "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
+    "drafters.medusa_choices drafters.hybrid control.cost_model control.tiers",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "

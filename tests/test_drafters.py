@@ -80,7 +80,8 @@ def test_any_budget_gives_the_plain_answer(
     assert torch.equal(plain, model.generate(ids, speculative=config, **options))
     (controller,) = wandering
     stats = model.last_speculation
-    assert stats.control == {"controller": "wandering", "steps": controller.count}
+    told = {"controller": "wandering", "steps": controller.count}
+    assert {name: stats.control[name] for name in told} == told
     assert controller.count >= stats.num_target_forwards - 1 > 4
     drafted = 0
     for budget, step in controller.seen:

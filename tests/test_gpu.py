@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import drafters
 import zoo
-from hf_specdec import EagleConfig, EagleHead, SpeculativeGenerationMixin
-from hf_specdec.drafters.eagle import EagleDrafter
-from reference import OracleDrafter
+from hf_specdec import SpeculativeGenerationMixin
+from models import prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,17 +19,40 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
-def test_equal_to_plain_generate_on_the_device(name: str) -> None:
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "deepseek_v3", "gpt2", "qwen3_next"])
+def model(request: pytest.FixtureRequest) -> Any:
     device = torch.accelerator.current_accelerator()
-    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)).to(device))
-    ids = torch.randint(3, zoo.VOCAB_SIZE, (3, 20), generator=torch.Generator().manual_seed(0)).to(device)
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
-    plain = model.generate(ids, **options)
-    model.add_drafter(OracleDrafter(plain[:, 20:], "sometimes", zoo.VOCAB_SIZE))
-    torch.manual_seed(0)
-    model.add_drafter(EagleDrafter(EagleHead(EagleConfig.for_target(model.config))))
-    for method in ("oracle", "eagle", "prompt_lookup"):
-        assert torch.equal(plain, model.generate(ids, speculative=method, **options))
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(request.param)).to(device))
+
+
+def generate(model: Any, batch_size: int, **options: Any) -> Any:
+    ids, mask = (tensor.to(model.device) for tensor in prompts(batch_size))
+    torch.manual_seed(3)
+    return model.generate(ids, attention_mask=mask, **{"max_new_tokens": 32, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_equal_to_plain_generate_on_the_device(model: Any, row: drafters.Row, batch_size: int) -> None:
+    plain = generate(model, batch_size)
+    config = row.add(model, plain[:, -32:].cpu())
+    assert torch.equal(plain, generate(model, batch_size, speculative=config))
+
+
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_the_same_tokens_are_drawn_on_the_device(model: Any, row: drafters.Row) -> None:
+    sampling = {"do_sample": True, "top_k": 8, "temperature": 0.7}
+    plain = generate(model, 1, **sampling)
+    config = row.add(model, plain[:, -32:].cpu())
+    assert torch.equal(plain, generate(model, 1, speculative=config, **sampling))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_auto_on_the_device(model: Any, batch_size: int) -> None:
+    """Costs are measured there, and real steps, which the host does not wait for, keep them true."""
+    drafters.BY_NAME["eagle"].add(model)
+    plain = generate(model, batch_size, max_new_tokens=64)
+    for _ in range(2):
+        assert torch.equal(plain, generate(model, batch_size, max_new_tokens=64, speculative="auto"))
+    costs = model._speculation.costs[0][2].table()
+    assert all(0 < seconds < 1 for seconds in costs)

@@ -151,7 +151,7 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     assert torch.equal(llama.generate(ids, **options), llama.generate(ids, speculative="auto", **options))
-    assert llama.last_speculation.method == "medusa"
+    assert set(llama.last_speculation.control["asked"]) == {"medusa"}
     with pytest.raises(DrafterMismatchError, match="vocab_size 50"):
         llama.add_drafter(MedusaDrafter(MedusaHeads(MedusaConfig.for_target(llama.config, vocab_size=50))))
     with pytest.raises(InvalidConfigError, match="at least one head"):

@@ -198,7 +198,8 @@ def test_a_replaced_generation_config_changes_nothing(llama: Any) -> None:
 
 def test_auto_takes_what_there_is(llama: Any) -> None:
     llama.generate(IDS, speculative="auto", **GREEDY)
-    assert llama.last_speculation.method == "prompt_lookup"
+    assert llama.last_speculation.method == "hybrid"
+    assert llama.last_speculation.control["heard"] == ["prompt_lookup", "token_recycling"]
     llama.generate(IDS, speculative="ngram", **GREEDY)
     assert llama.last_speculation.method == "prompt_lookup"
 
@@ -238,7 +239,6 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "prompt_lookup", "cache_implementation": "offloaded"}, UnsupportedGenerationError, "offload"),
         ({"speculative": "prompt_lookup", "custom_generate": print}, UnsupportedGenerationError, "loop"),
         ({"speculative": {"method": "prompt_lookup", "compile": "compile"}}, UnsupportedGenerationError, "compile"),
-        ({"speculative": {"method": "prompt_lookup", "adaptive": True}}, UnsupportedGenerationError, "adaptive"),
         ({"speculative": {"method": "prompt_lookup", "acceptance": "typical"}, "guidance_scale": 1.5},
          UnsupportedGenerationError, "UnbatchedClassifierFree"),
         ({"speculative": {"method": "prompt_lookup", "acceptance": "block"}, "do_sample": True},

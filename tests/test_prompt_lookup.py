@@ -11,42 +11,81 @@ from hypothesis import strategies as st
 
 from hf_specdec import InvalidConfigError, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter, SuffixIndex
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter, RepeatedText
+from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
 
 
-def brute_force(tokens: list[int]) -> list[tuple[int, int]]:
-    """Every earlier place the text's end occurred at: (position that follows, length), longest then latest first.
-
-    Where a pair occurred before, places that match a single token are left out.
-    """
+def ends(tokens: list[int]) -> list[tuple[int, int]]:
+    """Every earlier place the text's end occurred at: (position that follows, length)."""
     found = []
     for position in range(1, len(tokens)):
         length = 0
         while length < position and tokens[position - 1 - length] == tokens[-1 - length]:
             length += 1
         if length:
-            found.append((length, position))
-    if any(length > 1 for length, _ in found):
-        found = [(length, position) for length, position in found if length > 1]
-    matches: list[tuple[int, int]] = []
-    for length, position in sorted(found, reverse=True):
-        if tokens[position] not in [tokens[other] for other, _ in matches]:
-            matches.append((position, length))
-    return matches
+            found.append((position, length))
+    return found
 
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.lists(st.integers(1, 5), max_size=5))
 def test_matches_equal_brute_force(tokens: list[int], cuts: list[int]) -> None:
-    """The text arrives in pieces of any size."""
+    """The text arrives in pieces of any size; what follows the longest match comes latest first."""
     begin = max(1, len(tokens) - sum(cuts))
-    index = SuffixIndex(tokens[:begin])
+    automaton = SuffixAutomaton(tokens[:begin])
     for cut in cuts:
-        index.extend(tokens[begin : begin + cut])
+        automaton.extend(tokens[begin : begin + cut])
         begin += cut
-    index.extend(tokens[begin:])
-    assert index.tokens == tokens
-    assert index.longest_matches(10) == brute_force(tokens)
+    automaton.extend(tokens[begin:])
+    found = ends(tokens)
+    longest = max((length for _, length in found), default=0)
+    state, length = automaton.matched
+    assert length == longest
+    latest = {tokens[position]: position for position, length in sorted(found) if length >= longest}
+    if longest:
+        order = sorted(latest, key=lambda token: -latest[token])
+        assert [token for token, _ in automaton.continuations(state)] == order
+    assert len(automaton.length) <= max(2, 2 * len(tokens))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 4), max_size=10))
+def test_following_equals_brute_force(tokens: list[int], other: list[int]) -> None:
+    """The longest end of another text that occurs in this one, token by token."""
+    automaton, state, length = SuffixAutomaton(tokens), 0, 0
+    text = "".join(map(str, tokens))
+    for count, token in enumerate(other, start=1):
+        state, length = automaton.follow(state, length, token)
+        read = "".join(map(str, other[:count]))
+        assert length == max(size for size in range(count + 1) if read[count - size :] in text)
+
+
+def test_matches_do_not_cross_the_texts_of_a_corpus() -> None:
+    corpus = SuffixAutomaton.of_corpus([[1, 2, 3], [4, 5]])
+    state, length = corpus.follow(*corpus.follow(0, 0, 2), 3)
+    assert length == 2
+    assert corpus.continuations(state) == []  # the end of a text is no token
+    assert corpus.follow(state, length, 4)[1] == 1
+
+
+def test_a_corpus_is_looked_up_beside_the_text() -> None:
+    text = RepeatedText([8, 9, 1, 2], SuffixAutomaton.of_corpus([[5, 1, 2, 3, 4]]))
+    assert [candidate.token for candidate in text.after(text.start)] == [3]
+    place = text.follow(text.start, 3)
+    assert [candidate.token for candidate in text.after(place)] == [4]
+    text.extend([7, 1, 2])  # now the text itself continues
+    assert {candidate.token: candidate.kind[0] for candidate in text.after(text.start)} == {
+        7: "prompt_lookup", 3: "corpus",
+    }  # fmt: skip
+
+
+def test_shorter_matches_follow_longer_ones() -> None:
+    # [2, 3] was followed by 4, the end [3] of it also by 6
+    text = RepeatedText([3, 6, 0, 2, 3, 4, 5, 2, 3])
+    first, second = text.after(text.start)
+    assert (first.token, second.token) == (4, 6)
+    assert first.prior > second.prior
+    assert first.kind != second.kind
 
 
 def propose(ids: list[int], root: int, **fields: Any) -> tuple[list[int], list[int]]:
@@ -62,8 +101,8 @@ def test_without_a_match_the_root_stands_alone() -> None:
 
 
 def test_a_match_is_continued() -> None:
-    # the end [2, 3] stood before 4, 5
-    assert propose([1, 2, 3, 4, 5, 9, 2], 3) == ([3, 4, 5, 9, 2, 3], [-1, 0, 1, 2, 3, 4])
+    # the end [2, 3] stood before 4, 5, 9 and, once more, 2, 3: it goes round
+    assert propose([1, 2, 3, 4, 5, 9, 2], 3) == ([3, 4, 5, 9, 2, 3, 4], [-1, 0, 1, 2, 3, 4, 5])
 
 
 def test_two_continuations_form_one_tree_latest_first() -> None:

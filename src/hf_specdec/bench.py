@@ -174,7 +174,7 @@ def measure(
 
 
 def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One row per category and method: median tokens/s, median of the ratios to plain, mean tau, equal answers.
+    """One row per category and method: median tokens/s, ratios to plain (median, means, worst), mean tau, equals.
 
     The category `all` is over all questions.
     """
@@ -190,6 +190,7 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
                 "tokens_per_second": statistics.median(row.tokens_per_second for row in chosen),
                 "speed_up": statistics.median(ratios),
                 "speed_up_geometric_mean": statistics.geometric_mean(ratios),
+                "speed_up_mean": statistics.mean(ratios), "speed_up_worst": min(ratios),
                 "tau": statistics.mean(row.tau for row in chosen),
                 "ids_equal": sum(row.ids_equal for row in chosen),
             })  # fmt: skip

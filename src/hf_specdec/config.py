@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from hf_specdec.errors import InvalidConfigError
@@ -13,6 +15,10 @@ Acceptance = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus
 Compile = Literal["auto", "none", "cuda_graph", "compile"]
 Choice = tuple[int, ...]
 
+
+AUTO, HYBRID = "auto", "hybrid"
+COMBINED = (AUTO, HYBRID)
+"""Methods that draft with several others."""
 
 MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
 """What a stored head may ask for at most: nodes of a tree, its depth, children of a node."""
@@ -130,6 +136,20 @@ class AdaptiveConfig(_Fields):
         for name in ("down_hysteresis", "up_hysteresis"):
             _require(_is_number(getattr(self, name)), "a number", name, getattr(self, name))
 
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a JSON file of the fields.
+
+        Raises:
+            InvalidConfigError: A file that is not there, is no JSON object, or has unknown fields or bad values.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidConfigError(f"`adaptive` must be a JSON file of AdaptiveConfig's fields: {error}.") from error
+        _require(isinstance(values, dict), "a JSON file that holds an object", "adaptive", str(path))
+        return cls.from_dict(values)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, JSON-serialisable."""
         return {**asdict(self), "candidate_steps": list(self.candidate_steps)}
@@ -140,7 +160,8 @@ class SpeculativeConfig(_Fields):
     """How to draft, verify and accept. `None` leaves a field to the drafter, which documents its default.
 
     Args:
-        method: A method name, the name of a registered drafter, or `"auto"` (the best of what is loaded).
+        method: A method name, the name of a registered drafter, `"hybrid"` (several of them, merged), or `"auto"`
+            (the best of what is loaded).
         num_steps: Drafted depth.
         top_k: Branching per expanded node.
         num_draft_tokens: Nodes verified per step, root included.
@@ -149,10 +170,13 @@ class SpeculativeConfig(_Fields):
             `"typical"` and `"nucleus"` keep more and change what is generated (docs/acceptance.md).
         posterior_threshold, posterior_alpha: Typical acceptance keeps a token x iff
             `p(x) > min(threshold, alpha * exp(-H(p)))`.
-        adaptive: `True` or an `AdaptiveConfig`.
+        adaptive: What decides how much is drafted. None: measured costs for `"hybrid"` and `"auto"`, a fixed tree for
+            all others. True: measured costs, or tiers. An `AdaptiveConfig`, a dict of its fields or the path of a JSON
+            file: tiers. False: a fixed tree.
         compile: Static-shape runner; `"auto"` takes the fastest that is exact here.
         max_cache_length: Slots of the static cache, allocated at once; None is what prompt, answer and tree come to
             need, moved to larger memory where a text outgrows it.
+        methods: What `"hybrid"` merges: names of methods or drafters; None is what is loaded and what is free.
     """
 
     method: str = "auto"
@@ -163,12 +187,14 @@ class SpeculativeConfig(_Fields):
     acceptance: Acceptance = "auto"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
-    adaptive: bool | AdaptiveConfig | None = None
+    adaptive: bool | AdaptiveConfig | None = None  # a path or a dict becomes an AdaptiveConfig
     compile: Compile = "auto"
     max_cache_length: int | None = None
+    methods: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
+        self._check_methods()
         for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), "an integer >= 1 or None", name, value)
@@ -183,16 +209,32 @@ class SpeculativeConfig(_Fields):
         else:
             _require(self.tree in (None, "dynamic", "static"), "'dynamic', 'static' or a list of paths", "tree",
                      self.tree)  # fmt: skip
+        if isinstance(self.adaptive, str | Path):
+            object.__setattr__(self, "adaptive", AdaptiveConfig.from_file(self.adaptive))
         if isinstance(self.adaptive, Mapping):
             object.__setattr__(self, "adaptive", AdaptiveConfig.from_dict(self.adaptive))
         _require(
             self.adaptive is None or isinstance(self.adaptive, bool | AdaptiveConfig),
-            "True, an AdaptiveConfig or None", "adaptive", self.adaptive,
+            "True, False, None, an AdaptiveConfig, a dict of its fields or a JSON file", "adaptive", self.adaptive,
         )  # fmt: skip
 
+    def _check_methods(self) -> None:
+        if self.methods is None:
+            return
+        _require(
+            isinstance(self.methods, list | tuple) and bool(self.methods)
+            and all(isinstance(name, str) and name for name in self.methods)
+            and len(set(self.methods)) == len(self.methods),
+            "a list of different method names", "methods", self.methods,
+        )  # fmt: skip
+        object.__setattr__(self, "methods", tuple(self.methods))
+        _require(self.method in COMBINED, "None where `method` is not 'hybrid'", "methods", self.methods)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-serialisable."""
+        """Plain values, JSON-serialisable; `methods` only where it is given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if values.pop("methods") is not None:
+            values["methods"] = list(self.methods or ())
         if isinstance(self.tree, tuple):
             values["tree"] = [list(path) for path in self.tree]
         if isinstance(self.adaptive, AdaptiveConfig):

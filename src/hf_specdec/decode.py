@@ -86,7 +86,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         if call.streamer is not None:
             call.streamer.end()
     stats.num_generated_tokens = sum(transcript.num_generated)
-    stats.control = call.controller.report()
+    stats.control = {**call.controller.report(), **session.report()}
     return SpeculativeOutput(
         sequences=transcript.sequences(),
         scores=tuple(transcript.scores) if config.output_scores else None,

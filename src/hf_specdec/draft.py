@@ -5,7 +5,7 @@ Called by: `drafters/`, `control/`, `decode.py`. Feeds: `target/`, which verifie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ class Budget:
         num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
         num_steps: Depth below the root; 0 in a plain step.
         top_k: Children of a node; 1 asks for a chain.
+        costs: Seconds of a step that verifies 1, 2, ... nodes per row, drafting not counted; None: not known. Whoever
+            knows how likely its nodes are drafts as many as pay.
     """
 
     num_nodes: int
     num_steps: int
     top_k: int
+    costs: tuple[float, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_plain(self) -> bool:

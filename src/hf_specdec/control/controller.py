@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from hf_specdec.draft import Budget
@@ -41,4 +40,5 @@ class FixedController:
 
     def report(self) -> dict[str, Any]:
         """The budget."""
-        return {"controller": "fixed", **asdict(self.budget)}
+        limits = {name: getattr(self.budget, name) for name in ("num_nodes", "num_steps", "top_k")}
+        return {"controller": "fixed", **limits}

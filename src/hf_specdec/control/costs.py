@@ -1,13 +1,15 @@
 """What a step costs on this machine, measured: a verify forward by the size of its tree, a forward of a head.
 
-Called by: `training/tree_search.py`.
+Called by: `training/tree_search.py`, `generation/plan.py`. Feeds: `control/cost_model.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +20,35 @@ from hf_specdec.target.model import cache_argument, execution_device, lm_head_ro
 from hf_specdec.target.probe import TargetFacts, inspect_target
 from hf_specdec.tree import TokenTree
 
+logger = logging.getLogger(__name__)
+
 TIMED_ROUNDS = 5
 """Forwards of each size that are timed."""
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Widths of which a step's cost is measured; those between lie on the line between."""
+QUICK_ROUNDS = 2
+"""Forwards of each width that are timed where somebody waits for an answer."""
+COUNTED_CONTEXT = 512
+"""The longest context behind which is measured; real steps correct it."""
+NODES_OF_A_BATCH = 128
+"""Nodes of all rows together beyond which a width is not tried, but for the first few."""
+LEAST_WIDTH = 4
+
+SMOOTHING = 0.2
+"""Weight of a real step in the cost of its own width, and in what every step takes besides."""
+COMMON_SMOOTHING = 0.03
+"""Its weight in the costs of all other widths."""
+SURPRISE = 2.0
+"""No real step counts as slower or faster than expected by more than this factor: somebody else may have been busy."""
 
 
 @torch.no_grad()
 def verify_seconds(
-    model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None
-) -> dict[int, float]:
-    """Median seconds of the forward that verifies a tree of so many nodes behind a context, one row.
+    model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
+    rounds: int = TIMED_ROUNDS,
+) -> dict[int, float]:  # fmt: skip
+    """Median seconds of the forward that verifies a tree of so many nodes behind a context.
 
     It is the forward that generation runs, with its cache and its masks; a model without branches verifies chains.
 
@@ -35,11 +57,13 @@ def verify_seconds(
         sizes: Numbers of nodes, roots included.
         context: Committed tokens.
         facts: What the probe found; None probes the model.
+        rows: Of the batch.
+        rounds: Forwards of each size that are timed, after one that is not.
     """
     facts = facts or inspect_target(model)
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (1, context + max(sizes)), generator=draw).to(device)
+    ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw).to(device)
     target = facts.new_target(model, context + max(sizes), None)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
@@ -48,7 +72,7 @@ def verify_seconds(
     def forward(size: int) -> None:
         target.verify(trees[size])
 
-    return _median_seconds(forward, sizes, device, undo=target.rollback)
+    return _median_seconds(forward, sizes, device, undo=target.rollback, rounds=rounds)
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
@@ -76,6 +100,7 @@ def _median_seconds(
     sizes: Sequence[int],
     device: torch.device,
     undo: Callable[[int], None] = lambda _size: None,
+    rounds: int = TIMED_ROUNDS,
 ) -> dict[int, float]:
     """Sizes are interleaved over the rounds, so that a busy moment hits all of them; the first round is a warm-up.
 
@@ -84,9 +109,10 @@ def _median_seconds(
         sizes: What to time.
         device: Where it runs.
         undo: What brings back the state before, untimed.
+        rounds: Timed.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(TIMED_ROUNDS + 1):
+    for turn in range(rounds + 1):
         for size in sizes:
             begin = time.perf_counter()
             forward(size)
@@ -96,3 +122,68 @@ def _median_seconds(
                 taken[size].append(time.perf_counter() - begin)
             undo(size)
     return {size: statistics.median(seconds) for size, seconds in taken.items()}
+
+
+def _widest_measured(widest: int, rows: int) -> int:
+    return min(widest, max(NODES_OF_A_BATCH // rows, LEAST_WIDTH))
+
+
+class StepCosts:
+    """Seconds of a step by its width, kept true by the times of real steps.
+
+    Args:
+        seconds: Measured, by number of nodes per row; the smallest is 1.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds = dict(sorted(seconds.items()))
+        self._besides = 0.0  # accepting, committing, waiting: what every step takes beyond its forward
+
+    @classmethod
+    def measure(cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int) -> StepCosts:
+        """Time the verify forward at a few widths, see `verify_seconds`.
+
+        Args:
+            model: The target.
+            facts: What the probe found.
+            rows: Of the batch.
+            widest: Nodes of the largest tree.
+            context: Tokens of the prompt.
+        """
+        most = _widest_measured(widest, rows)
+        widths = [*(width for width in WIDTHS if width < most), most]
+        context = max(1, min(context, COUNTED_CONTEXT))
+        begin = time.perf_counter()
+        seconds = verify_seconds(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS)
+        told = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
+        logger.info(
+            "A step of %s over %d rows takes, by nodes per row, in milliseconds: %s (measured in %.1f s, once).",
+            type(model).__name__, rows, told, time.perf_counter() - begin,
+        )  # fmt: skip
+        return cls(seconds)
+
+    def covers(self, widest: int, rows: int) -> bool:
+        """Whether trees of so many nodes are in the table, as far as they are measured at all."""
+        return max(self._seconds) >= _widest_measured(widest, rows)
+
+    def table(self) -> tuple[float, ...]:
+        """Seconds of a step over 1, 2, ... nodes per row, up to the widest that was measured."""
+        widths, costs = list(self._seconds), list[float]()
+        for low, high in pairwise(widths):
+            step = (self._seconds[high] - self._seconds[low]) / (high - low)
+            costs += [self._seconds[low] + step * index for index in range(high - low)]
+        return tuple(self._besides + cost for cost in [*costs, self._seconds[widths[-1]]])
+
+    def observe(self, width: int, seconds: float) -> None:
+        """Learn from a real step: what it took to verify, accept and commit."""
+        table = self.table()
+        if width > len(table):
+            return
+        expected = table[width - 1]
+        seconds = min(max(seconds, expected / SURPRISE), expected * SURPRISE)
+        self._besides += SMOOTHING * (seconds - expected)
+        self._besides = min(max(self._besides, 0.0), table[0] / 2)
+        surprise = seconds / self.table()[width - 1] - 1
+        for known in self._seconds:
+            near = max(0.0, 1 - abs(known - width) / max(known, width) * 2)
+            self._seconds[known] *= 1 + surprise * (COMMON_SMOOTHING + near * (SMOOTHING - COMMON_SMOOTHING))

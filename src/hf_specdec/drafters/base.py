@@ -7,13 +7,16 @@ everything that belongs to one call and is dropped with it. To write your own, s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.step import Step
@@ -58,6 +61,19 @@ class DraftSession(ABC):
     def observe(self, step: Step) -> None:
         """Learn from a step: any tree, this session's own or not, and what became of it."""
 
+    def report(self) -> dict[str, Any]:
+        """What it did, as plain values for the statistics; nothing where nothing is worth telling."""
+        return {}
+
+
+class CandidateSession(DraftSession):
+    """Drafting that can be asked edge by edge on the host, at no cost to speak of: `hybrid` merges it as it grows."""
+
+    @property
+    @abstractmethod
+    def candidates(self) -> Sequence[Candidates]:
+        """What each row may go on with, as of the last step."""
+
 
 class Drafter(ABC):
     """Proposes trees of candidate tokens.
@@ -69,6 +85,11 @@ class Drafter(ABC):
 
     method: str
     needs: Needs = Needs()
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters that it drafts with, where it is made of others."""
+        return (self,)
 
     @abstractmethod
     def limits(self, config: SpeculativeConfig) -> Budget:

@@ -1,27 +1,28 @@
 """Prompt lookup: what followed the last time the text ended like this? Training-free, on the host.
 
-Source: Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding); here the suffix
-match is the longest one, the latest occurrence comes first, several continuations form one tree, and the tree grows
-with the length of the match: a long match is a copy in progress, a short one an accident.
+Source: Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding); here the match is the
+longest one (`suffix_automaton.py`), several continuations form one tree, shorter matches follow where longer ones had
+no other continuation, and the tree grows with the length of the match: a long match is a copy in progress, a short one
+an accident.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
+from hf_specdec.drafters.candidates import Candidate, Candidates, Merged, merge
+from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.step import Step
 from hf_specdec.target.target import Target
 from hf_specdec.tree import stack_trees
-from hf_specdec.tree_growth import merge_chains
 
 DEFAULT_NUM_NODES = 32
 """Nodes of all rows together: a forward over a batch costs what its tokens cost."""
@@ -29,7 +30,17 @@ LEAST_NUM_NODES = 4
 DEFAULT_NUM_CONTINUATIONS = 2
 NODES_PER_MATCHED_TOKEN = 3
 """Nodes granted per token of the match; 2 to 6 do equally well on greedy answers of a small model."""
-LONGEST_COUNTED_MATCH = 64
+
+CANDIDATES = 4
+"""Continuations of a node that are thought of."""
+MATCH_CLASSES = (0, 1, 2, 4, 8, 16)
+"""The longest match of each class but the last."""
+ONLY = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
+"""How often the only continuation of a match comes true, by class: answers of SmolLM2-135M to Spec-Bench questions."""
+SEVERAL = (0.15, 0.12, 0.08, 0.06)
+"""The same of a continuation among several, by rank."""
+SHORTER = 0.25
+"""What is left of it where a longer match was continued in another way."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -38,9 +49,15 @@ class PromptLookupDrafter(Drafter):
     Config fields: `num_draft_tokens` caps the tree (default 32, shared by the rows of a batch), `num_steps` the length
     of a continuation (default: the tree's size), `top_k` the number of continuations (default 2). `tree` means nothing
     to it.
+
+    Args:
+        corpus: Texts as token ids that are looked up beside prompt and output, for example earlier answers.
     """
 
     method = "prompt_lookup"
+
+    def __init__(self, corpus: Iterable[Iterable[int]] | None = None) -> None:
+        self._corpus = None if corpus is None else SuffixAutomaton.of_corpus(corpus)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """The caps; a tree is smaller where the match is short, and is the root alone where there is none."""
@@ -52,89 +69,123 @@ class PromptLookupDrafter(Drafter):
         num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
         return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or DEFAULT_NUM_CONTINUATIONS)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Index the prompt of every row."""
         shared = max(LEAST_NUM_NODES, DEFAULT_NUM_NODES // len(context.roots))
-        return _PromptLookupSession(context, config.num_draft_tokens or shared)
+        return _PromptLookupSession(context, config.num_draft_tokens or shared, self._corpus)
 
 
-class _PromptLookupSession(DraftSession):
-    def __init__(self, context: DraftContext, num_nodes: int) -> None:
+class _PromptLookupSession(CandidateSession):
+    def __init__(self, context: DraftContext, num_nodes: int, corpus: SuffixAutomaton | None) -> None:
         self._device, self._num_nodes = context.roots.device, num_nodes
         valid = (
             torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
         )
         rows, kept, roots = read(context.input_ids, valid, context.roots[:, None])
+        self._roots = [root for (root,) in roots]
         self._texts = [
-            SuffixIndex([*(token for token, keep in zip(row, real, strict=True) if keep), root])
-            for row, real, (root,) in zip(rows, kept, roots, strict=True)
+            RepeatedText([*(token for token, keep in zip(row, real, strict=True) if keep), root], corpus)
+            for row, real, root in zip(rows, kept, self._roots, strict=True)
         ]
 
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        return self._texts
+
     def propose(self, budget: Budget) -> Draft:
-        return Draft(stack_trees([self._row_tree(text, budget) for text in self._texts], self._device))
+        trees = [self._row_tree(row, budget) for row in range(len(self._texts))]
+        return Draft(stack_trees([(tree.tokens, tree.parents) for tree in trees], self._device))
 
     def observe(self, step: Step) -> None:
-        for text, tokens in zip(self._texts, step.acceptance.emitted, strict=True):
-            text.extend(tokens)
+        for row, tokens in enumerate(step.acceptance.emitted):
+            if tokens:
+                self._texts[row].extend(tokens)
+                self._roots[row] = tokens[-1]
 
-    def _row_tree(self, text: SuffixIndex, budget: Budget) -> tuple[list[int], list[int]]:
-        matches = text.longest_matches(budget.top_k)
-        longest = matches[0][1] if matches else 0
-        size = min(self._num_nodes, budget.num_nodes, 1 + NODES_PER_MATCHED_TOKEN * longest)
-        chains = (text.tokens[end : end + budget.num_steps] for end, _ in matches)
-        return merge_chains(text.tokens[-1], _share(chains, len(matches), size - 1), size)
-
-
-def _share(chains: Iterator[list[int]], num_chains: int, budget: int) -> Iterator[list[int]]:
-    """The first chain may take three quarters of the nodes where others follow, the others what is left."""
-    for index, chain in enumerate(chains):
-        yield chain[: budget * 3 // 4] if index == 0 and num_chains > 1 else chain
+    def _row_tree(self, row: int, budget: Budget) -> Merged:
+        text = self._texts[row]
+        size = min(self._num_nodes, budget.num_nodes, 1 + NODES_PER_MATCHED_TOKEN * text.longest_match)
+        return merge(
+            self._roots[row], [text], _as_told, num_nodes=size, num_steps=budget.num_steps, top_k=budget.top_k
+        )
 
 
-class SuffixIndex:
-    """A growing text that finds where its own end occurred before.
+def _as_told(_kind: Hashable, prior: float) -> float:
+    return prior
 
-    Example: in [1, 2, 3, 1, 2] the end [1, 2] occurred before position 2, so token 3 is what may follow.
+
+class Match(NamedTuple):
+    """Where the end of a text occurs in an automaton."""
+
+    state: int
+    length: int
+
+
+Place = tuple[Match, Match | None]
+"""The match in the text itself, and in a corpus."""
+
+
+class RepeatedText(Candidates):
+    """A row's text as a source: what followed its end where it occurred before, here or in a corpus.
+
+    Args:
+        tokens: The text so far.
+        corpus: Other texts.
+
+    Example: in [1, 2, 3, 1, 2] the end [1, 2] occurred before, so token 3 is what may follow.
     """
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens: list[int] = []
-        self._after_token: defaultdict[int, list[int]] = defaultdict(list)
-        self._after_pair: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    def __init__(self, tokens: Iterable[int], corpus: SuffixAutomaton | None = None) -> None:
+        self._text, self._corpus = SuffixAutomaton(), corpus
+        self._in_corpus: Match | None = None if corpus is None else Match(START, 0)
         self.extend(tokens)
 
-    def extend(self, tokens: list[int] | tuple[int, ...]) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
-        begin = len(self.tokens)
-        self.tokens.extend(tokens)
-        # position p is indexed under the tokens before it, as soon as it is known what stands there
-        for position in range(max(begin, 1), len(self.tokens)):
-            self._after_token[self.tokens[position - 1]].append(position)
-        for position, pair in enumerate(pairwise(self.tokens[max(begin - 2, 0) : -1]), start=max(begin, 2)):
-            self._after_pair[pair].append(position)
+        for token in tokens:
+            self._text.extend([token])
+            self._in_corpus = self._follow_corpus(self._in_corpus, token)
 
-    def longest_matches(self, limit: int) -> list[tuple[int, int]]:
-        """Where the longest suffixes of the text ended before.
+    @property
+    def start(self) -> Place:
+        """The matches of the text's end."""
+        return Match(*self._text.matched), self._in_corpus
 
-        Returns:
-            At most `limit` pairs (position that follows, matched tokens): longest first, then latest first, each
-            with another following token.
-        """
-        tokens = self.tokens
-        positions = self._after_pair.get((tokens[-2], tokens[-1]), []) if len(tokens) > 1 else []
-        positions = positions or self._after_token.get(tokens[-1], [])
-        found = sorted(((self._match_length(position), position) for position in positions), reverse=True)
-        matches: list[tuple[int, int]] = []
-        for length, position in found:
-            if all(tokens[position] != tokens[other] for other, _ in matches):
-                matches.append((position, length))
-                if len(matches) == limit:
-                    break
-        return matches
+    @property
+    def longest_match(self) -> int:
+        """Tokens of the longest match of the text's end."""
+        return max(match.length for match in self.start if match is not None)
 
-    def _match_length(self, position: int) -> int:
-        tokens, length = self.tokens, 1
-        limit = min(position, LONGEST_COUNTED_MATCH)
-        while length < limit and tokens[position - 1 - length] == tokens[-1 - length]:
-            length += 1
-        return length
+    def after(self, place: Place) -> Sequence[Candidate]:
+        """Continuations of the longest match, then of its ends, each token once; the text comes before the corpus."""
+        found: dict[int, Candidate] = {}
+        for source, match in zip((self._text, self._corpus), place, strict=True):
+            if match is not None and source is not None:
+                self._continue(source, match, found)
+        return sorted(found.values(), key=lambda candidate: -candidate.prior)
+
+    def follow(self, place: Place, token: int) -> Place:
+        """The matches one token further."""
+        here, in_corpus = place
+        return Match(*self._text.follow(here.state, here.length, token)), self._follow_corpus(in_corpus, token)
+
+    def _continue(self, source: SuffixAutomaton, match: Match, found: dict[int, Candidate]) -> None:
+        state, length = match
+        told, name = 0, "prompt_lookup" if source is self._text else "corpus"
+        while state > START and told < CANDIDATES:
+            continuations = source.continuations(state)[:CANDIDATES]
+            only, shorter = len(continuations) == 1, told > 0
+            match_class = sum(length > longest for longest in MATCH_CLASSES)
+            for rank, (token, _) in enumerate(continuations):
+                prior = (ONLY[match_class] if only else SEVERAL[rank]) * (SHORTER if shorter else 1.0)
+                candidate = Candidate(token, (name, match_class, only, rank, shorter), prior)
+                if token not in found:
+                    found[token] = candidate
+                    told += 1
+            state = source.link[state]
+            length = source.length[state]
+
+    def _follow_corpus(self, match: Match | None, token: int) -> Match | None:
+        if self._corpus is None or match is None:
+            return None
+        return Match(*self._corpus.follow(match.state, match.length, token))

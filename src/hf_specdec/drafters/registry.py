@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
 
+from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
@@ -44,11 +45,11 @@ class Method:
 
 _METHODS: dict[str, Method] = {}
 
-PLANNED = ("lookahead", "draft_model", "early_exit", "mtp", "hybrid")
+PLANNED = ("lookahead", "draft_model", "early_exit", "mtp")
 """Methods of the public contract that this version does not have yet."""
 
-AUTO = "auto"
-"""The best of what is loaded."""
+WITHOUT_HEAD = ("prompt_lookup", "token_recycling")
+"""What `"auto"` and `"hybrid"` merge where no head is loaded; beside heads, the first of them."""
 
 
 def register(method: Method) -> Method:
@@ -58,7 +59,7 @@ def register(method: Method) -> Method:
         InvalidConfigError: One of its names, or one of its heads, is another method's.
     """
     for name in (method.name, *method.aliases):
-        if name in (AUTO, *PLANNED) or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
+        if name in (*COMBINED, *PLANNED) or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
             raise InvalidConfigError(f"There is a method {name!r} already.", "Give yours another name.")
     for head in method.heads:
         if any(head in row.heads for row in _METHODS.values()):
@@ -92,7 +93,7 @@ def _load_entry_points() -> None:
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """The method or registered drafter that a name means, without its aliases; `"auto"` stays what it is.
+    """The method or registered drafter that a name means, without its aliases; `"auto"` and `"hybrid"` stay.
 
     Raises:
         InvalidConfigError: There is none.
@@ -101,7 +102,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
     method = aliases.get(name, name)
-    available = {AUTO, *rows, *registered}
+    available = {*COMBINED, *rows, *registered}
     if method in available:
         return method
     known = ", ".join(map(repr, sorted({*available, *aliases})))
@@ -124,31 +125,44 @@ def drafter_of(head: DraftHead) -> Drafter:
     )
 
 
-def choose_drafter(name: str, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
-    """The drafter that a method's or a drafter's name means: a registered one first, then a training-free method.
+def choose_drafter(
+    config: SpeculativeConfig, registered: Mapping[str, Drafter], made: dict[str, Drafter], experience: Experience
+) -> Drafter:
+    """The drafter that a config means.
 
     Args:
-        name: What `speculative=` was given.
+        config: Its `method` is the name of a registered drafter, of a method, or of several merged.
         registered: Drafters of the model by name.
         made: Training-free drafters that were made for the model before; a new one is put in.
+        experience: What merged drafting has learned with the model.
 
     Raises:
-        InvalidConfigError: Unknown name.
+        InvalidConfigError: Unknown name, or merged drafters merged again.
         DrafterMismatchError: A method whose head is not loaded.
         UnsupportedGenerationError: A method of a later version.
     """
-    by_method: dict[str, Any] = {}
+    name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
+    if name not in COMBINED or name in registered:
+        return _single(name, registered, made)
+    loaded = [known for known, drafter in registered.items() if not isinstance(drafter, HybridDrafter)]
+    if name == AUTO and config.tree is not None and loaded:  # a tree is one drafter's
+        return _single(loaded[0], registered, made)
+    names = config.methods or dict.fromkeys((*loaded, *(WITHOUT_HEAD[:1] if loaded else WITHOUT_HEAD)))
+    if any(part in COMBINED or isinstance(registered.get(part), HybridDrafter) for part in names):
+        raise InvalidConfigError(f"`methods` names what is merged, got {list(names)}.", "Name single methods.")
+    return HybridDrafter({part: _single(part, registered, made) for part in names}, experience)
+
+
+def _single(name: str, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
+    """A registered drafter, else one of that method, else a training-free method."""
+    by_method: dict[str, Drafter] = {}
     for drafter in registered.values():
         by_method.setdefault(drafter.method, drafter)
-    name = method_named(name, {*registered, *by_method})
-    rows = methods()
-    if name == AUTO:
-        name = next((row.name for row in rows.values() if row.heads and row.name in by_method), "prompt_lookup")
+    name, rows = method_named(name, {*registered, *by_method}), methods()
     if name in registered:
         return registered[name]
     if name in by_method:
-        chosen: Drafter = by_method[name]
-        return chosen
+        return by_method[name]
     if rows[name].requires is not None:
         raise DrafterMismatchError(
             f"speculative={name!r} needs a head, and none is loaded on this model.",

@@ -9,6 +9,8 @@ of the accepted path are written last. All of it stays on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import exp
 from pathlib import Path
 
 import torch
@@ -20,7 +22,8 @@ from transformers import PreTrainedModel
 from hf_specdec.atomic import whole_file
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.step import Step
 from hf_specdec.target.model import execution_device, text_config
@@ -37,6 +40,12 @@ PAIRS = 2**16
 """Pairs of tokens that are remembered; a pair that falls on another's place takes it."""
 MIXER = 1_000_003
 """A prime by which pairs are spread over their places."""
+HEARD = 4
+"""Candidates of a row that are merged with those of other drafters."""
+LEAST_LOG_PROB = -4.0
+"""Of those: less likely ones are not worth a thought."""
+PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
+"""What a probability is worth in another place, where it was of the same two tokens, or of the last one alone."""
 NO_PAIR, UNKNOWN_PAIR = -1, -2
 """Keys of a place that holds none, and of a token of which it is not known what stands before it; never equal."""
 
@@ -78,6 +87,13 @@ class RecycledTokens:
         known = (self.keys[place] == key)[..., None]
         log_probs = torch.where(known, self.log_probs[1][place], self.log_probs[0][tokens])
         return log_probs, torch.where(known, self.ids[1][place], self.ids[0][tokens])
+
+    def row(self, previous: int, token: int) -> tuple[list[float], list[int], bool]:
+        """What follows one token on the host: log-probabilities, ids, and whether the pair was known."""
+        place = (previous * MIXER + token) % self.pairs
+        paired = previous >= 0 and int(self.keys[place]) == previous * self.vocab_size + token
+        table, row = (1, place) if paired else (0, token)
+        return self.log_probs[table][row, :HEARD].tolist(), self.ids[table][row, :HEARD].tolist(), paired
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids `[..., W]` of the best tokens by raw logits `[..., V]`."""
@@ -202,7 +218,9 @@ class TokenRecyclingDrafter(Drafter):
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session that learns from the prompt's logits where it was given them."""
-        return _RecyclingSession(self._learned(), context)
+        table = self._learned()
+        on_host = table.keys.device.type == "cpu"
+        return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context)
 
 
 class _RecyclingSession(DraftSession):
@@ -246,6 +264,43 @@ class _RecyclingSession(DraftSession):
         before_root = tree.tokens.gather(1, path.gather(1, last))[:, 0]
         self._previous = torch.where(going, before_root, self._previous)
         self._roots = acceptance.next_token
+
+
+class _HostRecyclingSession(_RecyclingSession, CandidateSession):
+    """Where the table is on the host, it can be asked row by row."""
+
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        pairs = zip(self._previous.tolist(), self._roots.tolist(), strict=True)
+        return [RecycledCandidates(self._table, previous, token) for previous, token in pairs]
+
+
+class RecycledCandidates(Candidates):
+    """What the table knows of the tokens after one row's root. A place is a token and the one before it (-1: none).
+
+    Args:
+        table: On the host.
+        previous, token: The root and the token before it.
+    """
+
+    def __init__(self, table: RecycledTokens, previous: int, token: int) -> None:
+        self._table, self.start = table, (previous, token)
+
+    def after(self, place: tuple[int, int]) -> Sequence[Candidate]:
+        """The best candidates of the pair, or of the token alone."""
+        log_probs, ids, paired = self._table.row(*place)
+        trusted = PAIR_TRUST if paired else TOKEN_TRUST
+        return [
+            Candidate(
+                token, ("token_recycling", paired, min(rank, 3), confidence_class(log_prob)), trusted * exp(log_prob)
+            )
+            for rank, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True))
+            if log_prob > LEAST_LOG_PROB
+        ]
+
+    def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
+        """The token and what stood before it."""
+        return place[1], token
 
 
 def _known_nodes(draft: Draft) -> Draft:

@@ -30,7 +30,7 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import options
-from hf_specdec.generation.plan import Plan, plan_call
+from hf_specdec.generation.plan import Plan, controller_of, plan_call
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
@@ -316,7 +316,7 @@ class SpeculativeGenerationMixin:
         call = decode.Call(
             target=plan.target,
             drafter=plan.drafter,
-            controller=plan.controller,
+            controller=controller_of(plan, model, input_ids.shape[0], input_ids.shape[1], synced_gpus=synced_gpus),
             rule=plan.rule,
             config=plan.config,
             input_ids=input_ids,

@@ -130,12 +130,10 @@ def check_settings(config: SpeculativeConfig) -> None:
     """Refuse fields of the contract that this version does not honour yet.
 
     Raises:
-        UnsupportedGenerationError: A runner, or adaptive drafting.
+        UnsupportedGenerationError: A runner.
     """
     if config.compile not in ("auto", "none"):
         raise UnsupportedGenerationError(f"compile={config.compile!r} is not in this version.", 'Use "auto".')
-    if config.adaptive not in (None, False):
-        raise UnsupportedGenerationError("`adaptive` is not in this version.", "Leave it None.")
 
 
 def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None:

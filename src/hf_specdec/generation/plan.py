@@ -6,22 +6,33 @@ on this call's own copy of the generation configuration. Feeds: `decode.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specdec.accept import AcceptanceRule
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
+from hf_specdec.control.cost_model import CostModelController
+from hf_specdec.control.tiers import TierController
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.registry import choose_drafter
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation import options
-from hf_specdec.generation.state import current_facts, keep_bound, state_of
+from hf_specdec.generation.state import current_costs, current_facts, keep_bound, state_of
 from hf_specdec.target.probe import TargetFacts
 from hf_specdec.target.target import Target
+
+logger = logging.getLogger(__name__)
+
+SHARED_NODES = 8
+"""Nodes of a merged tree where costs cannot decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,6 @@ class Plan:
     config: SpeculativeConfig
     drafter: Drafter
     limits: Budget  # no step of this call verifies more
-    controller: Controller
     rule: AcceptanceRule
     facts: TargetFacts
     layer_outputs: dict[str, bool]  # hidden_states, attentions: whether to collect them
@@ -59,8 +69,8 @@ def plan_call(
         UnsupportedModelError: The model, as it is now, cannot verify drafted tokens.
     """
     config, state = SpeculativeConfig.of(speculative), state_of(model)
-    drafter = choose_drafter(config.method, state.drafters, state.made)
-    limits = drafter.limits(config)
+    drafter = choose_drafter(config, state.drafters, state.made, state.experience)
+    limits = _limits(drafter, config)
     options.check_mode(mode, generation_config, mode_kwargs)
     options.check_settings(config)
     rule = options.rule_for(config, generation_config)
@@ -73,8 +83,59 @@ def plan_call(
         config=config,
         drafter=drafter,
         limits=limits,
-        controller=FixedController(limits),
         rule=rule,
         facts=facts,
         layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.branches),
     )
+
+
+def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
+    """The largest tree of any step: tiers may ask for deeper ones than the drafter's default."""
+    tiers = _tiers(drafter, config)
+    if tiers is None or config.num_steps is not None or config.tree is not None:
+        return drafter.limits(config)
+    deeper = replace(config, num_steps=max(tiers.candidate_steps))
+    try:
+        limits = drafter.limits(deeper)
+        if config.num_draft_tokens is None:  # as many nodes per level as the default has
+            default = drafter.limits(config)
+            per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
+            deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
+            limits = drafter.limits(deeper)
+    except InvalidConfigError:  # its tree is given
+        return drafter.limits(config)
+    return limits
+
+
+def _tiers(drafter: Drafter, config: SpeculativeConfig) -> AdaptiveConfig | None:
+    if isinstance(config.adaptive, AdaptiveConfig):
+        return config.adaptive
+    return AdaptiveConfig() if config.adaptive and not isinstance(drafter, HybridDrafter) else None
+
+
+def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool) -> Controller:
+    """What decides how much every step of this call drafts.
+
+    Args:
+        plan: The call's.
+        model: An attached model.
+        rows: Of the batch.
+        context: Tokens of the prompt.
+        synced_gpus: Whether other ranks run the same number of forwards.
+    """
+    tiers = _tiers(plan.drafter, plan.config)
+    if tiers is not None:
+        return TierController(tiers, plan.limits)
+    if not isinstance(plan.drafter, HybridDrafter) or plan.config.adaptive is False:
+        return FixedController(plan.limits)
+    if synced_gpus or runs_with_others():
+        logger.info("Several processes generate together: costs differ between them, so every step drafts the same.")
+        return FixedController(plan.limits.within(Budget(SHARED_NODES, plan.limits.num_steps, plan.limits.top_k)))
+    costs = current_costs(model, plan.facts, rows=rows, widest=plan.limits.num_nodes, context=context)
+    return CostModelController(plan.limits, costs)
+
+
+def runs_with_others() -> bool:
+    """Whether this process is one of several that torch has joined: all must take the same decisions."""
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return joined and torch.distributed.get_world_size() > 1

@@ -13,7 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.hybrid import Experience
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
@@ -23,6 +25,9 @@ STATE = "_speculation"
 
 KEPT_FACTS = 4
 """Findings of the probe that are kept: a model that goes back and forth (adapters, modes) is probed once for each."""
+
+KEPT_COSTS = 16
+"""Batch sizes, times models, of which it is kept what a step costs."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,8 @@ class SpeculationState:
         self.made: dict[str, Drafter] = {}  # training-free drafters, made when their method was first asked for
         self.bound: dict[str, Fingerprint] = {}  # the model that each drafter was last bound to
         self.facts: list[TargetFacts] = []  # latest first
+        self.experience = Experience()  # of merged drafts
+        self.costs: list[tuple[Fingerprint, int, StepCosts]] = []  # by model and rows, latest first
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # generations under way, by thread
 
@@ -57,7 +64,8 @@ class SpeculationState:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
-        return {"drafters": self.drafters, "made": {}, "bound": {}, "facts": [], "last": self.last}
+        return {"drafters": self.drafters, "made": {}, "bound": {}, "facts": [], "last": self.last,
+                "experience": Experience(), "costs": []}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter())
@@ -107,9 +115,28 @@ def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> No
     """
     state = state_of(model)
     for name, known in {**state.made, **state.drafters}.items():
-        if known is drafter and state.bound.get(name) != now:
-            _bind(model, drafter)
+        if known in drafter.parts and state.bound.get(name) != now:
+            _bind(model, known)
             state.bound[name] = now
+
+
+def current_costs(model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int) -> StepCosts:
+    """What a step over so many rows costs, measured where it is not known yet.
+
+    Args:
+        model: An attached model.
+        facts: What the probe found.
+        rows: Of the batch.
+        widest: Nodes of the largest tree.
+        context: Tokens of the prompt.
+    """
+    state = state_of(model)
+    for fingerprint, known_rows, costs in state.costs:
+        if (fingerprint, known_rows) == (facts.fingerprint, rows) and costs.covers(widest, rows):
+            return costs
+    costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context)
+    state.costs = [(facts.fingerprint, rows, costs), *state.costs][:KEPT_COSTS]
+    return costs
 
 
 def _bind(model: PreTrainedModel, drafter: Drafter) -> None:

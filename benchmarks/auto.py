@@ -1,0 +1,143 @@
+"""Every way to draft, its merger, and what its parts are worth, against plain `generate()` and transformers' lookup.
+
+    python benchmarks/auto.py --prompts questions.jsonl --per-category 8 --json benchmarks/results/auto_cpu_bf16.json
+
+Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run that
+was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one part off
+at a time. A drafter keeps what it has learned from question to question, as it does for a user.
+"""
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+
+from hf_specdec import bench, loading
+from hf_specdec.drafters import hybrid
+from hf_specdec.drafters.calibration import Calibration
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+
+SETTINGS = {
+    "auto": {"method": "auto", "methods": ["eagle", "prompt_lookup"]},
+    "fixed width": {
+        "method": "auto",
+        "methods": ["eagle", "prompt_lookup"],
+        "adaptive": False,
+        "num_draft_tokens": 12,
+    },
+}
+MAIN = ["transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "auto, no head", "auto"]
+ABLATIONS = ["auto", "calibration off", "switching", "recycling off", "auto, no head", "recycling on", "fixed width"]
+
+
+class Uncalibrated(Calibration):
+    """Every source is believed."""
+
+    def probability(self, kind, prior):
+        return prior
+
+
+class SwitchingSession(hybrid._HybridSession):
+    """Of every row's trees, one per source, the one that is expected to bring most."""
+
+    def _candidates(self, row):
+        return self._one if self._one else super()._candidates(row)
+
+    _one = None
+
+    def _merge(self, budget):
+        trees = []
+        for place, row in enumerate(self._going):
+            best = None
+            for source in super()._candidates(row):
+                self._one, going, self._going = [source], self._going, [row]
+                (tree,) = super()._merge(budget)
+                self._one, self._going = None, going
+                if best is None or sum(tree.values) > sum(best.values):
+                    best = tree
+            trees.append(best)
+            assert len(trees) == place + 1
+        return trees
+
+
+class SwitchingDrafter(HybridDrafter):
+    def start(self, target, context, config):
+        session = super().start(target, context, config)
+        session.__class__ = SwitchingSession
+        return session
+
+
+def add_drafters(model):
+    """Each with a memory of its own: the methods answer the same questions one after the other."""
+    eagle, lookup = model.drafters["eagle"], PromptLookupDrafter()
+    uncalibrated = Experience()
+    uncalibrated.calibration = Uncalibrated()
+    parts = {"eagle": eagle, "prompt_lookup": lookup}
+    for name, drafter in {
+        "token_recycling": TokenRecyclingDrafter(),
+        "auto, no head": HybridDrafter({"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}),
+        "recycling off": HybridDrafter({"prompt_lookup": lookup}),
+        "recycling on": HybridDrafter({**parts, "token_recycling": TokenRecyclingDrafter()}),
+        "calibration off": HybridDrafter(parts, uncalibrated),
+        "switching": SwitchingDrafter(parts),
+    }.items():
+        model.add_drafter(drafter, name)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--per-category", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--set", choices=["main", "ablations"], default="main", dest="methods")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, tokenizer = loading.load_model(None, loading.default_head(None), getattr(torch, options.dtype))
+    add_drafters(model)
+    methods = MAIN if options.methods == "main" else ABLATIONS
+    done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}
+    known = {row["question_id"] for row in done["measurements"]}
+    questions = bench.read_questions(options.prompts, per_category=options.per_category)
+    for question in questions:
+        if question.question_id in known:
+            continue
+        rows = bench.measure(
+            model,
+            tokenizer,
+            [question],
+            methods,
+            max_new_tokens=options.max_new_tokens,
+            rounds=options.rounds,
+            settings=SETTINGS,
+        )
+        done["measurements"] += [asdict(row) for row in rows]
+        measured = [bench.Measurement(**row) for row in done["measurements"]]
+        done["environment"], done["summary"] = bench.environment(model), bench.summarise(measured)
+        options.json.write_text(json.dumps(done, indent=1))
+    report(done["summary"], ["plain", *methods])
+
+
+def report(summary, methods):
+    by_method = {method: [row for row in summary if row["method"] == method] for method in methods}
+    categories = [row["category"] for row in by_method["plain"] if row["category"] != "all"]
+    print("| method | tau | " + " | ".join(categories) + " | mean | worst question |")
+    for method, rows in by_method.items():
+        means = {row["category"]: row["speed_up_mean"] for row in rows}
+        overall = next(row for row in rows if row["category"] == "all")
+        mean = statistics.mean(means[category] for category in categories)
+        cells = " | ".join(f"{means[category]:.2f}" for category in categories)
+        print(f"| {method} | {overall['tau']:.2f} | {cells} | {mean:.2f} | {overall['speed_up_worst']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

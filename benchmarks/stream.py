@@ -1,0 +1,125 @@
+"""A text whose nature changes every 200 tokens: what `auto` does over time, and what it loses against fixed choices.
+
+    python benchmarks/stream.py --json benchmarks/results/stream_cpu_bf16.json --plot docs/stream.png
+
+The answer is given: a logits processor lets nothing but the next token of a script through, the target and the head
+run as always. The script copies the prompt, answers a question in the words of the model, then is noise, twice over.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from matplotlib import pyplot
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_specdec import loading
+
+PART = 200
+FIXED = {
+    "plain": None, "prompt_lookup": "prompt_lookup", "eagle": "eagle",
+    "both, 12 nodes": {"method": "hybrid", "methods": ["prompt_lookup", "eagle"], "adaptive": False,
+                       "num_draft_tokens": 12},
+}  # fmt: skip
+QUESTIONS = ("Why is the sky blue? Explain in detail.", "How do plants grow? Explain in detail.")
+
+
+class Script(LogitsProcessor):
+    """Lets one token through: the script's next."""
+
+    def __init__(self, tokens, prompt_length):
+        self.tokens, self.prompt_length = tokens, prompt_length
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.tokens[input_ids.shape[1] - self.prompt_length]] = 0
+        return forced
+
+
+def script_of(model, tokenizer):
+    """A prompt, and what follows it."""
+    proses = []
+    for question in QUESTIONS:
+        inputs = loading.encode(tokenizer, question, model.device)
+        answer = model.generate(**inputs, max_new_tokens=PART, min_new_tokens=PART, do_sample=False)
+        proses.append(answer[0, inputs["input_ids"].shape[1] :].tolist())
+    passage = tokenizer("The harbour lay quiet that morning, and nobody had seen the letter yet. " * 2)["input_ids"]
+    draw = torch.Generator().manual_seed(0)
+    passage += torch.randint(1000, 20000, (PART,), generator=draw).tolist()  # a text that is in no model's memory
+    noise = torch.randint(1000, 40000, (2, PART), generator=draw).tolist()
+    copied = passage[-PART:]
+    return passage, [*copied, *proses[0], *noise[0], *copied, *proses[1], *noise[1]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, tokenizer = loading.load_model(None, loading.default_head(None), torch.bfloat16)
+    prompt, script = script_of(model, tokenizer)
+    ids = torch.tensor([prompt])
+    seconds, controls = {}, {}
+    for number in range(options.rounds + 1):
+        for name, speculative in {**FIXED, "auto": "auto"}.items():
+            count = len(script) if number else 16  # the first is a warm-up
+            begin = time.perf_counter()
+            answer = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                speculative=speculative,
+                logits_processor=LogitsProcessorList([Script(script, len(prompt))]),
+            )
+            taken = time.perf_counter() - begin
+            assert answer[0, len(prompt) :].tolist() == script[:count]
+            if number:
+                seconds.setdefault(name, []).append(taken)
+            if speculative == "auto":
+                controls = {
+                    "accepted": model.last_speculation.accepted_per_step[0],
+                    "widths": model.last_speculation.control["width_by_step"],
+                    "control": model.last_speculation.control,
+                }
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    best = min((name for name in FIXED), key=medians.get)
+    for name, taken in medians.items():
+        print(f"{name}: {taken:.1f} s, {medians['plain'] / taken:.2f}x plain")
+    print(f"auto against the best fixed choice ({best}): {medians['auto'] / medians[best] - 1:+.1%}")
+    options.json.write_text(json.dumps({"seconds": seconds, "best": best, **controls}, indent=1))
+    if options.plot:
+        plot(controls, options.plot)
+
+
+def plot(controls, path):
+    tokens, widths, accepted = [], [], []
+    reached = 1
+    for width, count in zip(controls["widths"], controls["accepted"], strict=False):
+        tokens.append(reached)
+        widths.append(width)
+        accepted.append(count)
+        reached += count
+    figure, axes = pyplot.subplots(figsize=(9, 3.2))
+    axes.step(tokens, widths, where="post", label="nodes verified", linewidth=0.9)
+    axes.plot(tokens, accepted, ".", markersize=3, label="tokens kept")
+    for part in range(7):
+        axes.axvline(part * PART, color="grey", linewidth=0.5)
+    for part, name in enumerate(("copy", "prose", "noise") * 2):
+        axes.text((part + 0.5) * PART, axes.get_ylim()[1], name, ha="center", va="bottom")
+    axes.set_xlabel("token")
+    axes.set_yscale("symlog", base=2, linthresh=1)
+    axes.legend(loc="upper right", fontsize=8)
+    figure.savefig(path, bbox_inches="tight", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Tiers: the drafted depth follows how many drafts were accepted of late.
+
+Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`,
+https://github.com/sgl-project/sglang). A moving average of accepted drafts per step picks among a few depths, after a
+warm-up, every few steps, with a margin on either side so that it does not swing. Called by: `decode.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hf_specdec.config import AdaptiveConfig
+from hf_specdec.draft import Budget
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.step import Step, StepSeconds
+
+MARGIN = 0.5
+"""A tier is left downwards where the average falls this far below the depth of the tier under it, and upwards where it
+comes within this of its own depth; hysteresis moves both."""
+
+
+class TierController:
+    """Depths of `candidate_steps`; trees shrink with them.
+
+    Args:
+        config: The policy.
+        limits: The drafter's largest tree, of the deepest tier.
+
+    Raises:
+        InvalidConfigError: No tier is within the limits.
+    """
+
+    def __init__(self, config: AdaptiveConfig, limits: Budget) -> None:
+        self._config = config
+        self.tiers = [tier_budget(steps, limits) for steps in config.candidate_steps if steps <= limits.num_steps]
+        if not self.tiers:
+            raise InvalidConfigError(
+                f"No depth of candidate_steps={config.candidate_steps} is within the drafter's {limits.num_steps}.",
+                "Give smaller ones, or raise num_steps.",
+            )
+        self._index = len(self.tiers) // 2
+        self._average = float(max(self._depth - 1, 0))
+        self._batches, self._used = 0, Counter[int]()
+
+    @property
+    def _depth(self) -> int:
+        return self.tiers[self._index].num_steps
+
+    def next(self) -> Budget:
+        """The tier in force; it changes between steps only."""
+        return self.tiers[self._index]
+
+    def observe(self, step: Step, seconds: StepSeconds) -> None:
+        """Average the drafts that were accepted per row; decide when it is time."""
+        accepted = [count - 1 for count in step.acceptance.counts if count]
+        if not accepted:
+            return
+        self._used[self._depth] += 1
+        weight = self._config.ema_alpha
+        self._average += weight * (sum(accepted) / len(accepted) - self._average)
+        self._batches += 1
+        since = self._batches - self._config.warmup_batches
+        if since >= 0 and since % self._config.update_interval == 0:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Down to where the average is not below the tier under it; else up to where it does not fill its own."""
+        before, average = self._index, self._average
+        down, up = self._config.down_hysteresis - MARGIN, self._config.up_hysteresis - MARGIN
+        while self._index and average <= self.tiers[self._index - 1].num_steps + down:
+            self._index -= 1
+        if self._index == before:
+            while self._index + 1 < len(self.tiers) and average > self._depth + up:
+                self._index += 1
+
+    def report(self) -> dict[str, Any]:
+        """Steps by tier, the tier in force, and the average that put it there."""
+        return {
+            "controller": "tiers", "candidate_steps": [tier.num_steps for tier in self.tiers], "tier": self._depth,
+            "steps_by_tier": dict(sorted(self._used.items())), "average_accepted": self._average,
+        }  # fmt: skip
+
+
+def tier_budget(num_steps: int, limits: Budget) -> Budget:
+    """A tree of so many levels: as many nodes per level as the largest has.
+
+    Example: of limits (16, 5, 4) the tier of 2 steps is (7, 2, 4): three nodes per level and the root.
+    """
+    per_level = -(-(limits.num_nodes - 1) // limits.num_steps)
+    return Budget(min(limits.num_nodes, 1 + per_level * num_steps), num_steps, limits.top_k)

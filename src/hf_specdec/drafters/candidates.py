@@ -1,0 +1,221 @@
+"""Edges of several sources merged into one tree: the likeliest nodes first, as many as pay.
+
+A source tells, node by node, what may follow. Equal tokens under one node are one node with the larger probability;
+the tree takes the nodes of the largest path probability, which is the best tree of its size: a node is never likelier
+than its parent, so parents come first. Called by: `drafters/hybrid.py` and the sources.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Any, NamedTuple
+
+from hf_specdec.tree import ROOT_PARENT
+
+LEAST_PROBABILITY = 0.01
+"""Of a node that is worth a thought."""
+CONFIDENCE_STEPS = 3.0
+"""Classes of a confidence per factor of e."""
+LEAST_CONFIDENCE = 12
+"""The class of all lower confidences."""
+
+
+class Candidate(NamedTuple):
+    """What a source thinks may follow a node."""
+
+    token: int
+    kind: Hashable  # the class under which it is counted whether this comes true
+    prior: float  # how likely its source takes it to be
+
+
+class Candidates(ABC):
+    """What one source would draft for one row, edge by edge.
+
+    A place is what the source knows of a node: the root's is `start`.
+    """
+
+    start: Any
+
+    @abstractmethod
+    def after(self, place: Any) -> Sequence[Candidate]:
+        """What may follow the node at a place, the likeliest first; each token once."""
+
+    @abstractmethod
+    def follow(self, place: Any, token: int) -> Any:
+        """The place after a token; None where the source knows nothing of what comes then."""
+
+
+class DraftedCandidates(Candidates):
+    """A tree that a session has drafted, as a source.
+
+    Args:
+        name: Of the source.
+        tokens, parents: Of one row's nodes.
+        log_probs: Confidence of each edge; None where the drafter tells none.
+        buckets: Its drafter's own classes; None where it has none.
+    """
+
+    start = 0
+
+    def __init__(
+        self, name: str, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float] | None,
+        buckets: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        self._below: dict[int, list[Candidate]] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if parent == ROOT_PARENT or (parent, token) in self._nodes:
+                continue
+            siblings = self._below.setdefault(parent, [])
+            self._nodes[parent, token] = node
+            rank, log_prob = len(siblings), None if log_probs is None else log_probs[node]
+            kind: Hashable = (name, min(rank, 3), None if log_prob is None else confidence_class(log_prob))
+            if buckets is not None:
+                kind = (name, buckets[node])
+            prior = exp(log_prob) if log_prob is not None else 0.5 ** (rank + 1)
+            siblings.append(Candidate(token, kind, prior))
+
+    def after(self, place: int) -> Sequence[Candidate]:
+        """The node's children in their order."""
+        return self._below.get(place, ())
+
+    def follow(self, place: int, token: int) -> int | None:
+        """The child of that token."""
+        return self._nodes.get((place, token))
+
+
+def confidence_class(log_prob: float) -> int:
+    """The class of a confidence: three per factor of e, up to a twelfth.
+
+    Example: probabilities 1, 0.6 and 0.1 are of the classes 0, 1 and 6.
+    """
+    return min(int(-log_prob * CONFIDENCE_STEPS), LEAST_CONFIDENCE)
+
+
+Probability = Callable[[Hashable, float], float]
+"""`probability(kind, prior)`, see `calibration.Calibration`."""
+
+
+class Child(NamedTuple):
+    """What may follow a node when all sources are heard."""
+
+    token: int
+    probability: float
+
+
+def merge_children(sources: Sequence[Candidates], places: Sequence[Any], probability: Probability) -> list[Child]:
+    """The candidates of all sources after one node, the likeliest first, each token once.
+
+    A token's probability is the largest that a source gives it. Sources that name different tokens cannot both be
+    right: what one of them is sure of leaves that much less to the others, and all together no more than one.
+
+    Args:
+        sources: The sources.
+        places: What each knows of the node; None where it knows nothing.
+        probability: Of an edge of a class.
+    """
+    best: dict[int, tuple[float, int]] = {}
+    for index, (source, place) in enumerate(zip(sources, places, strict=True)):
+        if place is not None:
+            for token, kind, prior in source.after(place):
+                value = probability(kind, prior)
+                if value > best.get(token, (0.0, 0))[0]:
+                    best[token] = value, index
+    children, taken, left = list[Child](), [0.0] * len(sources), 1.0
+    for token, (value, index) in sorted(best.items(), key=lambda item: -item[1][0]):
+        elsewhere = 1.0 - left - taken[index]
+        value = min(value * (1.0 - elsewhere), left)
+        taken[index] += value
+        left -= value
+        children.append(Child(token, value))
+    return children
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A row's nodes, root first, by falling probability of their paths: the first n are the best tree of n nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    values: list[float]  # probability of the path to each node; 1 of the root
+    edges: list[float]  # of each node given its parent; 1 of the root
+
+
+def merge(
+    root: int, sources: Sequence[Candidates], probability: Probability, *, num_nodes: int, num_steps: int, top_k: int
+) -> Merged:
+    """The likeliest tree that the sources' edges make.
+
+    Args:
+        root: The root token.
+        sources: Whom to ask.
+        probability: Of an edge of a class.
+        num_nodes, num_steps, top_k: The most nodes (root included), levels below the root, children of a node.
+    """
+    tokens, parents, values, edges, depths = [root], [ROOT_PARENT], [1.0], [1.0], [0]
+    # (minus the path's probability, order of being found, parent, token, edge, the parent's places)
+    heap: list[tuple[float, int, int, int, float, tuple[Any, ...]]] = []
+    found = 0
+
+    def open_node(node: int, places: tuple[Any, ...]) -> None:
+        nonlocal found
+        if depths[node] == num_steps:
+            return
+        for token, edge in merge_children(sources, places, probability)[:top_k]:
+            value = values[node] * edge
+            if value < LEAST_PROBABILITY:
+                break
+            heapq.heappush(heap, (-value, found, node, token, edge, places))
+            found += 1
+
+    open_node(0, tuple(source.start for source in sources))
+    while heap and len(tokens) < num_nodes:
+        value, _, parent, token, edge, places = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        values.append(-value)
+        edges.append(edge)
+        depths.append(depths[parent] + 1)
+        after = (
+            None if place is None else source.follow(place, token)
+            for source, place in zip(sources, places, strict=True)
+        )
+        open_node(len(tokens) - 1, tuple(after))
+    return Merged(tokens, parents, values, edges)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """How many nodes to verify, and what that is expected to bring."""
+
+    num_nodes: int  # root included
+    tokens: float  # expected of all rows
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+def best_width(rows: Sequence[Merged], costs: Sequence[float], spent: float, trust: float = 1.0) -> Width:
+    """The width of most expected tokens per second, `(rows + sum of the nodes' probabilities) / seconds`.
+
+    Args:
+        rows: The trees of the rows that go on; all are verified at one width.
+        costs: Seconds of a step that verifies 1, 2, ... nodes per row.
+        spent: Seconds that drafting takes.
+        trust: Of what was expected so far, how much came true.
+    """
+    expected = float(len(rows))
+    best = Width(1, expected, costs[0] + spent)
+    for width in range(2, 1 + min(len(costs), max(len(row.values) for row in rows))):
+        expected += trust * sum(row.values[width - 1] for row in rows if len(row.values) >= width)
+        wider = Width(width, expected, costs[width - 1] + spent)
+        if wider.rate > best.rate:
+            best = wider
+    return best

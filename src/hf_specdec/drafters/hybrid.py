@@ -1,0 +1,352 @@
+"""Hybrid drafting: one tree of what several drafters would draft, cut where a further node no longer pays.
+
+Sources that can be asked edge by edge (`CandidateSession`) cost next to nothing and are always heard; a head costs a
+forward per level, and is asked where that has paid so far. Every edge is worth what edges of its class have been worth
+(`calibration.py`); the tree takes the likeliest nodes (`candidates.py`) and is as wide as pays by the costs of a step
+(`Budget.costs`), down to a plain step. All of it is counted whether or not a source's drafts were taken, so a text
+that changes its nature brings back what had stopped paying.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.calibration import Calibration
+from hf_specdec.drafters.candidates import Candidates, DraftedCandidates, Merged, Width, best_width, merge
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.host_sync import read
+from hf_specdec.step import Step
+from hf_specdec.target.target import Target
+from hf_specdec.tree import stack_trees
+
+MAX_NODES = 64
+"""Of the merged tree, root included, where the config names no other number."""
+MAX_STEPS = 48
+MAX_CHILDREN = 8
+ASKED_NODES = 32
+"""Nodes that a head is asked for; the merged tree takes the best of them."""
+
+SMOOTHING = 0.05
+"""Weight of the newest step in a moving average."""
+FIRST_ASKED = 3
+"""Steps in which a source is asked in any case, to learn what it costs."""
+SHORTEST_REST, LONGEST_REST = 8, 256
+"""Steps after which a source is asked although it did not pay; the rest doubles every time that it does not."""
+PRIOR_DRAFTS = 10.0
+"""Accepted drafts with which expectations are trusted before any is known."""
+PRIOR_GAIN, PRIOR_STEPS = 0.8, 4.0
+"""Tokens that a head is thought to add where nothing is drafted yet, with the weight of so many steps."""
+FINE = 2.0**-20
+"""Unit in which log-probabilities travel to the host, beside integers."""
+
+
+@dataclass(slots=True)
+class Worth:
+    """What asking a source has brought: tokens per row, at further seconds, by what was expected without it."""
+
+    gains: dict[int, tuple[float, float]] = field(default_factory=dict)  # (weight, tokens per row)
+    seconds: float = 0.0  # of a step that asks it, more than of one that does not
+    asked: int = 0
+    waited: int = 0  # steps since it was asked
+    rest: int = SHORTEST_REST
+
+    def pays(self, without: Width, rows: int) -> bool:
+        """Whether it is to be asked in this step."""
+        self.waited += 1
+        if self.asked < FIRST_ASKED or self.waited > self.rest:
+            return True
+        gained, seconds = rows * self._gain(without.tokens / rows), without.seconds + self.seconds
+        return (without.tokens + gained) / seconds > without.rate
+
+    def learn(self, without: Width, with_it: Width, rows: int) -> None:
+        """It was asked: what came of it."""
+        kind, self.asked = self._kind(without.tokens / rows), self.asked + 1
+        weight, gain = self.gains.get(kind, (0.0, 0.0))
+        keep = 1 - SMOOTHING
+        total = keep * weight + 1
+        self.gains[kind] = (total, (keep * weight * gain + (with_it.tokens - without.tokens) / rows) / total)
+        weight = max(SMOOTHING, 1 / self.asked)
+        self.seconds += weight * (with_it.seconds - without.seconds - self.seconds)
+        paid = with_it.rate > without.rate
+        if self.waited > self.rest or paid:
+            self.rest = SHORTEST_REST if paid else min(2 * self.rest, LONGEST_REST)
+        self.waited = 0
+
+    def _gain(self, expected: float) -> float:
+        weight, gain = self.gains.get(self._kind(expected), (0.0, 0.0))
+        prior = PRIOR_GAIN * max(0.0, 1 - (expected - 1) / 8)
+        return (weight * gain + PRIOR_STEPS * prior) / (weight + PRIOR_STEPS)
+
+    @staticmethod
+    def _kind(expected: float) -> int:
+        """Expected tokens in halves, from 8 on one class."""
+        return int(2 * min(expected, 8.0))
+
+
+class Experience:
+    """What merged drafting has learned with a model: kept across calls, the answers do not depend on it.
+
+    Attributes:
+        calibration: How often edges come true.
+        worth: What asking a source brings, by its name and the number of rows.
+    """
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.worth: dict[tuple[str, int], Worth] = {}
+        self._came: dict[int, tuple[float, float]] = {}  # expected and accepted drafts, by the number of rows
+
+    def trust(self, rows: int) -> float:
+        """Of the tokens that trees of so many rows were expected to bring, the share that came."""
+        expected, accepted = self._came.get(rows, (0.0, 0.0))
+        return (accepted + PRIOR_DRAFTS) / (expected + PRIOR_DRAFTS)
+
+    def count_step(self, rows: int, expected: float, accepted: int) -> None:
+        """What a step's trees were expected to bring beyond a token per row, and what they brought."""
+        before = self._came.get(rows, (0.0, 0.0))
+        self._came[rows] = ((1 - SMOOTHING) * before[0] + expected, (1 - SMOOTHING) * before[1] + accepted)
+
+
+class HybridDrafter(Drafter):
+    """Merges the drafts of several drafters. Takes any model that its parts take.
+
+    Config fields: `methods` names the parts (default: what is loaded and `prompt_lookup`; without a head also
+    `token_recycling`), `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) bound the merged tree.
+
+    Args:
+        parts: Drafters by name.
+        experience: What was learned before; None starts anew.
+    """
+
+    method = "hybrid"
+
+    def __init__(self, parts: Mapping[str, Drafter], experience: Experience | None = None) -> None:
+        if not parts:
+            raise InvalidConfigError("A hybrid drafter needs at least one part, got none.", "Name some in `methods`.")
+        self._parts, self.experience = dict(parts), experience or Experience()
+
+    def __repr__(self) -> str:
+        return f"HybridDrafter({', '.join(self._parts)})"
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters that are merged."""
+        return tuple(self._parts.values())
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """What any of the parts reads."""
+        layers = dict.fromkeys(layer for part in self.parts for layer in part.needs.feature_layers)
+        return Needs(tuple(layers), any(part.needs.prompt_logits for part in self.parts))
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Bind every part."""
+        for part in self.parts:
+            part.bind(model)
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """The merged tree at its largest."""
+        if config.tree is not None:
+            raise InvalidConfigError(
+                f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
+                "Set num_draft_tokens, num_steps or top_k, or name one method.",
+            )
+        for part in self.parts:
+            _part_config(part)
+        num_nodes = config.num_draft_tokens or MAX_NODES
+        num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
+        return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
+
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """A session over sessions of the parts."""
+        sources = [
+            _Source(name, part.start(target, context, _part_config(part)), part.limits(_part_config(part)))
+            for name, part in self._parts.items()
+        ]
+        return _HybridSession(sources, self.experience, context)
+
+
+def _part_config(part: Drafter) -> SpeculativeConfig:
+    """A part's own settings, with more candidates where it takes the number."""
+    try:
+        wide = SpeculativeConfig(part.method, num_draft_tokens=ASKED_NODES)
+        part.limits(wide)
+    except InvalidConfigError:  # its tree is given
+        return SpeculativeConfig(part.method)
+    return wide
+
+
+@dataclass(slots=True)
+class _Source:
+    """A part's session, and what it did in this generation."""
+
+    name: str
+    session: DraftSession
+    limits: Budget
+    asked: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_free(self) -> bool:
+        return isinstance(self.session, CandidateSession)
+
+
+class _HybridSession(DraftSession):
+    def __init__(self, sources: Sequence[_Source], experience: Experience, context: DraftContext) -> None:
+        self._sources, self._experience = sources, experience
+        self._roots = context.roots
+        self._going = list(range(len(context.roots)))  # rows that have not ended
+        self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
+        self._drafted: dict[str, list[Candidates]] = {}  # of the sources that were asked in this step
+        self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
+        self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
+        self._expected_drafts, self._accepted_drafts = 0.0, 0
+
+    # ------------------------------------------------------------------------------------------- proposing
+
+    def propose(self, budget: Budget) -> Draft:
+        begin, rows = time.perf_counter(), len(self._going)
+        trees = self._merge(budget)
+        heard = time.perf_counter() - begin
+        width = self._width(trees, budget, self._free_seconds)
+        for source in self._sources:
+            if source.is_free:
+                continue
+            worth = self._experience.worth.setdefault((source.name, len(self._tokens)), Worth())
+            if budget.costs is not None and not worth.pays(width, rows):
+                continue
+            begin, first = time.perf_counter(), source.asked == 0
+            self._drafted[source.name] = self._ask(source, budget)
+            trees = self._merge(budget)
+            seconds = time.perf_counter() - begin
+            source.asked, source.seconds = source.asked + 1, source.seconds + seconds
+            if first:  # it read the prompt: not what it costs in a step
+                seconds = worth.seconds if worth.asked else 0.0
+            wider = self._width(trees, budget, width.seconds - self._cost(budget, width) + seconds)
+            if not first:
+                worth.learn(width, wider, rows)
+            width = wider
+        self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
+        self._expected = sum(sum(tree.values[1 : width.num_nodes]) for tree in trees)
+        return self._draft(trees, width.num_nodes)
+
+    def _merge(self, budget: Budget) -> list[Merged]:
+        """The merged tree of every row that goes on."""
+        return [
+            merge(
+                self._tokens[row], self._candidates(row), self._experience.calibration.probability,
+                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
+            )
+            for row in self._going
+        ]  # fmt: skip
+
+    def _candidates(self, row: int) -> list[Candidates]:
+        found = []
+        for source in self._sources:
+            if isinstance(source.session, CandidateSession):
+                found.append(source.session.candidates[row])
+            elif source.name in self._drafted:
+                found.append(self._drafted[source.name][row])
+        return found
+
+    def _width(self, trees: Sequence[Merged], budget: Budget, spent: float) -> Width:
+        if budget.costs is None:
+            return Width(budget.num_nodes, float(len(trees)), 1.0)
+        return best_width(trees, budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
+
+    @staticmethod
+    def _cost(budget: Budget, width: Width) -> float:
+        return 0.0 if budget.costs is None else budget.costs[width.num_nodes - 1]
+
+    def _ask(self, source: _Source, budget: Budget) -> list[Candidates]:
+        """A part's tree as a source, read in one transfer."""
+        limits = source.limits.chain if budget.top_k == 1 else source.limits
+        draft = source.session.propose(replace(limits, num_steps=min(limits.num_steps, budget.num_steps)))
+        tree, rows = draft.tree, len(self._tokens)
+        told = [tree.tokens, tree.parents.expand(tree.tokens.shape)]
+        if draft.log_probs is not None:
+            told.append((draft.log_probs.clamp(min=-100.0, max=0.0) / FINE).round().long())
+        if draft.bucket is not None:
+            told.append(draft.bucket)
+        tokens, parents, *others = read(*told)
+        log_probs = [[FINE * units for units in row] for row in others.pop(0)] if draft.log_probs is not None else None
+        buckets = others.pop(0) if draft.bucket is not None else None
+        return [
+            DraftedCandidates(
+                source.name, tokens[row], parents[row], None if log_probs is None else log_probs[row],
+                None if buckets is None else buckets[row],
+            )
+            for row in range(rows)
+        ]  # fmt: skip
+
+    def _draft(self, trees: Sequence[Merged], num_nodes: int) -> Draft:
+        """The first nodes of every tree; rows that have ended draft nothing."""
+        if num_nodes == 1:
+            return Draft.plain(self._roots)
+        rows: list[tuple[list[int], list[int]]] = [([token], [-1]) for token in self._tokens]
+        edges = [[0.0] for _ in self._tokens]
+        for row, tree in zip(self._going, trees, strict=True):
+            rows[row] = tree.tokens[:num_nodes], tree.parents[:num_nodes]
+            edges[row] = [log(edge) for edge in tree.edges[:num_nodes]]
+        width = max(map(len, edges))
+        if width == 1:
+            return Draft.plain(self._roots)
+        padded = [row + [0.0] * (width - len(row)) for row in edges]
+        return Draft(stack_trees(rows, self._roots.device), torch.tensor(padded, device=self._roots.device))
+
+    # ------------------------------------------------------------------------------------------- learning
+
+    def observe(self, step: Step) -> None:
+        begin, emitted = time.perf_counter(), step.acceptance.emitted
+        for row in self._going:
+            self._replay(row, emitted[row])
+        self._count(step)
+        for source in self._sources:
+            if source.is_free:
+                source.session.observe(step)
+        self._free_seconds += SMOOTHING * (time.perf_counter() - begin)
+        for source in self._sources:
+            if not source.is_free:
+                source.session.observe(step)
+        self._drafted, self._roots = {}, step.acceptance.next_token
+        self._going = [row for row in self._going if emitted[row]]
+        for row in self._going:
+            self._tokens[row] = emitted[row][-1]
+
+    def _replay(self, row: int, emitted: Sequence[int]) -> None:
+        """Count what every source would have drafted at each position that is now committed."""
+        for source in self._candidates(row):
+            place = source.start
+            for token in emitted:
+                for candidate in source.after(place):
+                    self._experience.calibration.count(candidate.kind, candidate.token == token)
+                place = source.follow(place, token)
+                if place is None:
+                    break
+
+    def _count(self, step: Step) -> None:
+        accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)
+        if self._expected:
+            self._expected_drafts += self._expected
+            self._accepted_drafts += accepted
+            self._experience.count_step(len(self._tokens), self._expected, accepted)
+        self._expected = None
+
+    def report(self) -> dict[str, Any]:
+        """Who was asked and how often, what the trees were expected to bring, and what they brought."""
+        return {
+            "asked": {source.name: source.asked for source in self._sources if not source.is_free},
+            "asking_seconds": {source.name: source.seconds for source in self._sources if not source.is_free},
+            "heard": [source.name for source in self._sources if source.is_free],
+            "expected_drafts": self._expected_drafts, "accepted_drafts": self._accepted_drafts,
+        }  # fmt: skip

@@ -1,0 +1,183 @@
+"""Control: SGLang's tiers against their published rule, costs that real steps keep true."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import drafters
+import zoo
+from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec.config import AdaptiveConfig
+from hf_specdec.control import costs
+from hf_specdec.control.costs import StepCosts
+from hf_specdec.control.tiers import TierController, tier_budget
+from hf_specdec.draft import Budget
+from hf_specdec.generation import plan
+from hf_specdec.step import StepSeconds
+from hf_specdec.target.probe import inspect_target
+from models import prompts
+from reference import OracleDrafter
+
+SECONDS = StepSeconds(0.0, 0.0, 0.0)
+
+
+def step(*counts: int) -> Any:
+    """A step that kept so many nodes in each row."""
+    return SimpleNamespace(acceptance=SimpleNamespace(counts=list(counts)))
+
+
+def depths(config: AdaptiveConfig, accepted: Sequence[int]) -> list[int]:
+    controller, found = TierController(config, Budget(29, 7, 4)), list[int]()
+    for count in accepted:
+        found.append(controller.next().num_steps)
+        controller.observe(step(count + 1), SECONDS)
+    return found
+
+
+def test_tiers_follow_the_average() -> None:
+    """Warm-up of ten, then every five steps; up and down, and steady in the margin between."""
+    config = AdaptiveConfig()
+    found = depths(config, [3] * 30)
+    assert found[:10] == [3] * 10
+    assert found[10:] == [7] * 20  # 3 accepted of 3: above 2.5
+    assert depths(config, [0] * 30)[10:] == [1] * 20
+    assert depths(config, [2] * 40) == [3] * 40  # 2 of 3: neither above 2.5 nor below 0.25
+    back = depths(config, [6] * 20 + [1] * 60)
+    assert back[19] == 7
+    assert back[-1] == 3  # 1 is below 3 - 0.75, not below 1 - 0.75
+    assert depths(config, [0] * 20 + [1] * 40)[-1] == 3  # from the lowest tier upwards: 1 is above 0.5
+
+
+def test_hysteresis_moves_the_margins() -> None:
+    slow = AdaptiveConfig(up_hysteresis=0.6)
+    assert depths(slow, [3] * 40) == [3] * 40  # 3 is not above 3 - 0.5 + 0.6
+    eager = AdaptiveConfig(down_hysteresis=1.0, up_hysteresis=1.0)
+    assert depths(eager, [1] * 40)[-1] == 1  # 1 is below 1 - 0.5 + 1.0, and not above it
+
+
+def test_an_average_over_rows_that_go_on() -> None:
+    controller = TierController(AdaptiveConfig(warmup_batches=1, update_interval=1, ema_alpha=1.0), Budget(8, 7, 1))
+    controller.observe(step(8, 0, 6), SECONDS)  # a row has ended
+    assert controller.report()["average_accepted"] == 6
+    assert controller.report()["steps_by_tier"] == {3: 1}
+    controller.observe(step(0, 0), SECONDS)
+    assert controller.report()["average_accepted"] == 6
+
+
+def test_tiers_have_as_many_nodes_per_level() -> None:
+    assert tier_budget(2, Budget(16, 5, 4)) == Budget(7, 2, 4)
+    assert tier_budget(5, Budget(16, 5, 4)) == Budget(16, 5, 4)
+    assert tier_budget(3, Budget(8, 7, 1)) == Budget(4, 3, 1)
+    with pytest.raises(InvalidConfigError, match="No depth of candidate_steps"):
+        TierController(AdaptiveConfig(candidate_steps=(5, 7)), Budget(8, 4, 2))
+
+
+@pytest.fixture
+def llama() -> Any:
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("how", ["object", "dict", "file", "default"])
+def test_tiers_by_object_dict_or_file(llama: Any, tmp_path: Path, how: str, batch_size: int) -> None:
+    fields = {"candidate_steps": [1, 2, 6], "warmup_batches": 2, "update_interval": 1}
+    (tmp_path / "tiers.json").write_text(json.dumps(fields))
+    adaptive = {
+        "object": AdaptiveConfig.from_dict(fields), "dict": fields, "file": str(tmp_path / "tiers.json"),
+        "default": True,
+    }[how]  # fmt: skip
+    ids, mask = prompts(batch_size)
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    plain = llama.generate(ids, **options)
+    llama.add_drafter(OracleDrafter(plain[:, ids.shape[1] :], "always", zoo.VOCAB_SIZE))
+    llama.add_drafter(drafters.EagleDrafter(drafters.random_head(llama)))
+    for method in ("oracle", "eagle", "prompt_lookup"):
+        config = SpeculativeConfig(method, adaptive=adaptive)
+        assert torch.equal(plain, llama.generate(ids, speculative=config, **options))
+        control = llama.last_speculation.control
+        assert control["controller"] == "tiers"
+        assert set(control["candidate_steps"]) <= ({1, 2, 6} if how != "default" else {1, 3, 7})
+        assert SpeculativeConfig.from_dict(config.to_dict()) == config
+        if method == "eagle":  # random weights are never right
+            assert control["tier"] == (1 if how != "default" else control["tier"])
+        if method == "oracle" and how != "default":
+            assert control["tier"] == max(control["candidate_steps"])
+
+
+def test_files_that_are_not_a_policy(tmp_path: Path) -> None:
+    for text, message in (("[1]", "holds an object"), ("{", "JSON file"), ('{"steps": 3}', "Did you mean")):
+        (tmp_path / "tiers.json").write_text(text)
+        with pytest.raises(InvalidConfigError, match=message):
+            SpeculativeConfig("eagle", adaptive=str(tmp_path / "tiers.json"))
+    with pytest.raises(InvalidConfigError, match="No such file"):
+        SpeculativeConfig("eagle", adaptive=str(tmp_path / "missing.json"))
+
+
+# ------------------------------------------------------------------------------------------------- costs
+
+
+def test_costs_between_widths_lie_on_a_line() -> None:
+    known = StepCosts({1: 1.0, 2: 3.0, 4: 2.0, 8: 4.0})
+    assert known.table() == (1.0, 3.0, 2.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+    assert known.covers(8, rows=1)
+    assert not known.covers(9, rows=1)
+    assert known.covers(64, rows=64)  # so wide trees are not measured for so many rows
+
+
+def test_real_steps_correct_the_costs() -> None:
+    """What every step takes besides is found, and a width that is dearer than measured; a hiccup changes little."""
+    known = StepCosts({1: 1.0, 8: 2.0, 64: 8.0})
+    for _ in range(200):
+        known.observe(1, 1.2)
+        known.observe(8, 2.2)
+        known.observe(64, 8.2)
+    table = known.table()
+    assert table[0] == pytest.approx(1.2, rel=0.03)
+    assert table[7] == pytest.approx(2.2, rel=0.03)
+    assert table[63] == pytest.approx(8.2, rel=0.03)
+    for _ in range(200):
+        known.observe(1, 1.2)
+        known.observe(8, 3.0)
+    assert known.table()[7] == pytest.approx(3.0, rel=0.1)
+    assert known.table()[0] == pytest.approx(1.2, rel=0.1)
+    before = known.table()[7]
+    known.observe(8, 500.0)
+    assert known.table()[7] < 1.6 * before
+    known.observe(65, 1.0)  # wider than anything that was measured
+    assert len(known.table()) == 64
+
+
+def test_costs_are_measured_by_rows(llama: Any) -> None:
+    facts = inspect_target(llama)
+    for rows, widest in ((1, 12), (3, 64), (64, 64)):
+        known = StepCosts.measure(llama, facts, rows=rows, widest=widest, context=20)
+        assert len(known.table()) == min(widest, max(costs.NODES_OF_A_BATCH // rows, costs.LEAST_WIDTH))
+        assert all(seconds > 0 for seconds in known.table())
+
+
+def test_measuring_draws_no_random_numbers(llama: Any) -> None:
+    """A first call samples what every later call samples."""
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": True, "top_k": 9}
+    torch.manual_seed(1)
+    plain = llama.generate(ids, **options)
+    torch.manual_seed(1)
+    assert torch.equal(plain, llama.generate(ids, speculative="auto", **options))
+
+
+def test_processes_that_generate_together_do_not_decide_by_the_clock(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "runs_with_others", lambda: True)
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(llama.generate(ids, **options), llama.generate(ids, speculative="auto", **options))
+    assert llama.last_speculation.control["controller"] == "fixed"
