@@ -16,6 +16,7 @@ import zoo
 from hf_specdec import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -94,6 +95,8 @@ ROWS: tuple[Row, ...] = (
     Row("sometimes", "oracle", oracle("sometimes")),
     Row("prompt_lookup", "prompt_lookup"),
     Row("token_recycling", "token_recycling"),
+    Row("lookahead", "lookahead"),
+    Row("early_exit", "early_exit", lambda _model, _answers, _seed: EarlyExitDrafter()),
     Row("eagle", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed))),
     Row("eagle_static", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed)),
         {"tree": CHOICES}),

@@ -13,12 +13,12 @@ ROWS = {
     1: "tree draft tree_growth transcript stats target.model target.masks heads.card",
     2: "acceptance accept target target.cache target.chain_cache target.features target.target step "
     "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa",
-    3: "outputs target.fingerprint target.probe control control.controller control.costs "
+    3: "outputs target.fingerprint target.probe target.partial control control.controller control.costs "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
     "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
-    "drafters.medusa_choices drafters.hybrid control.cost_model control.tiers",
+    "drafters.medusa_choices drafters.lookahead drafters.early_exit drafters.hybrid control.cost_model control.tiers",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "

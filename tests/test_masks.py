@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, tree_masks
+from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, last_queries, tree_masks
 from hf_specdec.tree import TokenTree
 from reference import path_to_root
 
@@ -121,3 +121,11 @@ def test_models_of_several_layer_types_get_a_mask_each() -> None:
     assert isinstance(masks, dict)
     assert masks["full_attention"][0, 0].int().tolist() == [[1, 1, 1, 1]]
     assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1]]
+
+
+def test_later_nodes_see_what_they_see_in_the_whole_tree() -> None:
+    whole = torch.randn(2, 1, 5, 14)
+    assert torch.equal(last_queries(whole, 3), whole[:, :, 3:])  # type: ignore[arg-type]
+    several = last_queries({"full_attention": whole, "sliding_attention": -whole}, 4)
+    assert isinstance(several, dict)
+    assert torch.equal(several["sliding_attention"], -whole[:, :, 4:])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_specdec.config import validate_choices
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.tree import TokenTree, chosen_path, stack_trees
-from hf_specdec.tree_growth import choice_parents, merge_chains
+from hf_specdec.tree_growth import PrefixTree, choice_parents, merge_chains
 from reference import path_to_root
 
 
@@ -56,6 +56,14 @@ def test_docstring_examples() -> None:
 def test_merge_chains_keeps_the_budget_and_the_order() -> None:
     assert merge_chains(5, [[1, 2, 3], [4]], 3) == ([5, 1, 2], [-1, 0, 1])
     assert merge_chains(5, [], 3) == ([5], [-1])
+
+
+def test_paths_are_added_below_any_node() -> None:
+    tree = PrefixTree(5)
+    assert tree.add([7, 8], 4) == 2
+    assert tree.add([9, 6], 4, node=1) == 3  # one node fits, the other does not
+    assert tree.add([7, 9], 4) == 3  # both are there
+    assert (tree.tokens, tree.parents) == ([5, 7, 8, 9], [-1, 0, 1, 1])
 
 
 def test_rows_of_different_sizes_are_padded_with_nodes_on_no_path() -> None:

@@ -232,6 +232,34 @@ def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
 # ----------------------------------------------------------------------------------------------- chains
 
 
+class PrefixTree:
+    """A tree on the host to which paths from the root are added; paths that begin alike share nodes.
+
+    Args:
+        root: The root's token.
+
+    Attributes:
+        tokens, parents: Of each node, the root first.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents = [root], [ROOT_PARENT]
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, chain: Iterable[int], num_nodes: int, node: int = 0) -> int:
+        """Add a path below a node, as far as the tree then has no more nodes than it may; returns its last node."""
+        for token in chain:
+            child = self._children.get((node, token))
+            if child is None:
+                if len(self.tokens) >= num_nodes:
+                    break
+                child = self._children[node, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+            node = child
+        return node
+
+
 def merge_chains(root: int, chains: Iterable[Sequence[int]], num_nodes: int) -> tuple[list[int], list[int]]:
     """Merge continuations of one root into a prefix tree, first come first served.
 
@@ -240,17 +268,7 @@ def merge_chains(root: int, chains: Iterable[Sequence[int]], num_nodes: int) -> 
     Returns:
         Tokens and parents, at most `num_nodes` of them, root included.
     """
-    tokens, parents = [root], [ROOT_PARENT]
-    children: dict[tuple[int, int], int] = {}
+    tree = PrefixTree(root)
     for chain in chains:
-        node = 0
-        for token in chain:
-            child = children.get((node, token))
-            if child is None:
-                if len(tokens) == num_nodes:
-                    break
-                child = children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = child
-    return tokens, parents
+        tree.add(chain, num_nodes)
+    return tree.tokens, tree.parents

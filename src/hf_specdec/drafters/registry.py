@@ -14,7 +14,9 @@ from importlib.metadata import entry_points
 from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.lookahead import LookaheadDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
@@ -45,7 +47,7 @@ class Method:
 
 _METHODS: dict[str, Method] = {}
 
-PLANNED = ("lookahead", "draft_model", "early_exit", "mtp")
+PLANNED = ("draft_model", "mtp")
 """Methods of the public contract that this version does not have yet."""
 
 WITHOUT_HEAD = ("prompt_lookup", "token_recycling")
@@ -72,6 +74,8 @@ register(Method("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head)))
 register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
 register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
 register(Method("token_recycling", TokenRecyclingDrafter))
+register(Method("lookahead", LookaheadDrafter))
+register(Method("early_exit", EarlyExitDrafter))
 
 
 def methods() -> Mapping[str, Method]:

@@ -40,17 +40,29 @@ class ChainCache(DynamicCache):
         """Whether a partly accepted chain costs a second forward."""
         return not self._can_cut
 
-    def snapshot(self) -> None:
-        """Remember the state before a chain. Keys and values are never written in place, so keeping them is free."""
-        for layer in self._recorded:
-            layer.activate_past_recording()
-        if not self._can_cut:
+    def snapshot(self, whole: bool = False) -> None:
+        """Remember the state before a chain. Keys and values are never written in place, so keeping them is free.
+
+        Args:
+            whole: For `rollback`, also where the layers could be cut back.
+        """
+        if not whole:
+            for layer in self._recorded:
+                layer.activate_past_recording()
+        if whole or not self._can_cut:
             self._snapshot = [_copy(vars(layer)) for layer in self.layers]
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
         attention = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "get_seq_length")]
         self.lengths = [max([num_tokens, *attention])] * batch_size
+
+    def rollback(self) -> None:
+        """Put every layer back as it was at the last whole snapshot; some have grown since, others not."""
+        for layer, state in zip(self.layers, self._snapshot, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+        self._snapshot = []
 
     def keep(self, paths: Sequence[Sequence[int]], num_nodes: int) -> int:
         """Keep the first nodes of the chain of the last forward, the same number in every row.
@@ -71,9 +83,7 @@ class ChainCache(DynamicCache):
             return 0
         if kept == num_nodes:
             return 0
-        for layer, state in zip(self.layers, self._snapshot, strict=True):
-            vars(layer).clear()
-            vars(layer).update(state)
+        self.rollback()
         return kept
 
     def hand_back(self, config: Any) -> Cache:

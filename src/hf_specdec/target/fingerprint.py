@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.target.model import text_config
 
-HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target.features")
-"""Where hooks come from that only look: those that collect hidden states, and those of a generation under way."""
+HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target.features", "hf_specdec.target.partial")
+"""Where hooks come from that only look: at hidden states, for a generation under way, for a trial of layers."""
 
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")
 """Attributes of modules that decide what their forward does: modes, checkpointing, PEFT's adapters."""

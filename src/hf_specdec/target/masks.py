@@ -191,3 +191,10 @@ def tree_masks(
 
     masks = {name: in_form(restrict(kind, size)) for name, kind, size in layout.layers}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def last_queries(masks: Masks, known: int) -> Masks:
+    """The same `[B, 1, N, S]` without the rows of the first nodes, which run no more; their columns stay."""
+    if isinstance(masks, Tensor):
+        return masks[:, :, known:]
+    return {name: mask[:, :, known:] for name, mask in masks.items()}

@@ -117,7 +117,7 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     gate(model)
     config, signs = text_config(model), Fingerprint.of(model)
     reason = why_chains_only(model)
-    with _reproducible(model):
+    with reproducible(model):
         if not reason:
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
@@ -159,7 +159,7 @@ def _probe(target: Target, parents: list[int]) -> None:
     mask[rows // 2 :, :PROBE_PADDING] = 0
     tree = TokenTree(nodes, torch.tensor(parents, device=device))
     try:
-        target.prefill(prompt, GenerationConfig(), _first_inputs(model, mask, target.cache))
+        target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         logits = target.verify(tree).logits.float()
         target.commit(tree, _first_child_kept(nodes))
         root = TokenTree(nodes[:, 2:3], torch.tensor([-1], device=device))
@@ -226,7 +226,7 @@ def _distance(logits: Tensor, wanted: Tensor) -> Tensor:
     return (logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)
 
 
-def _first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
+def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
     """What `generate()` gives to a first forward."""
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
     if cache is not None:
@@ -255,7 +255,7 @@ def _along_paths(
 def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
     """Logits `[B, V]` after the prompt and each of the tokens `[B, T]`, in one forward without any cache."""
     text = torch.cat([prompt, tokens], dim=-1)
-    inputs = _first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
+    inputs = first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
     inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
     inputs.pop("logits_to_keep", None)  # some models put it to one
     logits = model(**inputs, return_dict=True).logits[:, -tokens.shape[1] :].float()
@@ -264,7 +264,7 @@ def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Ten
 
 def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
     """Logits `[B, V]` after the prompt and each of the tokens `[B, T]`, as plain generate's loop gets them."""
-    inputs = _first_inputs(model, mask, DynamicCache(config=text_config(model)))
+    inputs = first_inputs(model, mask, DynamicCache(config=text_config(model)))
     outputs = model._prefill(prompt, GenerationConfig(), inputs, is_first_iteration=True)
     text, logits = prompt, []
     for column in tokens.split(1, dim=-1):
@@ -278,7 +278,7 @@ def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens
 
 
 @contextmanager
-def _reproducible(model: nn.Module) -> Iterator[None]:
+def reproducible(model: nn.Module) -> Iterator[None]:
     """The model as it is where its forwards repeat themselves; else (dropout, ...) in evaluation mode for a while.
 
     A model whose forwards are random has no answer that could be kept; whether its layers can verify a tree, they
@@ -311,7 +311,7 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
     if not layers:
         return
     tokens = torch.arange(2, device=execution_device(model))[None]
-    with _reproducible(model), FeatureTap(model, layers) as tap:
+    with reproducible(model), FeatureTap(model, layers) as tap:
         _run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
         found = tap.shapes()
     wanted = [(1, 2, text_config(model).hidden_size)]

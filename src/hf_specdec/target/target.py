@@ -8,6 +8,7 @@ Called by: `decode.py`, `target/probe.py`. Feeds: `accept.py`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.chain_cache import ChainCache
 from hf_specdec.target.features import Features, FeatureTap
-from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, tree_masks
+from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, last_queries, tree_masks
 from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
@@ -61,6 +62,8 @@ class Target(ABC):
     """Whether all rows must keep the same number of tokens in every step."""
     needs_replay = False
     """Whether a partly kept chain costs a second forward."""
+    drafts = False
+    """Whether its model is another than the target, which appends to the cache to draft, see `with_model`."""
     is_adopted = False
     """Whether it continues a cache that was handed in, and has to bring it up to date."""
     cache: TreeCache | ChainCache
@@ -117,8 +120,23 @@ class Target(ABC):
         """
 
     @abstractmethod
-    def _run(self, tree: TokenTree) -> Any:
-        """One forward over all nodes."""
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        """One forward over all nodes but the known ones."""
+
+    def with_model(self, model: PreTrainedModel) -> Target:
+        """The same generation seen with another model that fits its cache, to draft with: a part of the target."""
+        other = copy.copy(self)
+        other.model, other._outputs, other.drafts = model, {}, True
+        return other
+
+    def extend(self, tree: TokenTree, known: int) -> Tensor:
+        """Logits `[B, N - known, V]` of a tree whose known first nodes are appended already; appends the others."""
+        logits: Tensor = self._run(tree, known).logits
+        return logits
+
+    def forget(self) -> None:
+        """Undo what `extend` has appended; a target that drafts must, before anything is verified."""
+        self.cache.rollback()
 
     def hand_back(self) -> Cache:
         """The committed tokens as transformers' own cache, with which plain `generate()` can go on."""
@@ -262,19 +280,18 @@ class TreeTarget(Target):
             cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
             missing = [row[size:] for row in missing]
 
-    def _run(self, tree: TokenTree) -> Any:
-        ancestors, cache = tree.ancestor_mask(), self.cache
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        ancestors, cache, tokens = tree.ancestor_mask(), self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
+        masks = tree_masks(self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype)
         return self.model(
-            input_ids=tree.tokens,
-            attention_mask=tree_masks(
-                self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype
-            ),
-            position_ids=self.positions.of_nodes(ancestors.sum(-1) - 1, lengths),
+            input_ids=tokens,
+            attention_mask=last_queries(masks, known),
+            position_ids=self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths),
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
-            **self._every_step(tree.tokens),
+            **self._every_step(tokens),
         )
 
 
@@ -331,21 +348,22 @@ class ChainTarget(Target):
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """Nothing to do: rows go in lockstep."""
 
-    def _run(self, tree: TokenTree) -> Any:
-        self.cache.snapshot()
-        return self._forward(tree.tokens)
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        if not known:
+            self.cache.snapshot(whole=self.drafts)
+        return self._forward(tree.tokens[:, known:], known)
 
-    def _forward(self, tokens: Tensor) -> Any:
+    def _forward(self, tokens: Tensor, known: int = 0) -> Any:
         """Several steps of plain decoding at once: transformers' own masks and positions."""
-        num_nodes, cache = tokens.shape[1], self.cache
-        mask = None
+        num_nodes, cache, mask = tokens.shape[1], self.cache, None
+        start = cache.start + known
         if self.padding is not None:
-            more = cache.start + num_nodes - self.padding.valid.shape[1]
+            more = start + num_nodes - self.padding.valid.shape[1]
             mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
         inputs = self._every_step(tokens)
         if self._takes_positions:
             depths = torch.arange(num_nodes, device=tokens.device)[None]
-            lengths = torch.full((len(tokens),), cache.start, device=tokens.device)
+            lengths = torch.full((len(tokens),), start, device=tokens.device)
             inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
         inputs[cache_argument(self.model)] = cache
         prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)

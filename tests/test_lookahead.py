@@ -1,0 +1,309 @@
+"""Lookahead: windows and pools against cases worked out by hand, trees within budgets, what steps teach them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec.acceptance import Acceptance
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import DraftContext, DraftSession
+from hf_specdec.drafters.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
+from hf_specdec.step import Step
+from hf_specdec.target.masks import PromptPadding
+from hf_specdec.target.target import Verification
+from hf_specdec.tree import TokenTree
+from hf_specdec.tree_growth import PrefixTree
+from models import prompts
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
+VOCAB_SIZE = 50
+
+
+class AnyTarget:
+    """All that a session asks its target."""
+
+    branches = True
+
+
+def begin(drafter: LookaheadDrafter, ids: Tensor, roots: list[int], **fields: Any) -> DraftSession:
+    """A session after a prompt `[B, P]`, 0 is padding."""
+    target: Any = AnyTarget()
+    context = DraftContext(ids, PromptPadding.of(ids != 0), torch.tensor(roots))
+    return drafter.start(target, context, SpeculativeConfig("lookahead", **fields))
+
+
+def following(tokens: Tensor) -> Tensor:
+    """A model that continues t by 2t + 1: its logits at tokens `[B, N]`."""
+    return torch.nn.functional.one_hot((2 * tokens + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
+
+
+def step_of(draft: Draft, emitted: list[tuple[int, ...]]) -> Step:
+    """A step that kept the roots and emitted these tokens."""
+    rows = tuple(emitted)
+    tokens = torch.tensor(rows)
+    nodes = ((0,),) * len(rows)
+    drafted = tuple(draft.tree.num_drafted.tolist())
+    acceptance = Acceptance(torch.zeros_like(tokens), tokens, tokens[:, -1], nodes, rows, drafted)
+    return Step(draft, Verification(following(draft.tree.tokens), None), acceptance)
+
+
+# ------------------------------------------------------------------------------------------- the window by hand
+
+
+def test_a_window_grows_and_then_moves() -> None:
+    """W = 2, N = 4: three levels. Level 0 begins with W + N - 2 = 4 columns, of which the root takes the first."""
+    shape = WindowShape(columns=2, ngram=4)
+    assert (shape.first_width, shape.num_nodes, shape.depth) == (4, 5, 3)
+    window = JacobiWindow(shape, [7, 8, 9])
+    assert window.levels == [[7, 8, 9, 7]]
+    assert window.advance(1, [11, 12, 13, 14]) == []
+    assert window.levels == [[8, 9, 7], [12, 13, 14]]
+    assert window.advance(2, [21, 22, 23]) == []
+    assert window.levels == [[9, 7], [13, 14], [22, 23]]
+    assert window.advance(3, [31, 32]) == [(3, 13, 22, 31), (7, 14, 23, 32)]
+    assert window.levels == [[13, 14], [22, 23], [31, 32]]
+    assert window.advance(4, [41, 42]) == [(4, 22, 31, 41), (14, 23, 32, 42)]
+
+
+def test_the_example_of_the_docstring() -> None:
+    window = JacobiWindow(WindowShape(columns=2, ngram=3), [9, 2])
+    window.levels = [[9, 2], [3, 4]]
+    assert window.advance(1, [5, 6]) == [(1, 3, 5), (2, 4, 6)]
+    assert window.levels == [[3, 4], [5, 6]]
+
+
+def test_a_window_is_a_tree() -> None:
+    """Level 0 is a chain from the root; every column hangs its levels below its node of level 0."""
+    window = JacobiWindow(WindowShape(columns=3, ngram=3), [0])
+    window.levels = [[0, 2, 3], [11, 12, 13]]
+    tree = PrefixTree(1)
+    assert window.plant(tree, 100) == [3, 4, 5]
+    assert tree.tokens == [1, 2, 3, 11, 12, 13]
+    assert tree.parents == [-1, 0, 1, 0, 1, 2]
+
+
+def test_equal_beginnings_are_one_node() -> None:
+    """A guess that begins as the window does shares its nodes: the same tokens after the same text."""
+    window = JacobiWindow(WindowShape(columns=2, ngram=3), [0])
+    window.levels = [[0, 5], [5, 6]]
+    tree = PrefixTree(1)
+    tree.add([5, 6], 100)
+    assert window.plant(tree, 100) == [1, 2]
+    assert (tree.tokens, tree.parents) == ([1, 5, 6], [-1, 0, 1])
+
+
+@pytest.mark.parametrize("ngram", [2, 3, 4, 6])
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_no_window_is_larger_than_its_shape_says(columns: int, ngram: int) -> None:
+    shape = WindowShape(columns, ngram)
+    window, sizes, depths = JacobiWindow(shape, list(range(2, 40))), [], []
+    for step in range(ngram + 2):
+        tree = PrefixTree(1)
+        cells = window.plant(tree, 1000)
+        sizes.append(len(tree.tokens) - 1)
+        depths.append(int(TokenTree(torch.tensor([tree.tokens]), torch.tensor(tree.parents)).depths().max()))
+        ngrams = window.advance(1, [100 * step + 100 + cell for cell in range(len(cells))])
+        assert all(len(found) == ngram for found in ngrams)
+        assert len(ngrams) == (columns if step >= ngram - 2 else 0)
+    assert max(sizes) == shape.num_nodes
+    assert max(depths) == shape.depth
+
+
+# ----------------------------------------------------------------------------------------------------- the pool
+
+
+def test_the_pool_forgets_what_was_not_seen_for_longest() -> None:
+    pool = NgramPool(2)
+    pool.add([(1, 2, 3), (1, 4, 5)])
+    assert pool.after(1) == [(4, 5), (2, 3)]
+    pool.add([(1, 2, 3)])  # seen again
+    pool.add([(1, 6, 7), (2, 9, 9)])
+    assert pool.after(1) == [(6, 7), (2, 3)]
+    assert pool.after(2) == [(9, 9)]
+    assert pool.after(3) == []
+
+
+# ---------------------------------------------------------------------------------------------------- a session
+
+
+def test_guesses_stand_before_the_window() -> None:
+    """What comes first is what a target without branches keeps; both fit the budget."""
+    drafter = LookaheadDrafter(window=2, ngram=3, guesses=2)
+    ids = torch.tensor([[4, 5, 6, 4, 7, 8, 4]])
+    session = begin(drafter, ids, [4])  # 4 was followed by 5, 6, later by 7, 8, last by itself
+    draft = session.propose(drafter.limits(SpeculativeConfig("lookahead")))
+    draft.tree.validate()
+    assert draft.log_probs is None
+    assert draft.tree.tokens[0].tolist() == [4, 7, 8, 5, 6, 8, 4]  # the guesses, then level 0 of the window
+    assert draft.tree.parents[0].tolist() == [-1, 0, 1, 0, 3, 0, 5]
+    chain = draft.tree.first_children().tokens
+    assert chain[0, :3].tolist() == [4, 7, 8]
+    assert session.propose(Budget(3, 2, 1)).tree.tokens.tolist() == [[4, 7, 8]]
+    assert session.propose(Budget(2, 1, 1)).tree.tokens.tolist() == [[4, 7]]
+    assert session.propose(Budget(1, 0, 1)).tree.tokens.tolist() == [[4]]
+
+
+def window_of(session: Any, row: int = 0) -> list[list[int]]:
+    levels: list[list[int]] = session._rows[row].window.levels
+    return levels
+
+
+def test_a_session_reads_the_choices_at_its_last_level() -> None:
+    """W = 2, N = 3, without the text's own n-grams: after two steps the window has made the model's own."""
+    drafter = LookaheadDrafter(window=2, ngram=3, guesses=2, reads_prompt=False)
+    everything = drafter.limits(SpeculativeConfig("lookahead"))
+    session = begin(drafter, torch.tensor([[7, 8, 9]]), [1])
+    draft = session.propose(everything)
+    assert draft.tree.tokens.tolist() == [[1, 8, 9]]  # level 0 alone: the root, then what the prompt ended with
+    session.observe(step_of(draft, [(3,)]))
+    assert window_of(session) == [[8, 9], [17, 19]]  # 2t + 1 after 8 and 9
+    draft = session.propose(everything)
+    assert draft.tree.tokens.tolist() == [[3, 9, 17, 19]]
+    assert draft.tree.parents.tolist() == [[-1, 0, 0, 1]]
+    session.observe(step_of(draft, [(7,)]))
+    assert window_of(session) == [[17, 19], [35, 39]]
+    draft = session.propose(everything)  # 3 -> 17, 35 and 9 -> 19, 39 are known: nothing begins with 7
+    assert draft.tree.tokens.tolist() == [[7, 19, 35, 39]]
+    session.observe(step_of(draft, [(9,)]))
+    draft = session.propose(everything)
+    assert draft.tree.tokens.tolist() == [[9, 19, 39, 39, 21, 29]]  # 9 -> 19, 39 and the window
+
+
+def test_steps_that_did_not_verify_the_window_leave_it() -> None:
+    drafter = LookaheadDrafter(window=2, ngram=3, guesses=2)
+    everything = drafter.limits(SpeculativeConfig("lookahead"))
+    session = begin(drafter, torch.tensor([[7, 8, 9]]), [1])
+    before = copy.deepcopy(window_of(session))
+    session.observe(step_of(Draft.plain(torch.tensor([1])), [(3,)]))
+    assert window_of(session) == before
+    draft = session.propose(everything)
+    others = Draft(TokenTree(draft.tree.tokens + 1, draft.tree.parents))
+    session.observe(step_of(others, [(4,)]))
+    assert window_of(session) == before
+    session.propose(everything)
+    session.observe(step_of(Draft.plain(torch.tensor([4])), [(6,)]))
+    assert window_of(session) == before
+    # the text was read all the same: 9, 1, 3 and 1, 3, 4 and 3, 4, 6 are known
+    pool = session._rows[0].pool  # type: ignore[attr-defined]
+    assert [pool.after(token) for token in (9, 1, 3)] == [[(1, 3)], [(3, 4)], [(4, 6)]]
+
+
+def test_every_row_has_its_own() -> None:
+    """Left padding is no text; a row that has ended, or repeats its padding, keeps its window."""
+    drafter = LookaheadDrafter(window=2, ngram=3)
+    session = begin(drafter, torch.tensor([[7, 8, 9], [0, 0, 5]]), [1, 2])
+    assert [window_of(session, row) for row in (0, 1)] == [[[7, 8, 9]], [[5, 5, 5]]]
+    draft = session.propose(drafter.limits(SpeculativeConfig("lookahead")))
+    repeated = draft.with_repeated(0, torch.tensor([False, True]))
+    session.observe(step_of(repeated, [(3,), (0,)]))
+    assert [len(window_of(session, row)) for row in (0, 1)] == [2, 1]
+    draft = session.propose(drafter.limits(SpeculativeConfig("lookahead")))  # windows of different ages
+    draft.tree.validate()
+    session.observe(step_of(draft, [(3,), (0,)]))
+    assert [len(window_of(session, row)) for row in (0, 1)] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+def test_the_window_shrinks_to_its_limits() -> None:
+    drafter = LookaheadDrafter(window=5, ngram=4, guesses=5)
+    whole = drafter.limits(SpeculativeConfig("lookahead"))
+    assert whole == Budget(30, 6, 7)
+    assert drafter.window_within(whole) == WindowShape(5, 4)
+    assert drafter.window_within(Budget(18, 6, 3)) == WindowShape(5, 4)
+    assert drafter.window_within(Budget(17, 6, 3)) == WindowShape(4, 4)
+    assert drafter.window_within(Budget(30, 4, 7)) == WindowShape(3, 4)
+    assert drafter.window_within(whole.chain) is None
+    assert drafter.window_within(Budget(6, 6, 7)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"window": 0}, "`window` must be at least 1"), ({"ngram": 1}, "`ngram` must be"), ({"guesses": 0}, "got 0")],
+)
+def test_sizes_that_mean_nothing(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        LookaheadDrafter(**settings)
+
+
+def test_fields_that_do_not_fit() -> None:
+    with pytest.raises(InvalidConfigError, match="follows from its window"):
+        LookaheadDrafter().limits(SpeculativeConfig("lookahead", tree="dynamic"))
+    with pytest.raises(InvalidConfigError, match="A window needs 7 nodes, 3 steps and top_k 3"):
+        LookaheadDrafter(reads_prompt=False).limits(SpeculativeConfig("lookahead", top_k=2))
+
+
+# ---------------------------------------------------------------------------------------------------- generation
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_next"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Full attention, sliding windows, a recurrent state (which verifies chains)."""
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(request.param)))
+
+
+SETTINGS = [
+    LookaheadDrafter(),
+    LookaheadDrafter(window=7, ngram=5, guesses=3, reads_prompt=False),
+    LookaheadDrafter(window=1, ngram=2, guesses=1),
+]
+
+
+@pytest.mark.parametrize("drafter", SETTINGS, ids=repr)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_plain_answer(model: Any, drafter: LookaheadDrafter, batch_size: int) -> None:
+    ids, mask = prompts(batch_size)
+    model.add_drafter(drafter)
+    plain = model.generate(ids, attention_mask=mask, **OPTIONS)
+    random = torch.get_rng_state()
+    assert torch.equal(plain, model.generate(ids, attention_mask=mask, speculative="lookahead", **OPTIONS))
+    assert torch.equal(random, torch.get_rng_state())  # the window is filled without random numbers
+    assert model.last_speculation.num_target_forwards > 1
+
+
+@pytest.mark.parametrize("drafter", SETTINGS, ids=repr)
+def test_the_same_tokens_are_drawn(model: Any, drafter: LookaheadDrafter) -> None:
+    ids, mask = prompts(1)
+    model.add_drafter(drafter)
+    sampled = {**OPTIONS, "do_sample": True, "top_k": 8, "temperature": 0.7, "attention_mask": mask}
+    answers = []
+    for speculative in (None, "lookahead"):
+        torch.manual_seed(3)
+        answers.append(model.generate(ids, speculative=speculative, **sampled))
+    assert torch.equal(*answers)
+
+
+def counting_llama() -> Any:
+    """A Llama that follows every token by one fixed token, so that its greedy answer runs into a circle of 8."""
+    model: Any = copy.deepcopy(zoo.build("llama"))
+    with torch.no_grad():
+        for layer in model.model.layers:  # without layers' outputs only the embedding of the last token counts
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        vectors = torch.randn(zoo.VOCAB_SIZE, 32, generator=torch.Generator().manual_seed(0))
+        model.model.embed_tokens.weight.copy_(vectors)
+        successors = torch.arange(zoo.VOCAB_SIZE)
+        successors[8:16] = torch.tensor([9, 10, 11, 12, 13, 14, 15, 8])
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[successors[8:16]] = vectors[8:16]
+    return SpeculativeGenerationMixin.attach(model)
+
+
+@pytest.mark.parametrize("reads_prompt", [True, False])
+def test_a_text_that_repeats_itself_is_accepted(reads_prompt: bool) -> None:
+    """Also where the window alone finds the n-grams: a token's successor never changes, so every branch comes true."""
+    model = counting_llama()
+    ids = torch.tensor([[8, 9, 10]])
+    model.add_drafter(LookaheadDrafter(reads_prompt=reads_prompt))
+    plain = model.generate(ids, **{**OPTIONS, "max_new_tokens": 48})
+    assert plain[0, :20].tolist() == [8 + place % 8 for place in range(20)]
+    assert torch.equal(plain, model.generate(ids, speculative="lookahead", **{**OPTIONS, "max_new_tokens": 48}))
+    assert model.last_speculation.mean_accepted_length > 3.0
