@@ -5,22 +5,26 @@ A new method is a row here, and is tested everywhere.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import zoo
 from hf_specdec import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+from hf_specdec.target.model import execution_device
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head
@@ -57,6 +61,24 @@ def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
     if heads.config.draft_vocab_size:
         heads.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: heads.config.draft_vocab_size].sort().values)
     return heads
+
+
+def noisy(name: str, noise: float = 0.2, seed: int = 0) -> Any:
+    """A tiny model with other weights, which says now and then what the one of the zoo says."""
+    config = copy.deepcopy(zoo.build(name).config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict(zoo.build(name).state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def assistant_for(model: Any, seed: int) -> Any:
+    """A noisy Llama next to a model of any kind."""
+    return noisy("llama", seed=seed).to(device=execution_device(model), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,8 @@ ROWS: tuple[Row, ...] = (
         {"tree": CHOICES}),
     Row("eagle3", "eagle3",
         lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
+    Row("draft_model", "draft_model",
+        lambda model, _answers, seed: DraftModelDrafter(assistant_for(model, seed)), {"top_k": 2, "num_steps": 3}),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({

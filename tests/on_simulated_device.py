@@ -16,6 +16,7 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.accept import descend, match_at_once
 from hf_specdec.draft import Budget
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.target.cache import LayerLayout, TreeCache
 from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
 from hf_specdec.transcript import Draws, Transcript, _DeviceAccount
@@ -116,6 +117,21 @@ def test_outputs_per_token_are_equal(models: tuple[Any, Any]) -> None:
         torch.testing.assert_close(mine, other.raw)
     for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
         torch.testing.assert_close(mine[-1], other[-1].raw)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_an_assistant_on_another_device(models: tuple[Any, Any], sample: bool) -> None:
+    """What it drafts comes back to the target's device, whichever of the two is which."""
+    config = {"method": "far away", "num_steps": 3}
+    for batch_size in (1, 3):
+        plain = generate(models[0], batch_size, "cpu")
+        for model, device in zip(models, ("cpu", "sim"), strict=True):
+            assistant = drafters.noisy("llama", noise=0.1)
+            drafter = DraftModelDrafter(move(assistant) if device == "cpu" else assistant, sample=sample)
+            model.add_drafter(drafter, "far away")
+            assert generate(model, batch_size, device, speculative=config) == plain
+            generate(model, batch_size, device, speculative=config, **SAMPLED)
+            assert model.remove_drafter("far away") is drafter
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate")

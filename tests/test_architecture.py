@@ -18,7 +18,7 @@ ROWS = {
     "checkpoints.export checkpoints.hub checkpoints.report "
     "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
-    "drafters.medusa_choices drafters.lookahead drafters.early_exit drafters.hybrid control.cost_model control.tiers",
+    "drafters.medusa_choices drafters.draft_model drafters.lookahead drafters.early_exit drafters.hybrid control.cost_model control.tiers",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "

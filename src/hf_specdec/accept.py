@@ -141,7 +141,8 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
         UnsupportedGenerationError: The tree branches, or was not sampled.
     """
     host = HostTree(tree)
-    if tree.draft_probs is None or any(len(children) > 1 for row in host.below for children in row.values()):
+    widths = [len(children) for row in host.below for children in row.values()]  # none in a plain step
+    if max(widths, default=0) > 1 or (widths and tree.draft_probs is None):
         raise UnsupportedGenerationError(
             'acceptance="block" takes sampled chains: drafts with `draft_probs`, one child per node.',
             'Use acceptance="auto", which is as exact.',
@@ -157,7 +158,6 @@ def _cut_block(
     tree: TokenTree, logits: Tensor, transcript: Transcript, row: int, below: dict[int, dict[int, int]]
 ) -> list[tuple[int, int]]:
     """The kept nodes of one chain, each with the token after it."""
-    assert tree.draft_probs is not None
     nodes, tokens = [0], list[int]()
     while below.get(nodes[-1]):
         token, child = next(iter(below[nodes[-1]].items()))
@@ -169,6 +169,7 @@ def _cut_block(
         if depth == len(nodes) - 1:
             keep, left = weight, target
         else:
+            assert tree.draft_probs is not None
             draft = tree.draft_probs[row, node].to(target.device, torch.float32)
             left = (weight * target - draft).clamp(min=0)
             mass = float(left.sum())

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 
 from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
@@ -35,19 +36,21 @@ class Method:
     """One way to draft."""
 
     name: str
-    make: Callable[..., Drafter]  # of a head where the method takes one, else of nothing
+    make: Callable[..., Drafter]  # of a head or of another part where the method takes one, else of nothing
     aliases: tuple[str, ...] = ()
     heads: tuple[type[DraftHead], ...] = ()  # the heads that it drafts with; () is training-free
+    part: str = ""  # what else its drafter is made of, such as "an assistant model"; "" is nothing
+    how_given: str = ""  # how a user gives that part, as an order
 
     @property
     def requires(self) -> str | None:
-        """What has to be done first; None where nothing has."""
-        return "model.load_drafter(path_or_hub_id)" if self.heads else None
+        """What has to be done first, as an order; None where nothing has."""
+        return "call model.load_drafter(path_or_hub_id)" if self.heads else self.how_given or None
 
 
 _METHODS: dict[str, Method] = {}
 
-PLANNED = ("draft_model", "mtp")
+PLANNED = ("mtp",)
 """Methods of the public contract that this version does not have yet."""
 
 WITHOUT_HEAD = ("prompt_lookup", "token_recycling")
@@ -76,6 +79,12 @@ register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
 register(Method("token_recycling", TokenRecyclingDrafter))
 register(Method("lookahead", LookaheadDrafter))
 register(Method("early_exit", EarlyExitDrafter))
+register(
+    Method(
+        "draft_model", DraftModelDrafter, part="an assistant model",
+        how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
+    )
+)  # fmt: skip
 
 
 def methods() -> Mapping[str, Method]:
@@ -142,7 +151,7 @@ def choose_drafter(
 
     Raises:
         InvalidConfigError: Unknown name, or merged drafters merged again.
-        DrafterMismatchError: A method whose head is not loaded.
+        DrafterMismatchError: A method whose head is not loaded, or whose other part was not given.
         UnsupportedGenerationError: A method of a later version.
     """
     name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
@@ -168,9 +177,10 @@ def _single(name: str, registered: Mapping[str, Drafter], made: dict[str, Drafte
     if name in by_method:
         return by_method[name]
     if rows[name].requires is not None:
+        part, order = ("a head" if rows[name].heads else rows[name].part), str(rows[name].requires)
         raise DrafterMismatchError(
-            f"speculative={name!r} needs a head, and none is loaded on this model.",
-            f"Call {rows[name].requires} first.",
+            f"speculative={name!r} needs {part}, and this model has none to draft with.",
+            f"First {order}.",
         )
     if name not in made:
         made[name] = rows[name].make()

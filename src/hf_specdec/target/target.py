@@ -130,7 +130,12 @@ class Target(ABC):
         return other
 
     def extend(self, tree: TokenTree, known: int) -> Tensor:
-        """Logits `[B, N - known, V]` of a tree whose known first nodes are appended already; appends the others."""
+        """Logits `[B, N - known, V]` of a tree that grows level by level; appends its new nodes.
+
+        Args:
+            tree: All of it so far; every node with parent -1 follows the committed text, so it may be several.
+            known: How many of its first nodes were appended since the last commit.
+        """
         logits: Tensor = self._run(tree, known).logits
         return logits
 

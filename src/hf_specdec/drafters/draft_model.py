@@ -1,0 +1,338 @@
+"""Draft-model drafting: a small model with the target's tokenizer writes ahead, as a tree or as a sampled chain.
+
+Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
+chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for how trees grow. The assistant is run as a `Target` of its own:
+masks, windows, padding, ragged rows and recurrent states are those of `target/`. Emitted tokens are committed to its
+cache with the next draft, what it drafts is verified there level by level and forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specdec.acceptance import Acceptance
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.step import Step
+from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.probe import TargetFacts, drops_cache, first_inputs, inspect_target
+from hf_specdec.target.target import Target
+from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.tree_growth import Level, grow_dynamic, growable
+
+RESERVED_SLOTS = 512
+"""Of the assistant's cache, behind the text."""
+DEFAULT_NUM_STEPS = 5
+"""Every step is one forward of the assistant; what the literature drafts with models a tenth of the target's size."""
+DEFAULT_TOP_K = 1
+"""A chain: its forwards are over one token, the cheapest there are. A wider tree costs no further forward, but wider
+ones, of both models: it pays where a forward's width is free, as on an accelerator at small batches."""
+DEFAULT_NUM_NODES = 16
+"""Of a tree, where `top_k` asks for one."""
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a small causal language model that has the target's tokenizer.
+
+    Config fields: `num_steps` (default 5, or as deep as a chain of `num_draft_tokens` is), `top_k` (1, a chain),
+    `num_draft_tokens` (a chain's length and the root; 16 where `top_k` asks for a tree), `tree` (None or `"dynamic"`).
+    An assistant that takes no branches (a recurrent state) drafts chains, whatever `top_k` is, and reads row by row a
+    batch whose rows go at their own pace. Where the text outgrows the assistant's `max_position_embeddings`, nothing
+    is drafted.
+
+    The answer depends on the assistant only where it samples: then it has the same distribution, but a seed does not
+    give plain `generate()`'s tokens. The assistant is left as it is, and need not be attached.
+
+    Args:
+        assistant: Any decoder-only transformers model that verifies trees or chains, on any device.
+        sample: Draw a chain from the assistant's own softmax (of the raw logits over the target's tokens) and tell
+            what it was drawn from, for `"rejection"` and `"block"`. False drafts the likeliest tokens.
+    """
+
+    method = "draft_model"
+
+    def __init__(self, assistant: PreTrainedModel, *, sample: bool = False) -> None:
+        self.assistant, self.sample = assistant, sample
+        self._facts: TargetFacts | None = None
+
+    def __repr__(self) -> str:
+        name = getattr(self.assistant, "name_or_path", "") or "this process"
+        return f"DraftModelDrafter({type(self.assistant).__name__} of {name}{', sample=True' if self.sample else ''})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's assistant is another model: nothing was found out about it yet."""
+        return {**self.__dict__, "_facts": None}
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What the probe finds out about the assistant, anew where it is not made as it was.
+
+        Raises:
+            UnsupportedModelError: It verifies neither trees nor chains.
+        """
+        facts = self._facts
+        if facts is None or facts.fingerprint != Fingerprint.of(self.assistant):
+            facts = self._facts = inspect_target(self.assistant)
+        return facts
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Compare the vocabularies, and probe the assistant.
+
+        Raises:
+            DrafterMismatchError: The assistant is the target itself, or has fewer tokens.
+            UnsupportedModelError: The assistant verifies neither trees nor chains.
+        """
+        if self.assistant is model:
+            raise DrafterMismatchError(
+                f"The assistant is the target itself, the same {type(model).__name__} object.",
+                "Give a smaller model with the same tokenizer.",
+            )
+        _ = self.facts
+        size, wanted = _num_embeddings(self.assistant), int(text_config(model).vocab_size)
+        if size < wanted:
+            raise DrafterMismatchError(
+                f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}: the "
+                "assistant of 'draft_model' needs the target's tokenizer, so that token ids mean the same.",
+                "Give an assistant of the same model family. For one with another tokenizer use transformers' "
+                "universal assisted decoding: model.generate(..., assistant_model=..., tokenizer=..., "
+                "assistant_tokenizer=...) without `speculative`.",
+            )
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """The whole tree or chain.
+
+        Raises:
+            InvalidConfigError: A tree of given nodes, branches of a sampled chain, or more children than tokens.
+        """
+        if config.tree not in (None, "dynamic"):
+            raise InvalidConfigError(
+                f"'draft_model' grows its trees by the assistant's probabilities, got tree={config.tree!r}.",
+                'Use tree="dynamic" or leave it None, and set num_steps, top_k or num_draft_tokens.',
+            )
+        top_k, num_nodes = config.top_k or DEFAULT_TOP_K, config.num_draft_tokens
+        if self.sample and (top_k > 1 or config.tree is not None):
+            raise InvalidConfigError(
+                f"DraftModelDrafter(sample=True) draws a chain, got tree={config.tree!r} and top_k={config.top_k}.",
+                "Leave both None, or make the drafter with sample=False.",
+            )
+        vocabulary = _num_embeddings(self.assistant)
+        if top_k > vocabulary:
+            raise InvalidConfigError(f"`top_k` {top_k} exceeds the assistant's vocabulary of {vocabulary} tokens.")
+        if top_k == 1:
+            num_steps = config.num_steps or (num_nodes - 1 if num_nodes else DEFAULT_NUM_STEPS)
+            return _trimmed(Budget(num_nodes or num_steps + 1, num_steps, 1))
+        tree = Budget(num_nodes or DEFAULT_NUM_NODES, config.num_steps or DEFAULT_NUM_STEPS, top_k)
+        return _trimmed(tree if self.facts.branches else tree.chain)
+
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """A session that has yet to read the prompt; its first `propose` does.
+
+        Raises:
+            UnsupportedGenerationError: A prompt of embeddings without ids, or an assistant whose layers get no cache.
+            UnsupportedModelError: The assistant has changed, and now verifies neither trees nor chains.
+        """
+        if context.input_ids.shape[1] == 0:
+            raise UnsupportedGenerationError(
+                "An assistant model needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
+            )
+        if drops_cache(self.assistant):
+            raise UnsupportedGenerationError(
+                "Gradient checkpointing in train mode takes the key-value cache away from the assistant's layers, and "
+                "drafting needs it.",
+                "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
+            )
+        return _DraftModelSession(self, target, context, self.limits(config))
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    return int(getattr(model.get_input_embeddings(), "num_embeddings", 0) or text_config(model).vocab_size)
+
+
+def _trimmed(budget: Budget) -> Budget:
+    """The budget, with no more steps than there are nodes to show for them, and no more nodes than candidates."""
+    num_steps = min(budget.num_steps, budget.num_nodes - 1)
+    return growable(Budget(budget.num_nodes, num_steps, budget.top_k)) if num_steps > 0 else PLAIN_STEP
+
+
+class _Reader:
+    """The assistant over some rows of a batch: their text in its cache, and behind it what is being drafted.
+
+    Args:
+        target: The assistant, its cache empty.
+        prompt: `[R, P]` ids.
+        mask: `[R, P]` long, 0 at padding.
+        roots: `[R]` first emitted tokens.
+    """
+
+    def __init__(self, target: Target, prompt: Tensor, mask: Tensor, roots: Tensor) -> None:
+        self._target, self._device = target, execution_device(target.model)
+        self._largest_id = _num_embeddings(target.model) - 1
+        self._prompt: tuple[Tensor, Tensor] | None = (prompt.to(self._device), mask.to(self._device))
+        self._pending = [roots.to(self._device)[:, None]]
+        self._counts = [1] * len(roots)
+        self._last: Tensor | None = None
+        self._drafted: TokenTree | None = None
+
+    def add(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        """More text, to be read before the next draft: `[R, P]` tokens, -1 behind each row's; how many each has."""
+        self._pending.append(tokens.to(self._device))
+        self._counts = [known + count for known, count in zip(self._counts, counts, strict=True)]
+
+    def read(self) -> Tensor:
+        """Commit all text; logits `[R, V]` of what follows it. A row of which none is new keeps any."""
+        if self._prompt is not None:
+            self._read_prompt(*self._prompt)
+            self._prompt = None
+        width = max(self._counts)
+        if width:
+            tokens = torch.cat(self._pending, dim=-1)
+            order = (tokens < 0).int().sort(dim=-1, stable=True).indices[:, :width]
+            tokens = tokens.gather(1, order)
+            places = torch.arange(width, device=tokens.device)
+            logits = self._verify(TokenTree(tokens, places + ROOT_PARENT))
+            self._keep(tokens, torch.where(tokens >= 0, places, -1))
+            last = ((tokens >= 0).sum(-1) - 1).clamp(min=0)
+            self._last = logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+        self._pending, self._counts = [], [0] * len(self._counts)
+        assert self._last is not None
+        return self._last
+
+    def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
+        """Logits `[R, K, V]` after drafted nodes, the next level of the tree.
+
+        Args:
+            tokens: `[R, K]`.
+            parents: `[R, K]` places among all nodes of this draft, -1 where they follow the text.
+            depth: Of the nodes; 1 follows the text.
+        """
+        known = 0
+        if self._drafted is not None:
+            known = self._drafted.num_nodes
+            tokens = torch.cat([self._drafted.tokens, tokens], dim=-1)
+            parents = torch.cat([self._drafted.parents, parents], dim=-1)
+        self._drafted = TokenTree(tokens, parents, max_depth=depth - 1)
+        return self._verify(self._drafted, known)
+
+    def forget(self) -> None:
+        """Take what was drafted out of the cache again."""
+        if self._drafted is not None:
+            self._target.rollback(self._drafted.num_nodes)
+            self._drafted = None
+
+    def _verify(self, tree: TokenTree, known: int = 0) -> Tensor:
+        # an id beyond the embedding is one that the target's own configuration does not count: a placeholder
+        ids = tree.tokens.clamp(0, self._largest_id)
+        tree = TokenTree(ids, tree.parents, max_depth=tree.max_depth)
+        return self._target.extend(tree, known).to(self._device)
+
+    def _read_prompt(self, ids: Tensor, mask: Tensor) -> None:
+        model = self._target.model
+        inputs = first_inputs(model, mask, self._target.cache)
+        if model._supports_logits_to_keep():
+            inputs["logits_to_keep"] = 1
+        self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
+
+    def _keep(self, tokens: Tensor, path: Tensor) -> None:
+        """Commit the nodes of the chain that was verified, see `Acceptance.path`."""
+        nodes = tuple(tuple(range(count)) for count in self._counts)
+        kept = Acceptance(path, tokens, tokens[:, -1], nodes, nodes, (tokens.shape[1] - 1,) * len(tokens))
+        self._target.commit(TokenTree(tokens, torch.arange(tokens.shape[1], device=path.device) + ROOT_PARENT), kept)
+
+
+class _DraftModelSession(DraftSession):
+    def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
+        facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
+        self._sample, self._roots = drafter.sample, context.roots
+        # a chain's cache takes rows of one length only
+        together = facts.branches or target.lockstep
+        self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
+        ids, padding = context.input_ids, context.padding
+        mask = torch.ones_like(ids) if padding is None else padding.valid.to(ids)
+        self._readers = [
+            _Reader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids[rows], mask[rows], context.roots[rows])
+            for rows in self._rows
+        ]
+        self._longest = ids.shape[1] + 1  # no row has more tokens
+        self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)
+        head, self._vocab_size = target.model.get_output_embeddings(), int(text_config(target.model).vocab_size)
+        self._width = int(getattr(head, "out_features", self._vocab_size))  # V of the target's logits
+        self._vocab_size = min(self._vocab_size, self._width)
+        self._limits = replace(limits, top_k=min(limits.top_k, self._vocab_size))
+
+    def propose(self, budget: Budget) -> Draft:
+        budget = _trimmed(budget.within(self._limits))
+        deepest = self._longest + budget.num_steps - 1
+        if budget.is_plain or (self._max_length is not None and 0 < self._max_length < deepest):
+            return Draft.plain(self._roots)
+        draw = self._draw_chain if self._sample else self._grow_tree
+        drafts = []
+        for reader, rows in zip(self._readers, self._rows, strict=True):
+            logits = reader.read()
+            drafts.append(draw(reader, self._roots[rows].to(logits.device), logits, budget))
+            reader.forget()
+        return _joined(drafts, self._roots.device)
+
+    def observe(self, step: Step) -> None:
+        acceptance = step.acceptance
+        for reader, rows in zip(self._readers, self._rows, strict=True):
+            reader.add(acceptance.tokens[rows], acceptance.counts[rows])
+        self._longest += max(acceptance.counts)
+        self._roots = acceptance.next_token
+
+    def _grow_tree(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
+        """The likeliest tokens, level by level; logits `[R, V]` after the roots."""
+        width = budget.top_k
+
+        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+            first = (depth - 2) * width  # of the level above among the expanded nodes
+            parents = parent_index + first if depth > 1 else torch.full_like(parent_index, ROOT_PARENT)
+            return self._score(reader.extend(tokens, parents, depth), width)
+
+        return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
+
+    def _score(self, logits: Tensor, top_k: int) -> Level:
+        """The best children of K nodes, of logits `[R, K, V]`."""
+        # at most 0 also after rounding: no child may score above its parent
+        log_probs = logits[..., : self._vocab_size].float().log_softmax(-1).clamp(max=0)
+        return Level(logits, *log_probs.topk(top_k, dim=-1))
+
+    def _draw_chain(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
+        """A chain of drawn tokens, with what each was drawn from; logits `[R, V]` after the roots."""
+        tokens, drawn_from, log_probs = [roots[:, None]], [], [torch.zeros_like(roots[:, None], dtype=torch.float32)]
+        for depth in range(1, budget.num_steps + 1):
+            probs = logits[:, : self._vocab_size].float().softmax(-1)
+            token = torch.multinomial(probs, num_samples=1)
+            tokens.append(token)
+            drawn_from.append(nn.functional.pad(probs, (0, self._width - probs.shape[1])))
+            log_probs.append(probs.gather(1, token).log().clamp(max=0))
+            if depth < budget.num_steps:
+                logits = reader.extend(token, torch.full_like(token, depth - 2), depth)[:, 0]
+        drawn_from.append(torch.zeros_like(drawn_from[0]))  # nothing was drawn after the last
+        chain = torch.cat(tokens, dim=-1)
+        parents = torch.arange(ROOT_PARENT, budget.num_steps, device=chain.device).expand_as(chain)
+        tree = TokenTree(chain, parents, torch.stack(drawn_from, dim=1), max_depth=budget.num_steps)
+        return Draft(tree, torch.cat(log_probs, dim=-1))
+
+
+def _joined(drafts: Sequence[Draft], device: torch.device) -> Draft:
+    """Drafts of one shape for some rows each, as one of all rows."""
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        present = [part.to(device) for part in parts if part is not None]
+        return torch.cat(present) if present else None
+
+    tokens, parents = joined([draft.tree.tokens for draft in drafts]), joined([draft.tree.parents for draft in drafts])
+    assert tokens is not None
+    assert parents is not None
+    draft_probs, max_depth = joined([draft.tree.draft_probs for draft in drafts]), drafts[0].tree.max_depth
+    tree = TokenTree(tokens, parents, draft_probs, max_depth=max_depth)
+    return Draft(tree, joined([draft.log_probs for draft in drafts]))

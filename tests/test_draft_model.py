@@ -1,0 +1,426 @@
+"""A draft model: the plain answer, drafts that are the assistant's own words, sampled chains of exact distribution."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+import zoo
+from drafters import noisy
+from hf_specdec import (
+    DrafterMismatchError,
+    InvalidConfigError,
+    SpeculativeConfig,
+    SpeculativeGenerationMixin,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+)
+from hf_specdec.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.drafters import draft_model
+from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.generation import plan
+from hf_specdec.step import Step
+from models import prompts
+from reference import path_to_root
+from test_drafters import Wandering
+
+KINDS = ("llama", "gemma3_text", "gpt2", "qwen3_next")
+"""Full attention, sliding windows, learned positions, a recurrent state (chains only)."""
+TREE = {"method": "draft_model", "top_k": 2, "num_steps": 3, "num_draft_tokens": 9}
+NEW_TOKENS = 24
+
+
+def attached(name: str) -> Any:
+    return SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+
+
+def generate(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
+    ids, mask = prompts(batch_size)
+    answer: Tensor = model.generate(
+        ids, **{"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    )
+    return answer
+
+
+class Spied(DraftModelDrafter):
+    """Keeps every draft with the texts of the rows it was made for, without padding; ended rows are None."""
+
+    def __init__(self, assistant: Any, **options: Any) -> None:
+        super().__init__(assistant, **options)
+        self.seen: list[tuple[list[list[int] | None], Draft]] = []
+
+    def start(self, target: Any, context: Any, config: Any) -> Any:
+        session: Any = super().start(target, context, config)
+        valid = torch.ones_like(context.input_ids) if context.padding is None else context.padding.valid
+        texts = [ids[real.bool()].tolist() for ids, real in zip(context.input_ids, valid, strict=True)]
+        ends = [len(text) + NEW_TOKENS for text in texts]
+        for text, root in zip(texts, context.roots.tolist(), strict=True):
+            text.append(root)
+        propose, observe = session.propose, session.observe
+
+        def told(budget: Budget) -> Draft:
+            draft: Draft = propose(budget)
+            going = [list(text) if len(text) < end else None for text, end in zip(texts, ends, strict=True)]
+            self.seen.append((going, draft))
+            return draft
+
+        def heard(step: Step) -> None:
+            for text, tokens in zip(texts, step.acceptance.emitted, strict=True):
+                text.extend(tokens)
+            observe(step)
+
+        session.propose, session.observe = told, heard
+        return session
+
+
+def wanted_log_probs(assistant: Any, text: list[int], path: list[int]) -> Tensor:
+    """`[len(path), V]` of the places where the path's tokens stand, in one forward without any cache."""
+    with torch.no_grad():
+        logits = assistant(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0]
+    log_probs: Tensor = logits[len(text) - 1 : -1].log_softmax(-1)
+    return log_probs
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("assistant", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_the_plain_answer_from_drafts_in_the_assistants_words(
+    target: str, assistant: str, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Budgets change from step to step, plain steps between; every edge has the assistant's own log-probability."""
+    monkeypatch.setattr(plan, "FixedController", Wandering)
+    model, helper = attached(target), noisy(assistant, noise=0.1)
+    drafter = model.add_drafter(Spied(helper))
+    plain = generate(model, batch_size)
+    assert torch.equal(plain, generate(model, batch_size, speculative=TREE))
+    assert len(drafter.seen) > 4
+    for texts, draft in drafter.seen[-4:]:
+        parents = draft.tree.parents.tolist()
+        for row, text in enumerate(texts):
+            leaves = set(range(1, draft.tree.num_nodes)) - set(parents[row])
+            for leaf in leaves if text is not None else ():
+                path = path_to_root(parents[row], leaf)[1:]
+                tokens = draft.tree.tokens[row, path]
+                wanted = wanted_log_probs(helper, text or [], tokens.tolist())
+                assert draft.log_probs is not None
+                torch.testing.assert_close(
+                    draft.log_probs[row, path], wanted.gather(1, tokens[:, None])[:, 0], atol=2e-4, rtol=1e-4
+                )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_of_the_target_is_always_right(name: str, batch_size: int) -> None:
+    model = attached(name)
+    model.add_drafter(DraftModelDrafter(copy.deepcopy(zoo.build(name))))
+    for num_steps in (1, 5):
+        tokens = 1 + 4 * (num_steps + 1)
+        config = {"method": "draft_model", "num_steps": num_steps}
+        plain = generate(model, batch_size, max_new_tokens=tokens)
+        assert torch.equal(plain, generate(model, batch_size, max_new_tokens=tokens, speculative=config))
+        assert model.last_speculation.mean_accepted_length == num_steps + 1
+        assert model.last_speculation.num_target_forwards == 4
+
+
+def test_a_forward_per_level_over_its_new_nodes_only() -> None:
+    """The prompt, then the text that is new, then the best nodes of each level but the last."""
+    for name, wanted in (("llama", [21, 1, 2, 2]), ("qwen3_next", [21, 1, 1, 1])):
+        model, helper, widths = attached("llama"), noisy(name), list[int]()
+        helper.register_forward_pre_hook(
+            lambda _model, _args, inputs, widths=widths: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+        )
+        model.add_drafter(DraftModelDrafter(helper))
+        widths.clear()
+        generate(model, max_new_tokens=3, speculative=TREE)
+        assert widths[:4] == wanted
+
+
+@pytest.mark.parametrize(("helper", "target"), [("llama", "llama"), ("gemma3_text", "llama"), ("llama", "qwen3_next")])
+def test_the_same_tokens_are_drawn_with_the_likeliest_drafts(helper: str, target: str) -> None:
+    model = attached(target)
+    model.add_drafter(DraftModelDrafter(noisy(helper, noise=0.1)))
+    for config in (TREE, "draft_model"):
+        drawn = []
+        for speculative in (None, config):
+            torch.manual_seed(5)
+            drawn.append(generate(model, do_sample=True, top_k=8, temperature=0.7, speculative=speculative))
+        assert torch.equal(*drawn)
+
+
+# ------------------------------------------------------------------------------------------------- sampled chains
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("target", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("assistant", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_chain_tells_what_it_was_drawn_from(assistant: str, target: str, batch_size: int) -> None:
+    model, helper = attached(target), noisy(assistant, noise=0.1)
+    drafter = model.add_drafter(Spied(helper, sample=True))
+    plain = generate(model, batch_size)
+    assert torch.equal(plain, generate(model, batch_size, speculative="draft_model"))  # argmax asks for no q
+    torch.manual_seed(0)
+    for acceptance in ("rejection", "block"):
+        drafter.seen.clear()
+        generate(model, batch_size, do_sample=True, speculative={"method": "draft_model", "acceptance": acceptance})
+        for texts, draft in drafter.seen[:4]:
+            draft.tree.validate()
+            probs = draft.tree.draft_probs
+            assert draft.tree.num_nodes == 6
+            assert probs is not None
+            assert draft.log_probs is not None
+            assert (draft.log_probs[:, 0] == 0).all()
+            told = probs[:, :-1].gather(2, draft.tree.tokens[:, 1:, None])[..., 0].log()
+            torch.testing.assert_close(told, draft.log_probs[:, 1:])
+            for row, text in enumerate(texts):
+                if text is not None:
+                    wanted = wanted_log_probs(helper, text, draft.tree.tokens[row, 1:].tolist()).exp()
+                    torch.testing.assert_close(probs[row, :-1], wanted, atol=2e-4, rtol=1e-3)
+
+
+SMALL, ROWS, ROUNDS = 4, 1000, 10
+CRITICAL = 103.4
+"""Chi-square, 63 degrees of freedom (4 x 4 x 4 answers of three tokens), p = 0.001."""
+
+
+def of_four_tokens(seed: int) -> Any:
+    """A tiny Llama that knows four tokens and is fairly sure of what follows."""
+    config = copy.deepcopy(zoo.build("llama").config)
+    config.vocab_size, config.num_hidden_layers = SMALL, 1
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+        model.lm_head.weight.mul_(1.5)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+def chi_square(model: Any, acceptance: str) -> float:
+    """Of all answers of three tokens, the first without and the others with speculation, at temperature 0.8."""
+    prompt, counts = torch.tensor([[1, 3, 2]]), torch.zeros(SMALL**3, dtype=torch.double)
+    answers = torch.tensor(list(itertools.product(range(SMALL), repeat=3)))
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([prompt.expand(len(answers), -1), answers], dim=-1)).logits[:, 2:-1]
+    probs = (logits / 0.8).double().softmax(-1)
+    expected = probs.gather(2, answers[:, :, None])[..., 0].prod(-1) * ROWS * ROUNDS
+    assert expected.min() > 5, expected.min()
+    torch.manual_seed(1)
+    for _ in range(ROUNDS):
+        drawn = model.generate(
+            prompt.expand(ROWS, -1), attention_mask=torch.ones(ROWS, 3, dtype=torch.long), max_new_tokens=3,
+            do_sample=True, temperature=0.8, top_k=0,
+            speculative={"method": "draft_model", "num_steps": 2, "acceptance": acceptance},
+        )[:, 3:]  # fmt: skip
+        counts += torch.bincount(drawn @ torch.tensor([SMALL**2, SMALL, 1]), minlength=SMALL**3)
+    assert model.last_speculation.num_drafted_tokens > 0
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+class Liar(DraftModelDrafter):
+    """Draws as always, and tells of each draw that it was a little flatter than it was."""
+
+    def start(self, *arguments: Any) -> Any:
+        session: Any = super().start(*arguments)
+        propose = session.propose
+
+        def lying(budget: Budget) -> Draft:
+            draft: Draft = propose(budget)
+            if draft.tree.draft_probs is None:
+                return draft
+            probs = 0.8 * draft.tree.draft_probs + 0.2 / SMALL
+            return replace(draft, tree=replace(draft.tree, draft_probs=probs))
+
+        session.propose = lying
+        return session
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_the_exact_distribution_and_a_drafter_that_lies(acceptance: str) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(of_four_tokens(0))
+    helper = of_four_tokens(1)
+    model.add_drafter(DraftModelDrafter(helper, sample=True))
+    assert chi_square(model, acceptance) < CRITICAL
+    model.add_drafter(Liar(helper, sample=True))
+    assert chi_square(model, acceptance) > CRITICAL
+
+
+# ------------------------------------------------------------------------------------------------- fitting
+
+
+def llama_of(vocab_size: int) -> Any:
+    config = copy.deepcopy(zoo.build("llama").config)
+    config.vocab_size, config.num_hidden_layers = vocab_size, 1
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_tokens_that_the_target_does_not_know_are_never_drafted(sample: bool) -> None:
+    model, helper = attached("llama"), llama_of(zoo.VOCAB_SIZE + 32)
+    with torch.no_grad():
+        helper.lm_head.weight[zoo.VOCAB_SIZE :] *= 100
+    drafter = model.add_drafter(Spied(helper, sample=sample))
+    plain = generate(model, 3)
+    assert torch.equal(plain, generate(model, 3, speculative="draft_model"))
+    generate(model, 3, do_sample=True, speculative="draft_model")
+    for _, draft in drafter.seen:
+        assert int(draft.tree.tokens.max()) < zoo.VOCAB_SIZE
+        assert draft.log_probs is not None
+        assert (draft.log_probs <= 0).all()
+        if sample:
+            assert draft.tree.draft_probs is not None
+            assert draft.tree.draft_probs.shape == (3, 6, zoo.VOCAB_SIZE)
+
+
+def test_assistants_that_do_not_fit() -> None:
+    model = attached("llama")
+    with pytest.raises(DrafterMismatchError, match="the target itself"):
+        model.add_drafter(DraftModelDrafter(model))
+    with pytest.raises(DrafterMismatchError, match=r"embeds 64 tokens, LlamaForCausalLM has 96.*assistant_tokenizer="):
+        model.add_drafter(DraftModelDrafter(llama_of(64)))
+    encoder_decoder = T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1))
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        model.add_drafter(DraftModelDrafter(encoder_decoder))
+    with pytest.raises(UnsupportedModelError, match="not a transformers model"):
+        model.add_drafter(DraftModelDrafter(torch.nn.Linear(2, 2)))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="does not keep its past"):
+        model.add_drafter(DraftModelDrafter(zoo.build("openai-gpt")))
+    assert model.drafters == {}
+    with pytest.raises(DrafterMismatchError, match=r"needs an assistant model, .* First pass assistant_model="):
+        generate(model, speculative="draft_model")
+
+
+def test_calls_that_it_cannot_draft_for() -> None:
+    model, helper = attached("llama"), noisy("llama")
+    model.add_drafter(DraftModelDrafter(helper))
+    ids, mask = prompts(1)
+    embedded = model.get_input_embeddings()(ids)
+    with pytest.raises(UnsupportedGenerationError, match="needs the prompt's token ids"):
+        model.generate(inputs_embeds=embedded, attention_mask=mask, max_new_tokens=4, speculative="draft_model")
+    helper.gradient_checkpointing_enable()
+    helper.train()
+    with pytest.raises(UnsupportedGenerationError, match=r"Call eval\(\) or gradient_checkpointing_disable\(\)"):
+        generate(model, speculative="draft_model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({}, Budget(6, 5, 1)),
+        ({"num_steps": 3}, Budget(4, 3, 1)),
+        ({"num_draft_tokens": 9}, Budget(9, 8, 1)),
+        ({"num_draft_tokens": 4, "num_steps": 7}, Budget(4, 3, 1)),
+        ({"top_k": 4}, Budget(16, 5, 4)),
+        ({"top_k": 4, "tree": "dynamic", "num_steps": 2, "num_draft_tokens": 50}, Budget(21, 2, 4)),
+        ({"top_k": 4, "num_draft_tokens": 3}, Budget(3, 2, 4)),
+        ({"top_k": 2, "num_draft_tokens": 1}, PLAIN_STEP),
+    ],
+)
+def test_limits(fields: dict[str, Any], limits: Budget) -> None:
+    drafter = DraftModelDrafter(zoo.build("llama"))
+    assert drafter.limits(SpeculativeConfig(**fields)) == limits
+    recurrent = DraftModelDrafter(zoo.build("qwen3_next")).limits(SpeculativeConfig(**fields))
+    assert recurrent == limits.chain
+
+
+def test_fields_that_contradict_it() -> None:
+    drafter = DraftModelDrafter(zoo.build("llama"))
+    for tree in ("static", [(0,)]):
+        with pytest.raises(InvalidConfigError, match="grows its trees by the assistant's probabilities"):
+            drafter.limits(SpeculativeConfig(tree=tree))
+    with pytest.raises(InvalidConfigError, match="exceeds the assistant's vocabulary of 96"):
+        drafter.limits(SpeculativeConfig(top_k=97))
+    sampling = DraftModelDrafter(zoo.build("llama"), sample=True)
+    assert sampling.limits(SpeculativeConfig(top_k=1)) == Budget(6, 5, 1)
+    for fields in ({"top_k": 2}, {"tree": "dynamic"}):
+        with pytest.raises(InvalidConfigError, match="draws a chain"):
+            sampling.limits(SpeculativeConfig(**fields))
+
+
+def test_no_draft_is_longer_than_the_assistants_positions() -> None:
+    """GPT-2 has a table of them: one more would be an error."""
+    config = copy.deepcopy(zoo.build("gpt2").config)
+    config.n_positions = 32
+    for batch_size in (1, 3):
+        model = attached("llama")
+        drafter = model.add_drafter(Spied(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()))
+        plain = generate(model, batch_size)
+        assert torch.equal(plain, generate(model, batch_size, speculative="draft_model"))
+        sizes = [draft.tree.num_nodes for _, draft in drafter.seen]
+        assert sizes[0] == 6
+        assert sizes[-1] == 1
+    with pytest.raises(IndexError):
+        drafter.assistant(input_ids=torch.zeros(1, 33, dtype=torch.long))
+
+
+# ------------------------------------------------------------------------------------------------- the assistant
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_the_assistant_is_left_as_it_was(name: str) -> None:
+    model, helper = attached("llama"), noisy(name)
+    held = [dict(module.__dict__) for module in helper.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in helper.modules()]
+    kind, weights = type(helper), {key: value.clone() for key, value in helper.state_dict().items()}
+    model.add_drafter(DraftModelDrafter(helper))
+    generate(model, 3, speculative="draft_model")
+    assert type(helper) is kind
+    assert [module.__dict__.keys() for module in helper.modules()] == [known.keys() for known in held]
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in helper.modules()] == hooks
+    assert all(torch.equal(value, weights[key]) for key, value in helper.state_dict().items())
+
+
+def test_it_is_probed_again_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed = []
+    inspect = draft_model.inspect_target
+    monkeypatch.setattr(draft_model, "inspect_target", lambda model: (probed.append(model), inspect(model))[1])
+    model, helper = attached("llama"), noisy("llama")
+    model.add_drafter(DraftModelDrafter(helper))
+    for _ in range(2):
+        generate(model, speculative="draft_model")
+    assert len(probed) == 1
+    helper.model.layers[0].mlp = copy.deepcopy(helper.model.layers[0].mlp)
+    generate(model, speculative="draft_model")
+    assert len(probed) == 2
+
+
+def test_copied_pickled_and_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model takes its assistant along; an assistant may be speculative itself; caches move as texts grow."""
+    monkeypatch.setattr(draft_model, "RESERVED_SLOTS", 3)
+    model = attached("llama")
+    drafter = model.add_drafter(DraftModelDrafter(SpeculativeGenerationMixin.attach(noisy("gemma3_text"))))
+    assert "Gemma3ForCausalLM" in repr(drafter)
+    plain = generate(model, 3)
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(plain, generate(other, 3, speculative=TREE))
+    assert pickle.loads(pickle.dumps(drafter))._facts is None
+
+
+def test_the_example_of_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "drafters.md").read_text()
+    model, ids = attached("llama"), torch.tensor([[5, 6, 7] * 3])
+    scope: dict[str, Any] = {"model": model, "assistant": noisy("llama"), "inputs": {"input_ids": ids}}
+    exec(page.split("<!-- draft model -->\n```python\n")[1].split("```")[0], scope)
+    assert model.last_speculation.method == "draft_model"
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    Wandering.all.clear()
