@@ -15,7 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import zoo
-from hf_specdec import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, MedusaConfig, MedusaHeads
+from hf_specdec import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    MedusaConfig,
+    MedusaHeads,
+    MtpConfig,
+    MtpHead,
+)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
@@ -25,29 +34,41 @@ from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.target.model import execution_device
+from hf_specdec.drafters.mtp import MtpDrafter
 from reference import OracleDrafter
 
-EagleFamily = EagleHead | Eagle3Head
+EagleFamily = EagleHead | Eagle3Head | MtpHead
 
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
 """A small static tree."""
 
 
-def random_head(model: Any, seed: int = 0, version: int = 1, **fields: Any) -> EagleFamily:
+def random_head(model: Any, seed: int = 0, version: int | str = 1, **fields: Any) -> EagleFamily:
     """Weights that decide: ten times what a head starts with."""
     torch.manual_seed(seed)
     head: EagleFamily
     if version == 3:
         head = Eagle3Head(Eagle3Config.for_target(model.config, **fields))
+    elif version == "mtp":
+        head = MtpHead(MtpConfig.for_target(model.config, **fields))
     else:
         head = EagleHead(EagleConfig.for_target(model.config, **{"bias": True, "draft_vocab_size": None, **fields}))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(10)
+            elif version == "mtp":  # norms that do something
+                parameter.add_(0.5 * torch.rand_like(parameter))
     if head.config.draft_vocab_size:
         ids = torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values
         head.set_hot_token_ids(ids)
+    return head
+
+
+def random_module(model: Any, seed: int = 0, **fields: Any) -> MtpHead:
+    """An MTP module whose weights and norms decide."""
+    head = random_head(model, seed, "mtp", **fields)
+    assert isinstance(head, MtpHead)
     return head
 
 
@@ -126,6 +147,7 @@ ROWS: tuple[Row, ...] = (
         lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
     Row("draft_model", "draft_model",
         lambda model, _answers, seed: DraftModelDrafter(assistant_for(model, seed)), {"top_k": 2, "num_steps": 3}),
+    Row("mtp", "mtp", lambda model, _answers, seed: MtpDrafter(random_module(model, seed))),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({

@@ -216,6 +216,27 @@ def draft_eagle3(example: Example, target: Target) -> list[Tensor]:
     return [score(first), score(second[:, -1:])]
 
 
+def draft_mtp(example: Example, target: Target) -> list[Tensor]:
+    """MTP as speculators stores it: both inputs normed, one layer of Qwen3's, normed again; that is what goes on."""
+    tensors, config, layer = example.tensors, example.config["transformer_layer_config"], "mtp_layers.0."
+    eps = config.get("rms_norm_eps", 1e-6)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms(x, tensors[f"{layer}{name}.weight"], eps)
+
+    def run(tokens: Tensor, hidden: Tensor) -> Tensor:
+        both = [normed(target.embedding[tokens], "token_layernorm"), normed(hidden, "hidden_layernorm")]
+        x = linear(torch.cat(both, -1), tensors, f"{layer}input_proj")
+        x = x + attend(normed(x, "input_layernorm"), tensors, f"{layer}self_attn.", config)
+        x = x + mlp(normed(x, "post_attention_layernorm"), tensors, f"{layer}mlp.")
+        return normed(x, "final_layernorm")
+
+    length = target.features.shape[1]
+    first = run(target.tokens[:, :length], target.features)
+    second = run(target.tokens, torch.cat([target.features, first[:, -1:]], 1))
+    return [first @ target.lm_head.T, second[:, -1:] @ target.lm_head.T]
+
+
 def draft_medusa(example: Example, target: Target) -> list[Tensor]:
     """Every head on every feature."""
     tensors = {
@@ -287,7 +308,7 @@ def without(config: Config, *names: str) -> Config:
 
 def speculators_fields(kind: str, layer: Config, **fields: Any) -> Config:
     return {
-        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "EagleSpeculator"],
+        "architectures": [{"eagle3": "Eagle3Speculator", "mtp": "MTPDraftModel"}.get(kind, "EagleSpeculator")],
         "speculators_model_type": kind,
         "speculators_version": "0.5.0",
         "speculators_config": {
@@ -342,6 +363,15 @@ def all_examples() -> dict[str, Example]:
     layer = without(llama_fields(head_dim=8), "architectures", "torch_dtype")
     qwen = {**without(layer, "model_type"), "layer_types": ["sliding_attention"], "sliding_window": 4,
             "use_sliding_window": True, "max_window_layers": 0}  # fmt: skip
+    verifier = {**layer, "model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    mtp = {
+        f"mtp_layers.0.{name}": shape
+        for name, shape in {
+            **shapes_of_layer("", H), "input_proj.weight": (H, 2 * H), "input_layernorm.weight": (H,),
+            **{f"{kind}_layernorm.weight": (H,) for kind in ("token", "hidden", "final")},
+            **{name.removeprefix("layers.0."): shape for name, shape in QWEN3_NORMS.items()},
+        }.items()
+    }  # fmt: skip
     return {
         "medusa v1.3, tied blocks, wrong count in the config": Example(
             "medusa", {**MEDUSA_CONFIG, "medusa_num_layers": 2}, tie(random_tensors(medusa_shapes(layers=2))),
@@ -409,6 +439,9 @@ def all_examples() -> dict[str, Example]:
         "speculators eagle": Example(
             "speculators-eagle", speculators_fields("eagle", layer, layernorms=False, fusion_bias=False),
             random_tensors(legacy), draft_eagle),
+        "speculators mtp": Example(
+            "speculators-mtp", speculators_fields("mtp", verifier, num_nextn_predict_layers=1),
+            random_tensors(mtp), draft_mtp),
         "speculators HASS": Example(
             "speculators-eagle", speculators_fields("eagle", layer, layernorms=True, fusion_bias=True),
             random_tensors(hass), draft_eagle),

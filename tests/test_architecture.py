@@ -12,13 +12,15 @@ ROWS = {
     0: "config errors atomic host_sync",
     1: "tree draft tree_growth transcript stats target.model target.masks heads.card",
     2: "acceptance accept target target.cache target.chain_cache target.features target.target step "
-    "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa",
+    "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa heads.mtp "
+    "heads.native_mtp",
     3: "outputs target.fingerprint target.probe target.partial control control.controller control.costs "
+    "control.cost_model control.tiers "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
-    "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton "
-    "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa "
-    "drafters.medusa_choices drafters.draft_model drafters.lookahead drafters.early_exit drafters.hybrid control.cost_model control.tiers",
+    "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton drafters.draft_layer "
+    "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
+    "drafters.mtp drafters.draft_model drafters.lookahead drafters.early_exit drafters.hybrid",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "
@@ -28,7 +30,8 @@ ROWS = {
 }
 """A row imports lower rows, or its own; the graph has no cycle. The public `__init__` is the empty name."""
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()} | {"": 6}
-TRAINING_MAY_NOT_IMPORT = {"decode", "accept", "target.cache", "generation.mixin", "drafters.eagle", "drafters.medusa"}
+TRAINING_MAY_NOT_IMPORT = {"decode", "accept", "target.cache", "generation.mixin", "drafters.eagle", "drafters.medusa",
+                           "drafters.mtp"}  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

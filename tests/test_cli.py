@@ -120,7 +120,7 @@ def test_bench_measures_and_writes(
             ["generate", "w5", "--model", "MODEL", "--method", "medusa", "--drafter", "HEAD"],
             "is one for 'eagle'. Give",
         ),
-        (["generate", "w5", "--model", "MODEL", "--method", "mtp"], "not in this version"),
+        (["generate", "w5", "--model", "MODEL", "--method", "draft_model"], "needs an assistant model"),
         (["demo", "--model", "MODEL", "--method", "medusa"], "--drafter"),
         (["demo", "--model", "MODEL", "--prompt", ""], "prompt is empty"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "prompt_lookup,foo"], "drafter 'foo'"),

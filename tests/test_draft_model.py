@@ -424,3 +424,34 @@ def test_the_example_of_the_docs() -> None:
 def _forgotten() -> Iterator[None]:
     yield
     Wandering.all.clear()
+
+
+# ------------------------------------------------------------------------------------------ assistant_model=
+
+
+def test_the_assistant_of_a_call() -> None:
+    """`generate(assistant_model=...)` drafts with it, samples where the call does, and remembers what it probed."""
+    model, assistant = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama"))), noisy("llama", 0.02)
+    ids, mask = prompts(1)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16}
+    plain = model.generate(ids, do_sample=False, **options)
+    for speculative in ("draft_model", {"method": "draft_model", "top_k": 3}, "hybrid", "auto"):
+        found = model.generate(ids, do_sample=False, speculative=speculative, assistant_model=assistant, **options)
+        assert torch.equal(plain, found)
+        stats = model.last_speculation
+        if isinstance(speculative, str) and speculative != "draft_model":
+            assert "draft_model" in stats.control["asked"]
+    first = model.__dict__["_speculation"].made["draft_model"]
+    model.generate(ids, do_sample=False, speculative="draft_model", assistant_model=assistant, **options)
+    assert model.__dict__["_speculation"].made["draft_model"] is first
+    model.generate(ids, do_sample=True, speculative="draft_model", assistant_model=assistant, **options)
+    assert model.__dict__["_speculation"].made["draft_model"].sample
+    assert model.drafters == {}
+    with pytest.raises(DrafterMismatchError, match="needs an assistant model"):
+        model.generate(ids, speculative="draft_model", **options)
+    with pytest.raises(UnsupportedGenerationError, match="means nothing to speculative='prompt_lookup'"):
+        model.generate(ids, speculative="prompt_lookup", assistant_model=assistant, **options)
+    with pytest.raises(DrafterMismatchError, match="the target itself"):
+        model.generate(ids, speculative="draft_model", assistant_model=model, **options)
+    assisted = model.generate(ids, do_sample=False, assistant_model=assistant, **options)  # transformers' own
+    assert torch.equal(plain, assisted)

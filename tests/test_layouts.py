@@ -25,6 +25,8 @@ from hf_specdec import (
     InvalidConfigError,
     MedusaConfig,
     MedusaHeads,
+    MtpConfig,
+    MtpHead,
     SpeculativeGenerationMixin,
     export_head,
     load_head,
@@ -126,6 +128,7 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("speculators eagle3, every norm", "speculators"),
         ("speculators eagle3 of Qwen3, sliding", "speculators"),
         ("speculators eagle3, converted", "sglang"),
+        ("speculators mtp", "speculators-mtp"),
     ],
 )
 def test_written_for_others_and_read_again(name: str, format: str, tmp_path: Path) -> None:
@@ -228,6 +231,10 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "as wide"),
         (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
+        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for Eagle3Head, this is MtpHead"),
+        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators-mtp", "norms of queries and keys"),
+        (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, sliding_window=4)), "speculators-mtp", "everything"),
+        (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, draft_vocab_size=8)), "speculators-mtp", "hot-token"),
     ],
 )  # fmt: skip
 def test_what_a_format_cannot_hold(head: Any, format: str, reason: str, tmp_path: Path) -> None:
@@ -245,7 +252,7 @@ def test_no_such_format(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"speculators_model_type": "dflash"}, "no drafter for it"),
-        ({"speculators_model_type": "mtp"}, "no drafter for it"),
+        ({"speculators_model_type": "dspark"}, "no drafter for it"),
         ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
         ({"dflash_config": {}}, "DFlash"),
@@ -276,6 +283,8 @@ def test_recognised_and_not_read(config: dict[str, Any], message: str, tmp_path:
          "expected layers"),
         ("speculators eagle", {"transformer_layer_config": {"model_type": "mixtral"}}, "model_type 'mixtral'"),
         ("speculators eagle", {"transformer_layer_config": [1]}, "expected an object"),
+        ("speculators mtp", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers. is 2"),
+        ("speculators mtp", {"transformer_layer_config": {"model_type": "qwen3_next"}}, "model_type 'qwen3_next'"),
     ],
 )  # fmt: skip
 def test_configs_that_do_not_fit(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -291,6 +300,8 @@ def test_configs_that_do_not_fit(name: str, change: dict[str, Any], message: str
         ("speculators eagle3, every norm", ["layers.0.self_attn.o_proj.bias"]),
         ("speculators eagle3, every norm", list(layouts.BIASES)),
         ("speculators eagle3 of Qwen3, sliding", list(layouts.QWEN3_NORMS)),
+        ("speculators mtp", ["mtp_layers.0.final_layernorm.weight"]),
+        ("speculators mtp", ["mtp_layers.0.self_attn.q_norm.weight", "mtp_layers.0.self_attn.k_norm.weight"]),
         ("eagle of Qwen2, scaled", list(layouts.QKV_BIASES)),
     ],
 )

@@ -225,7 +225,8 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
     [
         ({"speculative": "eagel"}, InvalidConfigError, "no method or drafter 'eagel'"),
         ({"speculative": "eagle"}, DrafterMismatchError, "needs a head"),
-        ({"speculative": "mtp"}, UnsupportedGenerationError, "not in this version"),
+        ({"speculative": "draft_model"}, DrafterMismatchError, "assistant_model="),
+        ({"speculative": "eagle", "assistant_model": object()}, UnsupportedGenerationError, "means nothing to"),
         ({"speculative": "medusa"}, DrafterMismatchError, "needs a head"),
         ({"speculative": {"num_drafts": 3}}, InvalidConfigError, "Did you mean 'num_draft_tokens'"),
         ({"speculative": {"num_draft_tokens": 0}}, InvalidConfigError, "integer >= 1"),

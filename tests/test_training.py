@@ -144,8 +144,8 @@ def test_hot_tokens_are_the_most_frequent_then_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("block", [256, 3])
-@pytest.mark.parametrize("version", [1, 3])
-def test_aligned_steps_see_what_drafting_sees(version: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", [1, 3, "mtp"])
+def test_aligned_steps_see_what_drafting_sees(version: int | str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step j of training at entry t equals drafting j levels below entry t-j, computed for that entry alone."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model = zoo.build("llama")
@@ -222,7 +222,14 @@ OTHER_WIDTH = {"version": 3, "own_embedding": True, "target_hidden_size": 32, "h
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"draft_vocab_size": 50}, {"version": 3, "draft_vocab_size": 50}, {"layernorms": True}, OTHER_WIDTH],
+    [
+        {},
+        {"draft_vocab_size": 50},
+        {"version": 3, "draft_vocab_size": 50},
+        {"layernorms": True},
+        OTHER_WIDTH,
+        {"version": "mtp"},
+    ],
     ids=str,
 )
 def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
@@ -244,7 +251,8 @@ def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
     assert outputs.right is not None
     assert outputs.counted is not None
     assert list(zip(outputs.right[:, 0].tolist(), outputs.counted.tolist(), strict=True)) == right
-    gradients = [torch.autograd.grad(loss, head.fc.weight)[0] for loss in (outputs.loss, wanted)]
+    first: Any = head.eh_proj if version == "mtp" else head.fc
+    gradients = [torch.autograd.grad(loss, first.weight)[0] for loss in (outputs.loss, wanted)]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
     # a shorter row beside it changes its share of the mean, and padding nothing
     pair = collate([*rows, {name: value[:2] for name, value in rows[0].items()}])

@@ -18,6 +18,7 @@ from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specdec.heads.mtp import MtpConfig, MtpHead
 from hf_specdec.stats import SpeculationStats
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "InvalidConfigError",
     "MedusaConfig",
     "MedusaHeads",
+    "MtpConfig",
+    "MtpHead",
     "SpeculationStats",
     "SpeculativeConfig",
     "SpeculativeDecodingError",

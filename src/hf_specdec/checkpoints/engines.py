@@ -18,6 +18,7 @@ from hf_specdec.checkpoints.formats import Head
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.heads.mtp import MtpHead
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -42,7 +43,7 @@ class Format:
 # ----------------------------------------------------------------------------------------------- configurations
 
 
-def _layer_config(head: EagleHead | Eagle3Head) -> Fields:
+def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
     """A one-layer Llama configuration, in the keys that readers of all ages know."""
     config = head.config
     rope = dict(config.rope_parameters)
@@ -98,7 +99,21 @@ def _sglang_config(head: Eagle3Head) -> Fields:
 def _speculators_config(head: Eagle3Head) -> Fields:
     config = head.config
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_aux_hidden_state_layer_ids")
-    layer = _layer_config(head)
+    return {
+        **_of_speculators(head, "eagle3", "Eagle3Speculator"),
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "embed_requires_grad": False,
+        **{name: getattr(config, name) for name in flags},
+    }
+
+
+def _mtp_config(head: MtpHead) -> Fields:
+    return {**_of_speculators(head, "mtp", "MTPDraftModel"), "num_nextn_predict_layers": 1}
+
+
+def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) -> Fields:
+    """What every configuration of speculators has."""
+    config, layer = head.config, _layer_config(head)
     if config.qk_norm:
         layer = {**layer, "model_type": "qwen3"}
     if config.sliding_window is not None:
@@ -106,22 +121,18 @@ def _speculators_config(head: Eagle3Head) -> Fields:
                  "use_sliding_window": True, "max_window_layers": 0}  # fmt: skip
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_steps or 3, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
-    verifier = {"name_or_path": config.base_model_name_or_path, "architectures": []}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": []},
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        **{name: getattr(config, name) for name in flags},
     }
 
 
@@ -168,6 +179,20 @@ def _sglang_tensors(head: Eagle3Head) -> Tensors:
 
 def _speculators_tensors(head: Eagle3Head) -> Tensors:
     return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in _with_vocabulary(head).items()}
+
+
+def _mtp_tensors(head: MtpHead) -> Tensors:
+    names = {
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "norm": "final_layernorm",
+    }
+    tensors = {}
+    for name, tensor in _state(head).items():
+        part, rest = name.split(".", 1)
+        tensors[f"mtp_layers.0.{rest.removeprefix('0.') if part == 'layers' else f'{names[part]}.{rest}'}"] = tensor
+    return tensors
 
 
 # ----------------------------------------------------------------------------------------------- what does not fit
@@ -266,6 +291,19 @@ def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     }
 
 
+def _mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
+    config = head.config
+    return {
+        "it has no hot-token vocabulary": config.draft_vocab_size is not None,
+        "embeddings are the target's, this module has its own": config.own_embedding,
+        "its layer is Qwen3's, with norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
+        "`input_proj` and the MLP have no bias": config.bias or config.mlp_bias,
+        "biases of query, key and value come with one of the output projection": config.qkv_bias
+        and not config.attention_bias,
+        "it attends to everything": config.sliding_window is not None,
+    }
+
+
 def _medusa_readers(head: MedusaHeads) -> str:
     loader = "medusa_model_legacy.py" if head.config.shared_lm_head else "medusa_model.py"
     return (
@@ -295,6 +333,10 @@ def _speculators_readers(head: Eagle3Head) -> str:
     return f"vLLM: `vllm serve HERE`, or with its target named `vllm serve TARGET --speculative-config '{settings}'`."
 
 
+def _mtp_readers(head: MtpHead) -> str:
+    return "speculators: `MTPDraftModel.from_pretrained(HERE)`, with the target that its config names."
+
+
 def _sglang_readers(head: Eagle3Head) -> str:
     return "SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path HERE`."
 
@@ -308,6 +350,9 @@ FORMATS: dict[str, Format] = {
     "speculators": Format(
         Eagle3Head, _speculators_refusals, _speculators_config, _speculators_tensors, _speculators_readers,
         holds=("num_steps",),
+    ),
+    "speculators-mtp": Format(
+        MtpHead, _mtp_refusals, _mtp_config, _mtp_tensors, _mtp_readers, holds=("num_steps",)
     ),
     "sglang": Format(Eagle3Head, _sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
 }  # fmt: skip

@@ -32,7 +32,7 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         head: Any head of this package.
         path: A directory that is empty or not there yet.
         format: `"hf-specdec"`; `"medusa"` (Medusa's code and Text Generation Inference), `"eagle"`, `"eagle3"` (the
-            authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"sglang"` (EAGLE-3).
+            authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"speculators-mtp"`, `"sglang"` (EAGLE-3).
         replace: Put it in the place of another head; nothing of that one stays.
 
     Returns:

@@ -25,12 +25,18 @@ from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
+from hf_specdec.heads.mtp import MtpConfig, MtpHead
 from hf_specdec.heads.schema import OTHERS, checked, shown
 
-Head = EagleHead | Eagle3Head | MedusaHeads
-HeadConfig = EagleConfig | Eagle3Config | MedusaConfig
+Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads
+HeadConfig = EagleConfig | Eagle3Config | MtpConfig | MedusaConfig
 
-HEADS: dict[type[Any], type[Head]] = {EagleConfig: EagleHead, Eagle3Config: Eagle3Head, MedusaConfig: MedusaHeads}
+HEADS: dict[type[Any], type[Head]] = {
+    EagleConfig: EagleHead,
+    Eagle3Config: Eagle3Head,
+    MtpConfig: MtpHead,
+    MedusaConfig: MedusaHeads,
+}
 """A head's class by that of its configuration."""
 
 LAYER_FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -143,6 +149,8 @@ def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
     layer = _draft_layer(layout, fields, shapes, prefix)
     if layout.config_class is EagleConfig:
         return {"bias": True, **layer, **settings}
+    if layout.config_class is MtpConfig:
+        return {"bias": "eh_proj.bias" in shapes, **layer, **settings}
     return {**layer, **settings, **_eagle3_inputs(layout, fields, {**layer, **settings}, shapes)}
 
 
@@ -153,7 +161,7 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
         raise CheckpointFormatError(f"`{layout.layer_config}` is {type(layer).__name__}, expected an object.")
     family: Any = LlamaConfig
     if layout.layer_config:
-        kind = layer.get("model_type", "qwen3" if layout.config_class is Eagle3Config else "llama")
+        kind = layer.get("model_type", "llama" if layout.config_class is EagleConfig else "qwen3")
         if kind not in LAYER_FAMILIES:
             raise CheckpointFormatError(
                 f"The draft layer is of model_type {shown(kind)}, expected {' or '.join(LAYER_FAMILIES)}."
@@ -162,6 +170,8 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
     rotary = ("rope_theta", "rope_scaling", "rope_parameters")
     windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
     wanted = {name: layer[name] for name in (*LAYER_FIELDS, *rotary, *windows) if layer.get(name) is not None}
+    if layout.of_verifier and isinstance(wanted.get("layer_types"), list):
+        wanted["layer_types"] = wanted["layer_types"][:1]
     given = checked(wanted, OTHERS)
     config = family(num_hidden_layers=1, **given)
     found = {name: getattr(config, name) for name in LAYER_FIELDS if hasattr(config, name)}

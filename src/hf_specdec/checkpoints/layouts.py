@@ -16,10 +16,11 @@ from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.eagle3 import Eagle3Config
 from hf_specdec.heads.medusa import MedusaConfig
+from hf_specdec.heads.mtp import MtpConfig
 
 Names = frozenset[str]
 
-ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MedusaConfig]
+ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MtpConfig] | type[MedusaConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...] = ()  # regular expression: name of ours
     unread: tuple[str, ...] = ()  # regular expressions of tensors that need no loading
     layer_config: str = ""  # where the draft layer's own configuration is; "" is the top
+    of_verifier: bool = False  # that configuration is the whole target's; its first layer is the draft layer's kind
     layer_offset: int = 0  # what makes its layer ids indices of hidden_states
 
 
@@ -142,6 +144,25 @@ SPECULATORS_EAGLE3 = Layout(
     layer_config="transformer_layer_config",
 )  # fmt: skip
 
+SPECULATORS_MTP = Layout(
+    "speculators-mtp",
+    MtpConfig,
+    _speculators("mtp"),
+    "speculators (vLLM), MTP",
+    fields={"base_model_name_or_path": "speculators_config.verifier.name_or_path"},
+    expected={"num_nextn_predict_layers": 1},
+    renames=(
+        (r"mtp_layers\.0\.token_layernorm\.(.*)", r"enorm.\1"),
+        (r"mtp_layers\.0\.hidden_layernorm\.(.*)", r"hnorm.\1"),
+        (r"mtp_layers\.0\.input_proj\.(.*)", r"eh_proj.\1"),
+        (r"mtp_layers\.0\.final_layernorm\.(.*)", r"norm.\1"),
+        (r"mtp_layers\.0\.(.*)", r"layers.0.\1"),
+    ),
+    unread=(ROTARY, r"lm_head\.weight", r"verifier_lm_head\.weight"),
+    layer_config="transformer_layer_config",
+    of_verifier=True,
+)
+
 
 def _of_specforge(fields: Fields, names: Names) -> bool:
     return EAGLE3.matches(fields, names) and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
@@ -204,19 +225,19 @@ WHOLE_MODELS = ("medusa-model", "modelopt-medusa")
 
 NATIVE = tuple(
     Layout(NATIVE_LAYOUT, config_class, _native(config_class.model_type), "hf-specdec")
-    for config_class in (EagleConfig, Eagle3Config, MedusaConfig)
+    for config_class in (EagleConfig, Eagle3Config, MtpConfig, MedusaConfig)
 )
 
 LAYOUTS = (
-    *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, MODELOPT_MEDUSA, MEDUSA_MODEL, MEDUSA_V2, MEDUSA_V1,
-    MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
+    *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, SPECULATORS_MTP, MODELOPT_MEDUSA, MEDUSA_MODEL, MEDUSA_V2,
+    MEDUSA_V1, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
 )  # fmt: skip
 """Tried in this order; the first that matches is it."""
 
 UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
-    ("a speculators checkpoint of another kind (P-EAGLE, DFlash, DSpark, MTP, MLP)",
+    ("a speculators checkpoint of another kind (P-EAGLE, DFlash, DSpark, MLP)",
      lambda fields: "speculators_model_type" in fields
-     and fields["speculators_model_type"] not in ("eagle", "eagle3")),
+     and fields["speculators_model_type"] not in ("eagle", "eagle3", "mtp")),
     ("a P-EAGLE head", lambda fields: fields.get("architectures") == ["PEagleDraftModel"]),
     ("a DFlash drafter",
      lambda fields: "dflash_config" in fields or fields.get("architectures") == ["DFlashDraftModel"]),

@@ -150,7 +150,12 @@ def _head_for(methods: list[str], model: str | None, drafter: str | None) -> Dra
     rows, place = known_methods(), drafter or default_head(model)
     head = None if place is None else load_head(place)
     for method in wanted:
-        if method in rows and rows[method].heads and (head is None or head.method != method):
+        if method in rows and rows[method].part:
+            raise DrafterMismatchError(
+                f"The method {method!r} needs {rows[method].part}, which this command does not take.",
+                "Call model.generate(...) from Python.",
+            )
+        if method in rows and rows[method].requires and (head is None or head.method != method):
             given = "none is given" if head is None else f"{place} is one for {head.method!r}"
             raise DrafterMismatchError(
                 f"The method {method!r} needs a head of its own, and {given}.", "Give one: --drafter PATH_OR_HUB_ID."

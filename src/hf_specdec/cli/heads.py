@@ -20,7 +20,7 @@ from hf_specdec.errors import InvalidConfigError, printable
 
 Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any layout.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-FormatName = Literal["hf-specdec", "medusa", "eagle", "eagle3", "speculators", "sglang"]
+FormatName = Literal["hf-specdec", "medusa", "eagle", "eagle3", "speculators", "speculators-mtp", "sglang"]
 
 
 def inspect(

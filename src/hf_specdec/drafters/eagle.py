@@ -1,8 +1,9 @@
-"""EAGLE drafting: grow a tree of tokens level by level with the draft layer, and keep its likeliest nodes.
+"""EAGLE drafting: grow a tree of tokens level by level with a draft layer, and keep its likeliest nodes.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for
 the dynamic tree. Entry t of the draft cache pairs the target's feature of x[t] with the embedding of x[t+1]. Entries
-from true features are committed; entries made while a tree grows are forgotten with it.
+from true features are committed; entries made while a tree grows are forgotten with it. Whatever is a `DraftLayer`
+drafts so: EAGLE heads, MTP modules (`drafters/mtp.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from transformers import PreTrainedModel
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
-from hf_specdec.heads.attention import attend_over
-from hf_specdec.heads.eagle import EagleHead
-from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import committed_slots
@@ -50,40 +50,17 @@ class EagleTreeShape:
     choices: tuple[Choice, ...] | None
 
 
-class EagleDrafter(Drafter):
-    """Drafts with an EAGLE head: version 1/2, which shares the target's embedding and lm_head, or 3.
+class LayerDrafter(Drafter):
+    """Drafts with a draft layer.
 
-    Config fields: `tree` (`"dynamic"`, `"static"` or choices), `num_steps`, `top_k`, `num_draft_tokens`; what is None
-    comes from the head's config, else it is 4 steps, top 4, 16 nodes.
-
-    Args:
-        head: The draft layer; it is moved to the target's device and dtype when it is loaded for a model.
+    Attributes:
+        head: The layer.
+        default_num_steps, default_top_k: The tree's depth and width where neither config nor layer say it.
     """
 
-    method = "eagle"
-
-    def __init__(self, head: EagleHead | Eagle3Head) -> None:
-        self.head = head.eval().requires_grad_(False)
-
-    def __repr__(self) -> str:
-        return f"EagleDrafter({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
-
-    def bind(self, model: PreTrainedModel) -> None:
-        """Compare sizes, then move the head next to the target's lm_head.
-
-        Raises:
-            DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
-        """
-        bind_head(self.head, model)
-        self.needs = Needs(feature_layers=self.head.feature_layers)
-        self.head.share_embedding(model)
-        size = self.head.config.hidden_size
-        width = getattr(self.head.embedding_for(model), "embedding_dim", size)
-        if width != size:
-            raise DrafterMismatchError(
-                f"{type(model).__name__} embeds tokens in {width} numbers, this head takes {size}.",
-                "A head with an embedding of its own fits such a model.",
-            )
+    head: DraftLayer
+    default_num_steps = DEFAULT_NUM_STEPS
+    default_top_k = DEFAULT_TOP_K
 
     def shape(self, config: SpeculativeConfig) -> EagleTreeShape:
         """The tree that this config and the head's own defaults ask for.
@@ -96,8 +73,8 @@ class EagleDrafter(Drafter):
         if tree == "static":
             tree = DEFAULT_CHOICES if isinstance(defaults.tree, str) else defaults.tree
         if tree == "dynamic":
-            num_steps = config.num_steps or defaults.num_steps or DEFAULT_NUM_STEPS
-            top_k = config.top_k or defaults.top_k or DEFAULT_TOP_K
+            num_steps = config.num_steps or defaults.num_steps or self.default_num_steps
+            top_k = config.top_k or defaults.top_k or self.default_top_k
             wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
             shape = EagleTreeShape(growable(Budget(wanted, num_steps, top_k)), None)
         else:
@@ -130,46 +107,56 @@ class EagleDrafter(Drafter):
         """
         if context.input_ids.shape[1] == 0:
             raise UnsupportedGenerationError(
-                "An EAGLE head needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
+                f"The method {self.method!r} needs the prompt's token ids, got only inputs_embeds.",
+                "Pass input_ids as well.",
             )
-        return _EagleSession(self.head, target.model, context, self.shape(config))
+        return self._session(target.model, context, self.shape(config))
+
+    def _session(self, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape) -> DraftSession:
+        return EagleSession(self.head, model, context, shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Committed text that the draft layer has not read yet."""
+class EagleDrafter(LayerDrafter):
+    """Drafts with an EAGLE head: version 1/2, which shares the target's embedding and lm_head, or 3.
 
-    features: Tensor  # [B, T, layers * D] the target's, of each token but the last
-    tokens: Tensor  # [B, T] the tokens after them
-    path: Tensor  # [B, T] which of the T entries are real, in order; -1 beyond
-    nodes: Sequence[Sequence[int]]  # the same on the host
+    Config fields: `tree` (`"dynamic"`, `"static"` or choices), `num_steps`, `top_k`, `num_draft_tokens`; what is None
+    comes from the head's config, else it is 4 steps, top 4, 16 nodes.
 
-    @classmethod
-    def joined(cls, parts: Sequence[_Entries]) -> _Entries:
-        """The entries of several steps as one."""
-        if len(parts) == 1:
-            return parts[0]
-        offsets = [sum(part.tokens.shape[1] for part in parts[:index]) for index in range(len(parts))]
-        moved = [
-            torch.where(part.path >= 0, part.path + offset, -1) for part, offset in zip(parts, offsets, strict=True)
-        ]
-        path, last = torch.cat(moved, dim=-1), offsets[-1] + parts[-1].tokens.shape[1]
-        path = torch.where(path >= 0, path, last).sort(dim=-1).values
-        return cls(
-            torch.cat([part.features for part in parts], dim=1),
-            torch.cat([part.tokens for part in parts], dim=1),
-            torch.where(path == last, -1, path),
-            [
-                [offset + node for part, offset in zip(parts, offsets, strict=True) for node in part.nodes[row]]
-                for row in range(len(path))
-            ],
-        )
+    Args:
+        head: The draft layer; it is moved to the target's device and dtype when it is loaded for a model.
+    """
+
+    method = "eagle"
+    head: EagleFamilyHead
+
+    def __init__(self, head: EagleFamilyHead) -> None:
+        self.head = head.eval().requires_grad_(False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Compare sizes, then move the head next to the target's lm_head.
+
+        Raises:
+            DrafterMismatchError: Another hidden size or vocabulary, too few layers, or no lm_head.
+        """
+        bind_head(self.head, model)
+        self.needs = Needs(feature_layers=self.head.feature_layers)
+        self.head.share_embedding(model)
+        size = self.head.config.hidden_size
+        width = getattr(self.head.embedding_for(model), "embedding_dim", size)
+        if width != size:
+            raise DrafterMismatchError(
+                f"{type(model).__name__} embeds tokens in {width} numbers, this head takes {size}.",
+                "A head with an embedding of its own fits such a model.",
+            )
 
 
-class _EagleSession(DraftSession):
-    def __init__(
-        self, head: EagleHead | Eagle3Head, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape
-    ) -> None:
+class EagleSession(DraftSession):
+    """One generation's drafting with one layer: its cache holds the text, and a tree while it grows."""
+
+    def __init__(self, head: DraftLayer, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape) -> None:
         if context.features is None:
             raise ValueError("an EAGLE session needs the prompt's features")
         self._head, self._shape = head, shape
@@ -182,17 +169,18 @@ class _EagleSession(DraftSession):
         # a continued cache has no features of what it holds, and virtual tokens have no ids
         features = context.features.of(head.feature_layers)
         width, batch_size = min(features.shape[1], context.input_ids.shape[1]), len(context.roots)
-        self._prompt: _Entries | None = _Entries(
+        self._prompt: Entries | None = Entries(
             features[:, -width:],
             torch.cat([context.input_ids[:, 1:], context.roots[:, None]], dim=-1)[:, -width:],
             torch.arange(width, device=context.roots.device).expand(batch_size, -1),
             [range(width)] * batch_size,
         )
-        self._pending: list[_Entries] = []
+        self._pending: list[Entries] = []
         self._padding = None if context.padding is None else context.padding.last(width)
         self._roots = context.roots
 
     def propose(self, budget: Budget) -> Draft:
+        """See `DraftSession`."""
         if budget.is_plain:
             return Draft.plain(self._roots)
         budget = budget.within(self._shape.limits)
@@ -217,6 +205,7 @@ class _EagleSession(DraftSession):
         return self._static[budget]
 
     def observe(self, step: Step) -> None:
+        """See `DraftSession`."""
         features, acceptance = step.verification.features, step.acceptance
         if features is None:
             raise ValueError("an EAGLE session needs the features of every verification")
@@ -225,7 +214,7 @@ class _EagleSession(DraftSession):
         index = path.to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
         places = torch.arange(path.shape[1], device=path.device)
         self._pending.append(
-            _Entries(
+            Entries(
                 states.gather(1, index),
                 acceptance.tokens.clamp(min=0),
                 torch.where(acceptance.path >= 0, places, -1),
@@ -242,11 +231,11 @@ class _EagleSession(DraftSession):
         if self._prompt is not None:
             last, self._prompt = self._read_prompt(self._prompt), None
         if self._pending:
-            last, self._pending = self._read_steps(_Entries.joined(self._pending)), []
+            last, self._pending = self._read_steps(Entries.joined(self._pending)), []
         assert last is not None
         return self._score(last, top_k)
 
-    def _read_prompt(self, prompt: _Entries) -> Tensor:
+    def _read_prompt(self, prompt: Entries) -> Tensor:
         """The layer's features `[B, 1, D]` of the prompt's last entry; all of it is appended."""
         width, device = prompt.tokens.shape[1], prompt.tokens.device
         entries = torch.arange(width, device=device)
@@ -263,7 +252,7 @@ class _EagleSession(DraftSession):
         self._cache.commit(prompt.path, prompt.nodes)
         return features[:, -1:]
 
-    def _read_steps(self, entries: _Entries) -> Tensor:
+    def _read_steps(self, entries: Entries) -> Tensor:
         """The layer's features `[B, 1, D]` of each row's last entry; a row that got none keeps any."""
         counts = (entries.path >= 0).sum(-1, keepdim=True)
         places = torch.arange(entries.tokens.shape[1], device=entries.path.device)
@@ -289,26 +278,30 @@ class _EagleSession(DraftSession):
             visible: `[B or 1, T, appended]` bool, what each sees of the entries appended since the last commit; all
                 see what is committed. None is plain causal, for a prompt without padding.
         """
-        batch_size, device, start = tokens.shape[0], self._head.device, self._cache.start
-        mask = None
-        if visible is not None:
-            mask = visible.expand(batch_size, -1, -1)
-            if start:
-                lengths = self._cache.lengths_on(tokens.device, batch_size)
-                committed = committed_slots(lengths, start, self._padding)[:, None].expand(-1, tokens.shape[1], -1)
-                if self._window is not None:  # it is longer than a tree is deep
-                    slots = positions if self._padding is None else positions + self._padding.counts[:, None]
-                    behind = slots[:, :, None] - torch.arange(start, device=slots.device)
-                    committed = committed & (behind < self._window)
-                mask = torch.cat([committed, mask], dim=-1)
-            mask = mask[:, None].to(device)
-        output: Tensor = self._head(
+        device = self._head.device
+        output = self._head.read(
             self._embedding(tokens).to(device, self._head.dtype),
             features.to(device, self._head.dtype),
-            positions.expand(batch_size, -1).to(device),
-            attend_over(self._cache, mask),
+            positions.expand(len(tokens), -1).to(device),
+            self._cache,
+            self._mask(positions, visible, len(tokens)),
         )
         return output.to(tokens.device)
+
+    def _mask(self, positions: Tensor, visible: Tensor | None, batch_size: int) -> Tensor | None:
+        """`[B, 1, T, S]` bool on the head's device: what is committed, and what is visible of the rest, see `_run`."""
+        if visible is None:
+            return None
+        start, mask = self._cache.start, visible.expand(batch_size, -1, -1)
+        if start:
+            lengths = self._cache.lengths_on(visible.device, batch_size)
+            committed = committed_slots(lengths, start, self._padding)[:, None].expand(-1, visible.shape[1], -1)
+            if self._window is not None:  # it is longer than a tree is deep
+                slots = positions if self._padding is None else positions + self._padding.counts[:, None]
+                behind = slots[:, :, None] - torch.arange(start, device=slots.device)
+                committed = committed & (behind < self._window)
+            mask = torch.cat([committed, mask], dim=-1)
+        return mask[:, None].to(self._head.device)
 
     def _score(self, features: Tensor, top_k: int) -> Level:
         """Score the children of K nodes by the target's own lm_head."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from transformers import PreTrainedModel
+
 from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
@@ -19,13 +21,15 @@ from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.lookahead import LookaheadDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
+from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.heads.mtp import MtpHead
 
 ENTRY_POINTS = "hf_specdec.methods"
 """The group of entry points by which an installed package adds its methods."""
@@ -41,17 +45,17 @@ class Method:
     heads: tuple[type[DraftHead], ...] = ()  # the heads that it drafts with; () is training-free
     part: str = ""  # what else its drafter is made of, such as "an assistant model"; "" is nothing
     how_given: str = ""  # how a user gives that part, as an order
+    native: Callable[[PreTrainedModel], Drafter] | None = None  # of what a model has in itself, where no head is loaded
 
     @property
     def requires(self) -> str | None:
-        """What has to be done first, as an order; None where nothing has."""
-        return "call model.load_drafter(path_or_hub_id)" if self.heads else self.how_given or None
+        """What has to be done first, as an order; None where nothing has, with a model that fits."""
+        if self.heads and self.native is None:
+            return "call model.load_drafter(path_or_hub_id)"
+        return self.how_given or None
 
 
 _METHODS: dict[str, Method] = {}
-
-PLANNED = ("mtp",)
-"""Methods of the public contract that this version does not have yet."""
 
 WITHOUT_HEAD = ("prompt_lookup", "token_recycling")
 """What `"auto"` and `"hybrid"` merge where no head is loaded; beside heads, the first of them."""
@@ -64,7 +68,7 @@ def register(method: Method) -> Method:
         InvalidConfigError: One of its names, or one of its heads, is another method's.
     """
     for name in (method.name, *method.aliases):
-        if name in (*COMBINED, *PLANNED) or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
+        if name in COMBINED or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
             raise InvalidConfigError(f"There is a method {name!r} already.", "Give yours another name.")
     for head in method.heads:
         if any(head in row.heads for row in _METHODS.values()):
@@ -75,6 +79,7 @@ def register(method: Method) -> Method:
 
 register(Method("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head)))
 register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
+register(Method("mtp", MtpDrafter, heads=(MtpHead,), native=MtpDrafter.native))
 register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
 register(Method("token_recycling", TokenRecyclingDrafter))
 register(Method("lookahead", LookaheadDrafter))
@@ -110,7 +115,6 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
 
     Raises:
         InvalidConfigError: There is none.
-        UnsupportedGenerationError: A method of a later version.
     """
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
@@ -119,8 +123,6 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     if method in available:
         return method
     known = ", ".join(map(repr, sorted({*available, *aliases})))
-    if method in PLANNED:
-        raise UnsupportedGenerationError(f"The method {name!r} is not in this version.", f"There are: {known}.")
     raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"There are: {known}.")
 
 
@@ -139,49 +141,57 @@ def drafter_of(head: DraftHead) -> Drafter:
 
 
 def choose_drafter(
-    config: SpeculativeConfig, registered: Mapping[str, Drafter], made: dict[str, Drafter], experience: Experience
-) -> Drafter:
+    config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
+    experience: Experience,
+) -> Drafter:  # fmt: skip
     """The drafter that a config means.
 
     Args:
         config: Its `method` is the name of a registered drafter, of a method, or of several merged.
+        model: The target.
         registered: Drafters of the model by name.
-        made: Training-free drafters that were made for the model before; a new one is put in.
+        made: Drafters without a head that were made for the model before; a new one is put in.
         experience: What merged drafting has learned with the model.
 
     Raises:
         InvalidConfigError: Unknown name, or merged drafters merged again.
-        DrafterMismatchError: A method whose head is not loaded, or whose other part was not given.
-        UnsupportedGenerationError: A method of a later version.
+        DrafterMismatchError: A method whose head is not loaded, or whose other part the model has not or was not given.
+        UnsupportedModelError: The model's own parts are of a kind that does not draft here.
     """
+
+    def single(name: str) -> Drafter:
+        return _single(name, model, registered, made)
+
     name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
     if name not in COMBINED or name in registered:
-        return _single(name, registered, made)
+        return single(name)
     loaded = [known for known, drafter in registered.items() if not isinstance(drafter, HybridDrafter)]
     if name == AUTO and config.tree is not None and loaded:  # a tree is one drafter's
-        return _single(loaded[0], registered, made)
+        return single(loaded[0])
     names = config.methods or dict.fromkeys((*loaded, *(WITHOUT_HEAD[:1] if loaded else WITHOUT_HEAD)))
     if any(part in COMBINED or isinstance(registered.get(part), HybridDrafter) for part in names):
         raise InvalidConfigError(f"`methods` names what is merged, got {list(names)}.", "Name single methods.")
-    return HybridDrafter({part: _single(part, registered, made) for part in names}, experience)
+    return HybridDrafter({part: single(part) for part in names}, experience)
 
 
-def _single(name: str, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
-    """A registered drafter, else one of that method, else a training-free method."""
+def _single(
+    name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]
+) -> Drafter:
+    """A registered drafter, else one of that method, else one that needs no head."""
     by_method: dict[str, Drafter] = {}
     for drafter in registered.values():
         by_method.setdefault(drafter.method, drafter)
-    name, rows = method_named(name, {*registered, *by_method}), methods()
+    name = method_named(name, {*registered, *by_method})
     if name in registered:
         return registered[name]
     if name in by_method:
         return by_method[name]
-    if rows[name].requires is not None:
-        part, order = ("a head" if rows[name].heads else rows[name].part), str(rows[name].requires)
+    row = methods()[name]
+    if row.requires is not None:
         raise DrafterMismatchError(
-            f"speculative={name!r} needs {part}, and this model has none to draft with.",
-            f"First {order}.",
+            f"speculative={name!r} needs {'a head' if row.heads else row.part}, and this model has none to draft with.",
+            f"First {row.requires}.",
         )
     if name not in made:
-        made[name] = rows[name].make()
+        made[name] = row.make() if row.native is None else row.native(model)
     return made[name]

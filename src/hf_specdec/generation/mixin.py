@@ -30,7 +30,7 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import options
-from hf_specdec.generation.plan import Plan, controller_of, plan_call
+from hf_specdec.generation.plan import Plan, WithAssistant, controller_of, plan_call
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
@@ -106,6 +106,8 @@ class SpeculativeGenerationMixin:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; that it runs is noted down, for `detach`."""
+        if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
+            kwargs["speculative"] = WithAssistant(kwargs["speculative"], kwargs.pop("assistant_model"))
         with SWAP:
             running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
         if running is None:  # detached between the call and here
@@ -190,7 +192,6 @@ class SpeculativeGenerationMixin:
         drafters = state_of(self).drafters
         if name not in drafters:
             raise DrafterMismatchError(f"There is no drafter {name!r}.", f"Registered: {sorted(drafters) or 'none'}.")
-        state_of(self).bound.pop(name)
         return drafters.pop(name)
 
     # ------------------------------------------------------------------------------------------- saving

@@ -102,7 +102,10 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "Drop `speculative`, or the options that choose that mode (num_beams, assistant_model, ...).",
         )
     if mode_kwargs.get("assistant_model") is not None:
-        raise UnsupportedGenerationError("`assistant_model` and `speculative` exclude each other.", "Drop one.")
+        raise UnsupportedGenerationError(
+            "`assistant_model` goes with a `speculative` that the call itself is given.",
+            'Pass speculative="draft_model" as well, or speculative=None for transformers\' own assisted generation.',
+        )
     refused = {
         "use_cache": (config.use_cache is False, "it needs the key-value cache"),
         "cache_implementation": (

@@ -15,24 +15,36 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specdec.accept import AcceptanceRule
-from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
+from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.tiers import TierController
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.registry import choose_drafter
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.generation import options
 from hf_specdec.generation.state import current_costs, current_facts, keep_bound, state_of
 from hf_specdec.target.probe import TargetFacts
 from hf_specdec.target.target import Target
 
+ASSISTED = "draft_model"
+"""The method that drafts with an assistant model."""
+
 logger = logging.getLogger(__name__)
 
 SHARED_NODES = 8
 """Nodes of a merged tree where costs cannot decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithAssistant:
+    """What a call of `generate()` was given: `speculative=`, and the model to draft with."""
+
+    speculative: Any
+    assistant: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,14 @@ def plan_call(
         UnsupportedGenerationError: Options that speculation cannot keep.
         UnsupportedModelError: The model, as it is now, cannot verify drafted tokens.
     """
+    assistant = None
+    if isinstance(speculative, WithAssistant):
+        speculative, assistant = speculative.speculative, speculative.assistant
     config, state = SpeculativeConfig.of(speculative), state_of(model)
-    drafter = choose_drafter(config, state.drafters, state.made, state.experience)
+    registered = state.drafters
+    if assistant is not None:
+        registered = {**registered, ASSISTED: _drafter_of(assistant, config, generation_config, state.made)}
+    drafter = choose_drafter(config, model, registered, state.made, state.experience)
     limits = _limits(drafter, config)
     options.check_mode(mode, generation_config, mode_kwargs)
     options.check_settings(config)
@@ -87,6 +105,29 @@ def plan_call(
         facts=facts,
         layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.branches),
     )
+
+
+def _drafter_of(
+    assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
+) -> Drafter:
+    """The drafter of the call's assistant, the one of the last call where it is the same.
+
+    Raises:
+        UnsupportedGenerationError: A method that drafts with no assistant.
+    """
+    if config.method not in (ASSISTED, *COMBINED):
+        raise UnsupportedGenerationError(
+            f"`assistant_model` means nothing to speculative={config.method!r}.",
+            f"Use speculative={ASSISTED!r}, \"hybrid\" or \"auto\", or drop it.",
+        )
+    chain = config.top_k in (None, 1) and config.tree is None
+    sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain
+    sample = sample and config.acceptance in ("auto", "rejection", "block")
+    known = made.get(ASSISTED)
+    if isinstance(known, DraftModelDrafter) and known.assistant is assistant and known.sample == sample:
+        return known
+    made[ASSISTED] = DraftModelDrafter(assistant, sample=sample)
+    return made[ASSISTED]
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -42,7 +43,8 @@ class SpeculationState:
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
         self.made: dict[str, Drafter] = {}  # training-free drafters, made when their method was first asked for
-        self.bound: dict[str, Fingerprint] = {}  # the model that each drafter was last bound to
+        # the model that each drafter was last bound to
+        self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # latest first
         self.experience = Experience()  # of merged drafts
         self.costs: list[tuple[Fingerprint, int, StepCosts]] = []  # by model and rows, latest first
@@ -64,11 +66,11 @@ class SpeculationState:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
-        return {"drafters": self.drafters, "made": {}, "bound": {}, "facts": [], "last": self.last,
+        return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "experience": Experience(), "costs": []}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values, _threads=Counter())
+        self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary())
 
 
 def state_of(model: Any) -> SpeculationState:
@@ -102,9 +104,10 @@ def register(model: PreTrainedModel, drafter: Drafter, name: str) -> None:
         DrafterMismatchError: It was made for another model.
         UnsupportedModelError: The model shows no hidden states to a drafter that reads them.
     """
-    state = state_of(model)
-    _bind(model, drafter)
-    state.drafters[name], state.bound[name] = drafter, Fingerprint.of(model)
+    state, now = state_of(model), Fingerprint.of(model)
+    for part in drafter.parts:
+        _bind(model, part, now)
+    state.drafters[name] = drafter
 
 
 def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
@@ -113,11 +116,10 @@ def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> No
     Raises:
         DrafterMismatchError: It no longer fits: the vocabulary was resized, layers were taken out, ...
     """
-    state = state_of(model)
-    for name, known in {**state.made, **state.drafters}.items():
-        if known in drafter.parts and state.bound.get(name) != now:
-            _bind(model, known)
-            state.bound[name] = now
+    bound = state_of(model).bound
+    for part in drafter.parts:
+        if bound.get(part) != now:
+            _bind(model, part, now)
 
 
 def current_costs(model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int) -> StepCosts:
@@ -139,6 +141,7 @@ def current_costs(model: PreTrainedModel, facts: TargetFacts, *, rows: int, wide
     return costs
 
 
-def _bind(model: PreTrainedModel, drafter: Drafter) -> None:
+def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
     drafter.bind(model)
     check_features(model, drafter.needs.feature_layers)
+    state_of(model).bound[drafter] = now

@@ -1,6 +1,6 @@
 """What every draft head is: a transformers model with a hot-token vocabulary, a card, and a way to the Hub.
 
-The heads are `eagle.py`, `eagle3.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
+The heads are `eagle.py`, `eagle3.py`, `mtp.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_specdec.atomic import beside, move_into
 from hf_specdec.errors import DrafterMismatchError
+from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, model_card
 from hf_specdec.heads.schema import Rule, checked
 from hf_specdec.heads.vocabulary import HotTokens
@@ -171,7 +172,7 @@ UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_desc
 
 
 class EagleFamilyHead(DraftHead):
-    """What the EAGLE heads share: a view of the target's features, and perhaps an embedding of their own."""
+    """What EAGLE heads and MTP modules share: a view of the target's features, perhaps an embedding of their own."""
 
     method = "eagle"
 
@@ -187,6 +188,19 @@ class EagleFamilyHead(DraftHead):
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Settle which layers of a target so deep are read, where that is still open."""
+
+    def read(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """One forward while drafting: T new entries are appended to a cache of one layer.
+
+        Args:
+            token_embeddings, hidden, position_ids: As for `forward`.
+            cache: The draft layer's.
+            mask: `[B, 1, T, S]` bool, see `attend_over`.
+        """
+        output: Tensor = self(token_embeddings, hidden, position_ids, attend_over(cache, mask))
+        return output
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
         """See `DraftHead`; `[B, 1, Vd]`."""

@@ -8,7 +8,12 @@ from huggingface_hub import ModelCardData
 
 CARD_NAME = "README.md"
 
-TITLES = {"hf_specdec_eagle": "EAGLE head", "hf_specdec_eagle3": "EAGLE-3 head", "hf_specdec_medusa": "Medusa heads"}
+TITLES = {
+    "hf_specdec_eagle": "EAGLE head",
+    "hf_specdec_eagle3": "EAGLE-3 head",
+    "hf_specdec_medusa": "Medusa heads",
+    "hf_specdec_mtp": "MTP module",
+}
 
 
 def model_card(config: Any, method: str, repo: str | None = None) -> str:

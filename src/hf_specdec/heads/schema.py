@@ -203,6 +203,8 @@ EAGLE3: Mapping[str, Rule] = {
     **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"), TRUTH),
 }
 
+MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
+
 MEDUSA: Mapping[str, Rule] = {
     **MEMORY,
     "hidden_size": integer(1, MAX_WIDTH),

@@ -1,8 +1,9 @@
-"""Train an EAGLE head: version 1/2 on the target's next feature and token, version 3 on the token alone.
+"""Train an EAGLE head or an MTP module: version 1/2 on the target's next feature and token, the others on the token.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
 logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
-entropy over the draft vocabulary, through several drafted steps (training-time test).
+entropy over the draft vocabulary, through several drafted steps (training-time test). FastMTP
+(https://arxiv.org/abs/2509.18362): three steps of one module, each weighted by 0.6 of the one before.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import find_backbone, text_config
 from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
+
+TrainedHead = EagleHead | Eagle3Head | MtpHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,12 @@ class EagleTrainingConfig:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
 
     @classmethod
-    def for_head(cls, head: EagleHead | Eagle3Head) -> EagleTrainingConfig:
+    def for_head(cls, head: TrainedHead) -> EagleTrainingConfig:
         """The recipe of the head's version."""
         if isinstance(head, EagleHead):
             return cls()
+        if isinstance(head, MtpHead):
+            return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=3, step_decay=0.6)
         return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=4)
 
     def with_steps(self, aligned_steps: int) -> EagleTrainingConfig:
@@ -63,13 +69,13 @@ class EagleTrainingConfig:
 
 def train_eagle(
     model: PreTrainedModel,
-    head: EagleHead | Eagle3Head,
+    head: TrainedHead,
     data: TrainingData,
     arguments: TrainingArguments,
     config: EagleTrainingConfig | None = None,
     *,
     resume: bool = False,
-) -> EagleHead | Eagle3Head:
+) -> TrainedHead:
     """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
 
     Args:
@@ -82,7 +88,7 @@ def train_eagle(
         resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
-    trained: EagleHead | Eagle3Head = fit(objective, model, data, arguments, resume=resume)
+    trained: TrainedHead = fit(objective, model, data, arguments, resume=resume)
     return trained
 
 
@@ -192,7 +198,7 @@ class EagleObjective(Objective):
     where x[t-j+1], which would be the root, and all after it up to x[t+2] are answers.
     """
 
-    def __init__(self, head: EagleHead | Eagle3Head, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
+    def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
         super().__init__(head)
         if config.feature_weight and isinstance(head, Eagle3Head):
             raise InvalidConfigError(

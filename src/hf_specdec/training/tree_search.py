@@ -23,6 +23,7 @@ from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.target.model import text_config
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import collate
@@ -36,6 +37,7 @@ OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objectiv
     MedusaHeads: lambda heads, model, _num_steps: MedusaObjective(heads, model, MedusaTrainingConfig()),
     EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
     Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
+    MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
 }
 """The objective that ranks a head's candidates, of as many depths as there are steps."""
 
