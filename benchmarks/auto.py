@@ -2,9 +2,9 @@
 
     python benchmarks/auto.py --prompts questions.jsonl --per-category 8 --json benchmarks/results/auto_cpu_bf16.json
 
-Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run that
-was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one part off
-at a time. A drafter keeps what it has learned from question to question, as it does for a user.
+Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run
+that was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one
+part off at a time. A drafter keeps what it has learned from question to question, as it does for a user.
 """
 
 import argparse
@@ -23,17 +23,11 @@ from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 
-SETTINGS = {
-    "auto": {"method": "auto", "methods": ["eagle", "prompt_lookup"]},
-    "fixed width": {
-        "method": "auto",
-        "methods": ["eagle", "prompt_lookup"],
-        "adaptive": False,
-        "num_draft_tokens": 12,
-    },
-}
-MAIN = ["transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "auto, no head", "auto"]
-ABLATIONS = ["auto", "calibration off", "switching", "recycling off", "auto, no head", "recycling on", "fixed width"]
+SETTINGS = {"fixed width": {"adaptive": False, "num_draft_tokens": 12}}
+MAIN = ["transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "auto, no head", "auto with all"]
+ABLATIONS = [
+    "auto with all", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width",
+]  # fmt: skip
 
 
 class Uncalibrated(Calibration):
@@ -78,16 +72,22 @@ def add_drafters(model):
     eagle, lookup = model.drafters["eagle"], PromptLookupDrafter()
     uncalibrated = Experience()
     uncalibrated.calibration = Uncalibrated()
-    parts = {"eagle": eagle, "prompt_lookup": lookup}
+
+    def parts():
+        return {"eagle": eagle, "prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}
+
     for name, drafter in {
         "token_recycling": TokenRecyclingDrafter(),
+        "auto with all": HybridDrafter(parts()),
         "auto, no head": HybridDrafter({"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}),
-        "recycling off": HybridDrafter({"prompt_lookup": lookup}),
-        "recycling on": HybridDrafter({**parts, "token_recycling": TokenRecyclingDrafter()}),
-        "calibration off": HybridDrafter(parts, uncalibrated),
-        "switching": SwitchingDrafter(parts),
+        "recycling off": HybridDrafter({"eagle": eagle, "prompt_lookup": lookup}),
+        "lookup off": HybridDrafter({"eagle": eagle, "token_recycling": TokenRecyclingDrafter()}),
+        "calibration off": HybridDrafter(parts(), uncalibrated),
+        "switching": SwitchingDrafter(parts()),
+        "fixed width": HybridDrafter(parts()),
     }.items():
         model.add_drafter(drafter, name)
+        SETTINGS[name] = {**SETTINGS.get(name, {}), "method": name}
 
 
 def main():

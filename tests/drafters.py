@@ -31,10 +31,10 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
+from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.target.model import execution_device
-from hf_specdec.drafters.mtp import MtpDrafter
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head | MtpHead
@@ -158,3 +158,7 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 BY_NAME = {row.name: row for row in ROWS}
+
+WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit"))
+"""Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
+anew when they are added. `make models` tries all."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,8 +70,12 @@ def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def verdict(name: str) -> Verdict:
+def verdict(name: str, rows: Sequence[drafters.Row] = drafters.ROWS) -> Verdict:
     """Build the tiny model, attach, and compare greedy answers: right, wrong and mixed drafts, and every drafter.
+
+    Args:
+        name: The architecture.
+        rows: The drafters.
 
     Raises:
         AssertionError: An answer differs, or right drafts are not accepted.
@@ -87,7 +92,7 @@ def verdict(name: str) -> Verdict:
             options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
             few = {**options, "max_new_tokens": FEW_TOKENS}
             plain, short = model.generate(ids, **options), model.generate(ids, **few)
-            for row in drafters.ROWS:
+            for row in rows:
                 if not row.knows_answers and batch_size == 1:
                     continue
                 try:

@@ -18,7 +18,8 @@ ROWS = {
     "control.cost_model control.tiers "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
-    "drafters drafters.base drafters.candidates drafters.calibration drafters.suffix_automaton drafters.draft_layer "
+    "drafters drafters.base drafters.candidates drafters.asking drafters.calibration "
+    "drafters.suffix_automaton drafters.draft_layer "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
     "drafters.mtp drafters.draft_model drafters.lookahead drafters.early_exit drafters.hybrid",
     4: "drafters.registry drafters.compatibility decode viz",

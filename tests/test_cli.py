@@ -44,7 +44,7 @@ def test_demo_shows_speeds_tau_and_equality(
                "--max-new-tokens", 20)  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0
-    for part in ("plain generate()", "speculative='eagle'", "tau", "ids equal: yes", "where the tree won"):
+    for part in ("plain generate()", "speculative='hybrid'", "tau", "ids equal: yes", "where the tree won"):
         assert part in text
 
 
@@ -53,7 +53,7 @@ def test_demo_json(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     result = json.loads(capsys.readouterr().out)
     assert code == 0
     assert result["ids_equal"]
-    assert result["speculation"]["method"] == "prompt_lookup"
+    assert result["speculation"]["method"] == "hybrid"
     assert result["speculation"]["num_generated_tokens"] == 12
 
 

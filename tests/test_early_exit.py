@@ -361,7 +361,10 @@ def test_the_search_leaves_alone_what_must_run() -> None:
     """Of qwen3_next's inner layers 1 and 2, transformers counts tokens by the former."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_next")))
     assert search_skipped_layers(model, [torch.arange(4, 10)], ratio=1, new_tokens=4) == (2,)
-    git: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("git")))
+    try:
+        git: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("git")))
+    except UnsupportedModelError as missing:  # in older transformers
+        pytest.skip(f"git verifies nothing in this version of transformers: {missing}")
     with pytest.raises(UnsupportedModelError, match="they return NoneType"):
         search_skipped_layers(git, [torch.arange(4, 10)], new_tokens=4)
 
@@ -409,7 +412,7 @@ def test_layers_that_there_are_not() -> None:
         ("git", {}, "they return NoneType"),
         ("qwen3_next", {"skipped_layers": (1,)}, "RuntimeError: The size of tensor"),
         ("lfm2", {"skipped_layers": (1,)}, "RuntimeError: The size of tensor"),  # transformers counts tokens there
-        ("longcat_flash", {}, "no list of 4 decoder layers"),
+        ("longcat_flash", {}, r"no list of \d decoder layers"),
     ],
 )
 def test_models_that_do_not_run_without_layers(name: str, settings: Any, message: str) -> None:

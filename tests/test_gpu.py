@@ -51,8 +51,9 @@ def test_the_same_tokens_are_drawn_on_the_device(model: Any, row: drafters.Row) 
 def test_auto_on_the_device(model: Any, batch_size: int) -> None:
     """Costs are measured there, and real steps, which the host does not wait for, keep them true."""
     drafters.BY_NAME["eagle"].add(model)
+    auto = {"method": "auto", "methods": ["eagle", "prompt_lookup"]}
     plain = generate(model, batch_size, max_new_tokens=64)
     for _ in range(2):
-        assert torch.equal(plain, generate(model, batch_size, max_new_tokens=64, speculative="auto"))
+        assert torch.equal(plain, generate(model, batch_size, max_new_tokens=64, speculative=auto))
     costs = model._speculation.costs[0][2].table()
     assert all(0 < seconds < 1 for seconds in costs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -16,7 +17,8 @@ import drafters
 import zoo
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.drafters import calibration, hybrid
+from hf_specdec.drafters import asking, calibration, hybrid
+from hf_specdec.drafters.asking import Asking
 from hf_specdec.drafters.calibration import Calibration
 from hf_specdec.drafters.candidates import (
     Candidate,
@@ -27,7 +29,7 @@ from hf_specdec.drafters.candidates import (
     merge,
     merge_children,
 )
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter, Worth
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from models import prompts
@@ -116,7 +118,7 @@ def test_limits_of_a_merged_tree() -> None:
     assert whole([source], num_steps=2).tokens == [7, 1, 1, 2]
     assert whole([source], top_k=1).tokens == [7, 1, 1, 1, 1, 1]
     assert whole([source], num_nodes=3).parents == [-1, 0, 1]
-    assert whole([Table({(1,): hybrid.SMOOTHING / 10})]).tokens == [7]  # not worth a thought
+    assert whole([Table({(1,): 0.005})]).tokens == [7]  # not worth a thought
 
 
 def test_a_drafted_tree_as_a_source() -> None:
@@ -127,6 +129,7 @@ def test_a_drafted_tree_as_a_source() -> None:
     assert drafted.follow(0, 1) == 1
     assert drafted.follow(0, 3) is None
     assert drafted.after(3) == ()
+    assert drafted.depth == 2
     told = DraftedCandidates("head", [7, 1, 2], [-1, 0, 0], None, [0, 5, 6])
     assert [(c.kind, c.prior) for c in told.after(0)] == [(("head", 5), 0.5), (("head", 6), 0.25)]
 
@@ -162,34 +165,51 @@ def test_a_tree_is_as_wide_as_pays() -> None:
                 best = best_width(chosen, costs, spent, trust)
                 rates = {}
                 for width in range(1, 6):
-                    tokens = len(chosen) + trust * sum(sum(row.values[1:width]) for row in chosen)
-                    rates[width] = tokens / (costs[width - 1] + spent)
+                    each = [1 + trust * sum(row.values[1:width]) for row in chosen]
+                    slow = (sum(tokens**-4 for tokens in each) / len(each)) ** (-1 / 4)
+                    rates[width] = len(each) * slow / (costs[width - 1] + spent)
                 assert best.rate == pytest.approx(max(rates.values()))
                 assert best.num_nodes <= max(len(row.values) for row in chosen)
     assert best_width([rows[1]], (1.0, 1.4), 0.0).num_nodes == 1
+    copying, stuck = Merged([], [], [1.0] * 9, []), Merged([], [], [1.0], [])
+    assert best_width([copying], tuple(range(10, 19)), 0.0).num_nodes == 9
+    # a batch is done when its slowest row is: rows that copy do not make the others wait
+    assert best_width([copying, stuck, stuck], tuple(range(10, 19)), 0.0).num_nodes <= 2
 
 
 # ------------------------------------------------------------------------------------------------- asking
 
 
-def steps(worth: Worth, gain: float, count: int, price: float = 0.3) -> int:
-    """How often a head that brings `gain` tokens at a price is asked, where 1.5 tokens at 1 second come without it."""
-    asked = 0
+def steps(source: Asking, gains: Mapping[int, float], count: int, price: float = 0.1) -> Counter[int]:
+    """For how many levels a head is asked that brings so many tokens at a price per level; 1.5 come without it."""
+    asked: Counter[int] = Counter()
     for _ in range(count):
-        without = hybrid.Width(4, 1.5, 1.0)
-        if worth.pays(without, 1):
-            worth.learn(without, hybrid.Width(8, 1.5 + gain, 1.0 + price), 1)
-            asked += 1
+        without = hybrid.Width(4, 1.5, 1.5, 1.0)
+        option = source.choose(without, 1)
+        asked[option.num_steps if option else 0] += 1
+        if option is not None:
+            depth = option.num_steps
+            # what was told of it is twice what comes: it is judged by what comes
+            option.learn(
+                without,
+                hybrid.Width(8, 1.5 + 2 * gains[depth], 1.5 + 2 * gains[depth], 1.0 + price * depth),
+                gains[depth],
+                1,
+            )
     return asked
 
 
-def test_a_source_is_asked_where_that_pays() -> None:
-    assert steps(Worth(), gain=1.0, count=200) == 200
-    seldom = Worth()
-    assert steps(seldom, gain=0.1, count=1000) < 40  # the first ones, and rests that double
-    assert seldom.rest == hybrid.LONGEST_REST
-    # and it comes back when it pays again: its own class remembers, so it takes a few tries
-    assert steps(seldom, gain=3.0, count=3000) > 2000
+def test_a_source_is_asked_for_as_much_as_pays() -> None:
+    assert [option.num_steps for option in Asking(6).options] == [1, 2, 4, 6]
+    assert [option.num_steps for option in Asking(1).options] == [1]
+    assert [option.num_steps for option in Asking(6, stops_itself=True).options] == [6]
+    best = steps(Asking(4), {1: 0.4, 2: 0.9, 4: 1.0}, count=400)  # 1.9/1.1, 2.4/1.2, 2.5/1.4 against 1.5
+    assert best[2] > 370
+    never = Asking(4)
+    assert steps(never, {1: 0.1, 2: 0.1, 4: 0.1}, count=2000)[0] > 1900  # the first ones, and rests that double
+    assert all(option.rest == asking.LONGEST_REST for option in never.options)
+    # and it comes back when it pays again: what was counted is forgotten by and by, so it takes a few tries
+    assert steps(never, {1: 3.0, 2: 3.0, 4: 3.0}, count=2000)[0] < 600
 
 
 # ------------------------------------------------------------------------------------------------- with a model
@@ -226,7 +246,7 @@ def test_auto_gives_the_plain_answer(llama: Any, batch_size: int, options: dict[
     stats = llama.last_speculation
     assert stats.method == "hybrid"
     assert stats.control["controller"] == "cost_model"
-    assert stats.control["heard"] == ["prompt_lookup"]
+    assert stats.control["heard"] == ["prompt_lookup", "token_recycling"]
     assert set(stats.control["asked"]) == {"eagle", "medusa"}
     # the last step of a call is not told, and one for a last token drafts nothing
     assert sum(stats.control["widths"].values()) == stats.num_target_forwards - 1

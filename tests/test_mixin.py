@@ -279,9 +279,15 @@ def test_ranks_in_step_need_a_cache_that_can_be_cut() -> None:
         SpeculativeGenerationMixin.detach(model)
 
 
-def test_an_assistant_model_and_speculative_exclude_each_other(llama: Any) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="assisted"):
+def test_an_assistant_model_goes_with_a_method_that_takes_one(llama: Any) -> None:
+    with pytest.raises(UnsupportedGenerationError, match="means nothing to"):
         llama.generate(IDS, speculative="prompt_lookup", assistant_model=zoo.build("llama"), **GREEDY)
+    llama.generation_config.speculative = "draft_model"
+    try:  # a stored default does not say which of the two kinds of assisted generation is meant
+        with pytest.raises(UnsupportedGenerationError, match="assisted"):
+            llama.generate(IDS, assistant_model=zoo.build("llama"), **GREEDY)
+    finally:
+        del llama.generation_config.speculative
 
 
 def test_an_empty_prompt_is_refused(llama: Any) -> None:

@@ -33,7 +33,7 @@ def test_the_example_runs(
         monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
     scope: dict[str, Any] = {}
     exec(code_block(README, "<!-- example -->"), scope)
-    assert "prompt_lookup" in capsys.readouterr().out
+    assert "SpeculationStats(hybrid" in capsys.readouterr().out
     exec(code_block(README, "<!-- head example -->"), scope)
     assert scope["model"].last_speculation.method == "eagle"
 

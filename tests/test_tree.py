@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.config import validate_choices
+from hf_specdec.draft import Budget
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.tree import TokenTree, chosen_path, stack_trees
-from hf_specdec.tree_growth import PrefixTree, choice_parents, merge_chains
+from hf_specdec.tree_growth import Level, PrefixTree, choice_parents, grow_dynamic, merge_chains
 from reference import path_to_root
 
 
@@ -151,3 +152,26 @@ def test_first_chains_of_a_batch_are_padded_and_keep_their_probabilities() -> No
     assert cut.draft_probs is not None
     assert cut.draft_probs.flatten().tolist() == [0, 1, 3, 4, 5, 4]
     cut.validate()
+
+
+def test_growth_stops_where_a_level_promises_too_little() -> None:
+    """The best candidates of all rows together against `Budget.least`; what was grown until then is kept."""
+    depths: list[int] = []
+
+    def expand(
+        tokens: torch.Tensor, above: Level, parent_index: torch.Tensor, seen: torch.Tensor, depth: int
+    ) -> Level:
+        depths.append(depth)
+        return level(*tokens.shape)
+
+    def level(rows: int, nodes: int) -> Level:
+        log_probs = torch.tensor([0.5, 0.25]).log().expand(rows, nodes, 2)
+        return Level(torch.zeros(rows, nodes, 1), log_probs, torch.arange(2).expand(rows, nodes, 2))
+
+    roots = torch.tensor([7, 8])
+    for least, wanted in ((0.0, [1, 2, 3]), (0.9, [1]), (0.4, [1, 2]), (1.1, [])):
+        depths.clear()
+        draft = grow_dynamic(roots, level(2, 1), expand, Budget(7, 4, 2, least=least))
+        draft.tree.validate()
+        assert depths == wanted  # two rows: 1.0, 0.5 and 0.25 above levels 2, 3 and 4
+        assert int(draft.tree.depths().max()) == min(len(wanted) + 1, 3)

@@ -23,12 +23,15 @@ class Budget:
         top_k: Children of a node; 1 asks for a chain.
         costs: Seconds of a step that verifies 1, 2, ... nodes per row, drafting not counted; None: not known. Whoever
             knows how likely its nodes are drafts as many as pay.
+        least: What a level must promise: whoever grows a tree level by level stops where the best candidates of all
+            rows are together less likely. Looking is a read of the device, so this is for drafting on the host's.
     """
 
     num_nodes: int
     num_steps: int
     top_k: int
     costs: tuple[float, ...] | None = field(default=None, compare=False, repr=False)
+    least: float = field(default=0.0, compare=False, repr=False)
 
     @property
     def is_plain(self) -> bool:
@@ -40,14 +43,17 @@ class Budget:
 
         Example: (32, 4, 2) within (8, 6, 6) is (8, 4, 2).
         """
-        return Budget(
-            min(self.num_nodes, limits.num_nodes), min(self.num_steps, limits.num_steps), min(self.top_k, limits.top_k)
+        return replace(
+            self,
+            num_nodes=min(self.num_nodes, limits.num_nodes),
+            num_steps=min(self.num_steps, limits.num_steps),
+            top_k=min(self.top_k, limits.top_k),
         )
 
     @property
     def chain(self) -> Budget:
         """As deep, without branches."""
-        return Budget(min(self.num_nodes, self.num_steps + 1), self.num_steps, 1)
+        return replace(self, num_nodes=min(self.num_nodes, self.num_steps + 1), top_k=1)
 
 
 PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)

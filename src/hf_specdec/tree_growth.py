@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -53,7 +53,7 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
         roots: `[B]` root tokens.
         root: The root's children, at least `top_k` of them; log-probabilities are at most 0.
         expand: Scores the children of nodes.
-        budget: `num_steps` levels, `top_k` nodes expanded in each, `num_nodes` kept.
+        budget: `num_steps` levels at most, see `Budget.least`, `top_k` nodes expanded in each, `num_nodes` kept.
     """
     k, batch_size = budget.top_k, len(roots)
     rows = torch.arange(batch_size, device=roots.device)[:, None]
@@ -65,6 +65,8 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
     seen = torch.zeros(batch_size, k, 0, dtype=torch.bool, device=rows.device)
     eye = torch.eye(k, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
     for depth in range(1, budget.num_steps):
+        if budget.least and float(frontier_scores.amax(-1).exp().sum()) < budget.least:
+            break
         seen = torch.cat([seen, eye], dim=-1)
         level = expand(frontier_tokens, level, parent_index, seen, depth)
         children = level.log_probs[:, :, :k] + frontier_scores[:, :, None]  # [B, k, k]
@@ -84,7 +86,7 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
 def growable(budget: Budget) -> Budget:
     """The budget, with no more nodes than a dynamic tree of this depth and width has candidates."""
     candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
-    return Budget(min(budget.num_nodes, 1 + candidates), budget.num_steps, budget.top_k)
+    return replace(budget, num_nodes=min(budget.num_nodes, 1 + candidates))
 
 
 def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:

@@ -18,6 +18,8 @@ from hf_specdec.tree import ROOT_PARENT
 
 LEAST_PROBABILITY = 0.01
 """Of a node that is worth a thought."""
+SLOWEST = 4
+"""Of the power mean over rows: 1 is the harmonic mean, more is nearer to the slowest row."""
 CONFIDENCE_STEPS = 3.0
 """Classes of a confidence per factor of e."""
 LEAST_CONFIDENCE = 12
@@ -57,6 +59,9 @@ class DraftedCandidates(Candidates):
         tokens, parents: Of one row's nodes.
         log_probs: Confidence of each edge; None where the drafter tells none.
         buckets: Its drafter's own classes; None where it has none.
+
+    Attributes:
+        depth: Of its deepest node.
     """
 
     start = 0
@@ -65,6 +70,8 @@ class DraftedCandidates(Candidates):
         self, name: str, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float] | None,
         buckets: Sequence[int] | None,
     ) -> None:  # fmt: skip
+        self.depth = 0
+        depths = [0] * len(tokens)
         self._below: dict[int, list[Candidate]] = {}
         self._nodes: dict[tuple[int, int], int] = {}
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -72,6 +79,8 @@ class DraftedCandidates(Candidates):
                 continue
             siblings = self._below.setdefault(parent, [])
             self._nodes[parent, token] = node
+            depths[node] = depths[parent] + 1
+            self.depth = max(self.depth, depths[node])
             rank, log_prob = len(siblings), None if log_probs is None else log_probs[node]
             kind: Hashable = (name, min(rank, 3), None if log_prob is None else confidence_class(log_prob))
             if buckets is not None:
@@ -194,16 +203,20 @@ class Width:
 
     num_nodes: int  # root included
     tokens: float  # expected of all rows
+    progress: float  # the same where rows that advance little count for more
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Expected tokens per second."""
-        return self.tokens / self.seconds
+        """Expected progress per second."""
+        return self.progress / self.seconds
 
 
 def best_width(rows: Sequence[Merged], costs: Sequence[float], spent: float, trust: float = 1.0) -> Width:
-    """The width of most expected tokens per second, `(rows + sum of the nodes' probabilities) / seconds`.
+    """The width of most expected progress per second; of one row: `(1 + sum of the nodes' probabilities) / seconds`.
+
+    A batch is done when its slowest row is: what the others gain beyond that is not gained. Progress is the number of
+    rows times a mean of their expected tokens in which small ones weigh most (`SLOWEST`).
 
     Args:
         rows: The trees of the rows that go on; all are verified at one width.
@@ -211,11 +224,14 @@ def best_width(rows: Sequence[Merged], costs: Sequence[float], spent: float, tru
         spent: Seconds that drafting takes.
         trust: Of what was expected so far, how much came true.
     """
-    expected = float(len(rows))
-    best = Width(1, expected, costs[0] + spent)
+    count, expected = len(rows), [1.0] * len(rows)
+    best = Width(1, float(count), float(count), costs[0] + spent)
     for width in range(2, 1 + min(len(costs), max(len(row.values) for row in rows))):
-        expected += trust * sum(row.values[width - 1] for row in rows if len(row.values) >= width)
-        wider = Width(width, expected, costs[width - 1] + spent)
+        for index, row in enumerate(rows):
+            if len(row.values) >= width:
+                expected[index] += trust * row.values[width - 1]
+        mean = (sum(tokens**-SLOWEST for tokens in expected) / count) ** (-1 / SLOWEST)
+        wider = Width(width, sum(expected), count * mean, costs[width - 1] + spent)
         if wider.rate > best.rate:
             best = wider
     return best

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.asking import SMOOTHING, Asking, Worth
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.calibration import Calibration
 from hf_specdec.drafters.candidates import Candidates, DraftedCandidates, Merged, Width, best_width, merge
@@ -36,61 +37,10 @@ MAX_CHILDREN = 8
 ASKED_NODES = 32
 """Nodes that a head is asked for; the merged tree takes the best of them."""
 
-SMOOTHING = 0.05
-"""Weight of the newest step in a moving average."""
-FIRST_ASKED = 3
-"""Steps in which a source is asked in any case, to learn what it costs."""
-SHORTEST_REST, LONGEST_REST = 8, 256
-"""Steps after which a source is asked although it did not pay; the rest doubles every time that it does not."""
-PRIOR_DRAFTS = 10.0
-"""Accepted drafts with which expectations are trusted before any is known."""
-PRIOR_GAIN, PRIOR_STEPS = 0.8, 4.0
-"""Tokens that a head is thought to add where nothing is drafted yet, with the weight of so many steps."""
+FIRST_DRAFTS = (10.0, 5.0)
+"""Expected and accepted drafts with which a model begins: what no text has shown yet is half believed."""
 FINE = 2.0**-20
 """Unit in which log-probabilities travel to the host, beside integers."""
-
-
-@dataclass(slots=True)
-class Worth:
-    """What asking a source has brought: tokens per row, at further seconds, by what was expected without it."""
-
-    gains: dict[int, tuple[float, float]] = field(default_factory=dict)  # (weight, tokens per row)
-    seconds: float = 0.0  # of a step that asks it, more than of one that does not
-    asked: int = 0
-    waited: int = 0  # steps since it was asked
-    rest: int = SHORTEST_REST
-
-    def pays(self, without: Width, rows: int) -> bool:
-        """Whether it is to be asked in this step."""
-        self.waited += 1
-        if self.asked < FIRST_ASKED or self.waited > self.rest:
-            return True
-        gained, seconds = rows * self._gain(without.tokens / rows), without.seconds + self.seconds
-        return (without.tokens + gained) / seconds > without.rate
-
-    def learn(self, without: Width, with_it: Width, rows: int) -> None:
-        """It was asked: what came of it."""
-        kind, self.asked = self._kind(without.tokens / rows), self.asked + 1
-        weight, gain = self.gains.get(kind, (0.0, 0.0))
-        keep = 1 - SMOOTHING
-        total = keep * weight + 1
-        self.gains[kind] = (total, (keep * weight * gain + (with_it.tokens - without.tokens) / rows) / total)
-        weight = max(SMOOTHING, 1 / self.asked)
-        self.seconds += weight * (with_it.seconds - without.seconds - self.seconds)
-        paid = with_it.rate > without.rate
-        if self.waited > self.rest or paid:
-            self.rest = SHORTEST_REST if paid else min(2 * self.rest, LONGEST_REST)
-        self.waited = 0
-
-    def _gain(self, expected: float) -> float:
-        weight, gain = self.gains.get(self._kind(expected), (0.0, 0.0))
-        prior = PRIOR_GAIN * max(0.0, 1 - (expected - 1) / 8)
-        return (weight * gain + PRIOR_STEPS * prior) / (weight + PRIOR_STEPS)
-
-    @staticmethod
-    def _kind(expected: float) -> int:
-        """Expected tokens in halves, from 8 on one class."""
-        return int(2 * min(expected, 8.0))
 
 
 class Experience:
@@ -98,30 +48,30 @@ class Experience:
 
     Attributes:
         calibration: How often edges come true.
-        worth: What asking a source brings, by its name and the number of rows.
+        asking: When to ask a source, by its name and the number of rows.
     """
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.worth: dict[tuple[str, int], Worth] = {}
+        self.asking: dict[tuple[str, int], Asking] = {}
         self._came: dict[int, tuple[float, float]] = {}  # expected and accepted drafts, by the number of rows
 
     def trust(self, rows: int) -> float:
         """Of the tokens that trees of so many rows were expected to bring, the share that came."""
-        expected, accepted = self._came.get(rows, (0.0, 0.0))
-        return (accepted + PRIOR_DRAFTS) / (expected + PRIOR_DRAFTS)
+        expected, accepted = self._came.get(rows, FIRST_DRAFTS)
+        return (accepted + 1) / (expected + 1)
 
     def count_step(self, rows: int, expected: float, accepted: int) -> None:
         """What a step's trees were expected to bring beyond a token per row, and what they brought."""
-        before = self._came.get(rows, (0.0, 0.0))
+        before = self._came.get(rows, FIRST_DRAFTS)
         self._came[rows] = ((1 - SMOOTHING) * before[0] + expected, (1 - SMOOTHING) * before[1] + accepted)
 
 
 class HybridDrafter(Drafter):
     """Merges the drafts of several drafters. Takes any model that its parts take.
 
-    Config fields: `methods` names the parts (default: what is loaded and `prompt_lookup`; without a head also
-    `token_recycling`), `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) bound the merged tree.
+    Config fields: `methods` names the parts (default: what is loaded, `prompt_lookup` and `token_recycling`),
+    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) bound the merged tree.
 
     Args:
         parts: Drafters by name.
@@ -209,24 +159,29 @@ class _HybridSession(DraftSession):
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
         self._drafted: dict[str, list[Candidates]] = {}  # of the sources that were asked in this step
         self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
+        self._asked: list[tuple[Worth, Width, Width]] = []  # whose worth this step will show: without it, and with it
         self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
         self._expected_drafts, self._accepted_drafts = 0.0, 0
 
     # ------------------------------------------------------------------------------------------- proposing
 
     def propose(self, budget: Budget) -> Draft:
-        begin, rows = time.perf_counter(), len(self._going)
+        begin, rows, on_host = time.perf_counter(), len(self._going), self._roots.device.type == "cpu"
         trees = self._merge(budget)
         heard = time.perf_counter() - begin
         width = self._width(trees, budget, self._free_seconds)
         for source in self._sources:
             if source.is_free:
                 continue
-            worth = self._experience.worth.setdefault((source.name, len(self._tokens)), Worth())
-            if budget.costs is not None and not worth.pays(width, rows):
+            asking = self._asking(source, budget)
+            worth = asking.choose(width, rows) if budget.costs is not None else asking.options[-1]
+            if worth is None:
                 continue
             begin, first = time.perf_counter(), source.asked == 0
-            self._drafted[source.name] = self._ask(source, budget)
+            least = asking.level_seconds * width.rate if on_host and budget.costs is not None else 0.0
+            levels = self._ask(source, budget, worth.num_steps, least)
+            if not first:
+                asking.time_levels(levels, time.perf_counter() - begin)
             trees = self._merge(budget)
             seconds = time.perf_counter() - begin
             source.asked, source.seconds = source.asked + 1, source.seconds + seconds
@@ -234,7 +189,7 @@ class _HybridSession(DraftSession):
                 seconds = worth.seconds if worth.asked else 0.0
             wider = self._width(trees, budget, width.seconds - self._cost(budget, width) + seconds)
             if not first:
-                worth.learn(width, wider, rows)
+                self._asked.append((worth, width, wider))
             width = wider
         self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
         self._expected = sum(sum(tree.values[1 : width.num_nodes]) for tree in trees)
@@ -261,18 +216,27 @@ class _HybridSession(DraftSession):
 
     def _width(self, trees: Sequence[Merged], budget: Budget, spent: float) -> Width:
         if budget.costs is None:
-            return Width(budget.num_nodes, float(len(trees)), 1.0)
+            return Width(budget.num_nodes, float(len(trees)), float(len(trees)), 1.0)
         return best_width(trees, budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
 
     @staticmethod
     def _cost(budget: Budget, width: Width) -> float:
         return 0.0 if budget.costs is None else budget.costs[width.num_nodes - 1]
 
-    def _ask(self, source: _Source, budget: Budget) -> list[Candidates]:
-        """A part's tree as a source, read in one transfer."""
+    def _asking(self, source: _Source, budget: Budget) -> Asking:
+        """What is known about asking a source for batches of this size."""
+        key, num_steps = (source.name, len(self._tokens)), min(source.limits.num_steps, budget.num_steps)
+        known = self._experience.asking.get(key)
+        if known is None or known.options[-1].num_steps != num_steps:
+            known = Asking(num_steps, stops_itself=self._roots.device.type == "cpu")
+            self._experience.asking[key] = known
+        return known
+
+    def _ask(self, source: _Source, budget: Budget, num_steps: int, least: float) -> int:
+        """Have a part draft: its tree, read in one transfer, is a source of this step. Returns its levels."""
         limits = source.limits.chain if budget.top_k == 1 else source.limits
-        draft = source.session.propose(replace(limits, num_steps=min(limits.num_steps, budget.num_steps)))
-        tree, rows = draft.tree, len(self._tokens)
+        draft = source.session.propose(replace(limits, num_steps=num_steps, least=least))
+        tree = draft.tree
         told = [tree.tokens, tree.parents.expand(tree.tokens.shape)]
         if draft.log_probs is not None:
             told.append((draft.log_probs.clamp(min=-100.0, max=0.0) / FINE).round().long())
@@ -281,13 +245,15 @@ class _HybridSession(DraftSession):
         tokens, parents, *others = read(*told)
         log_probs = [[FINE * units for units in row] for row in others.pop(0)] if draft.log_probs is not None else None
         buckets = others.pop(0) if draft.bucket is not None else None
-        return [
+        found = [
             DraftedCandidates(
                 source.name, tokens[row], parents[row], None if log_probs is None else log_probs[row],
                 None if buckets is None else buckets[row],
             )
-            for row in range(rows)
+            for row in range(len(tokens))
         ]  # fmt: skip
+        self._drafted[source.name] = list(found)
+        return max(candidates.depth for candidates in found)
 
     def _draft(self, trees: Sequence[Merged], num_nodes: int) -> Draft:
         """The first nodes of every tree; rows that have ended draft nothing."""
@@ -311,6 +277,7 @@ class _HybridSession(DraftSession):
         for row in self._going:
             self._replay(row, emitted[row])
         self._count(step)
+        self._learn_worth(sum(map(len, emitted)), len(self._going))
         for source in self._sources:
             if source.is_free:
                 source.session.observe(step)
@@ -333,6 +300,16 @@ class _HybridSession(DraftSession):
                 place = source.follow(place, token)
                 if place is None:
                     break
+
+    def _learn_worth(self, came: int, rows: int) -> None:
+        """What came beyond what was expected of the free sources is the asked ones' merit, by what they told."""
+        if self._asked:
+            before, after = self._asked[0][1].tokens, self._asked[-1][2].tokens
+            for worth, without, with_it in self._asked:
+                told = with_it.tokens - without.tokens
+                share = told / (after - before) if after > before else 1 / len(self._asked)
+                worth.learn(without, with_it, share * (came - before), rows)
+        self._asked = []
 
     def _count(self, step: Step) -> None:
         accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)

@@ -45,7 +45,9 @@ class Method:
     heads: tuple[type[DraftHead], ...] = ()  # the heads that it drafts with; () is training-free
     part: str = ""  # what else its drafter is made of, such as "an assistant model"; "" is nothing
     how_given: str = ""  # how a user gives that part, as an order
-    native: Callable[[PreTrainedModel], Drafter] | None = None  # of what a model has in itself, where no head is loaded
+    native: Callable[[PreTrainedModel], Drafter] | None = (
+        None  # of what a model has in itself, where no head is loaded
+    )
 
     @property
     def requires(self) -> str | None:
@@ -57,8 +59,8 @@ class Method:
 
 _METHODS: dict[str, Method] = {}
 
-WITHOUT_HEAD = ("prompt_lookup", "token_recycling")
-"""What `"auto"` and `"hybrid"` merge where no head is loaded; beside heads, the first of them."""
+FREE = ("prompt_lookup", "token_recycling")
+"""What `"auto"` and `"hybrid"` merge with what is loaded: they cost next to nothing."""
 
 
 def register(method: Method) -> Method:
@@ -155,7 +157,7 @@ def choose_drafter(
 
     Raises:
         InvalidConfigError: Unknown name, or merged drafters merged again.
-        DrafterMismatchError: A method whose head is not loaded, or whose other part the model has not or was not given.
+        DrafterMismatchError: A method whose head is not loaded, or whose other part is missing.
         UnsupportedModelError: The model's own parts are of a kind that does not draft here.
     """
 
@@ -168,15 +170,13 @@ def choose_drafter(
     loaded = [known for known, drafter in registered.items() if not isinstance(drafter, HybridDrafter)]
     if name == AUTO and config.tree is not None and loaded:  # a tree is one drafter's
         return single(loaded[0])
-    names = config.methods or dict.fromkeys((*loaded, *(WITHOUT_HEAD[:1] if loaded else WITHOUT_HEAD)))
+    names = config.methods or dict.fromkeys((*loaded, *FREE))
     if any(part in COMBINED or isinstance(registered.get(part), HybridDrafter) for part in names):
         raise InvalidConfigError(f"`methods` names what is merged, got {list(names)}.", "Name single methods.")
     return HybridDrafter({part: single(part) for part in names}, experience)
 
 
-def _single(
-    name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]
-) -> Drafter:
+def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
     """A registered drafter, else one of that method, else one that needs no head."""
     by_method: dict[str, Drafter] = {}
     for drafter in registered.values():
@@ -188,8 +188,9 @@ def _single(
         return by_method[name]
     row = methods()[name]
     if row.requires is not None:
+        part = "a head" if row.heads else row.part
         raise DrafterMismatchError(
-            f"speculative={name!r} needs {'a head' if row.heads else row.part}, and this model has none to draft with.",
+            f"speculative={name!r} needs {part}, and this model has none to draft with.",
             f"First {row.requires}.",
         )
     if name not in made:

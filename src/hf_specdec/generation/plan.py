@@ -84,12 +84,12 @@ def plan_call(
     if isinstance(speculative, WithAssistant):
         speculative, assistant = speculative.speculative, speculative.assistant
     config, state = SpeculativeConfig.of(speculative), state_of(model)
+    options.check_mode(mode, generation_config, mode_kwargs)
     registered = state.drafters
     if assistant is not None:
         registered = {**registered, ASSISTED: _drafter_of(assistant, config, generation_config, state.made)}
     drafter = choose_drafter(config, model, registered, state.made, state.experience)
     limits = _limits(drafter, config)
-    options.check_mode(mode, generation_config, mode_kwargs)
     options.check_settings(config)
     rule = options.rule_for(config, generation_config)
     options.check_training(model)
@@ -118,7 +118,7 @@ def _drafter_of(
     if config.method not in (ASSISTED, *COMBINED):
         raise UnsupportedGenerationError(
             f"`assistant_model` means nothing to speculative={config.method!r}.",
-            f"Use speculative={ASSISTED!r}, \"hybrid\" or \"auto\", or drop it.",
+            f'Use speculative={ASSISTED!r}, "hybrid" or "auto", or drop it.',
         )
     chain = config.top_k in (None, 1) and config.tree is None
     sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain

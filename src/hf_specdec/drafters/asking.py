@@ -1,0 +1,118 @@
+"""Whether to ask a head for its draft, and for how many levels: by what asking has brought so far.
+
+A head costs a forward per level. What it brings depends on what is drafted without it: beside a long match there is
+little left to add. Called by: `drafters/hybrid.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_specdec.drafters.candidates import Width
+
+SMOOTHING = 0.05
+"""Weight of the newest step in a moving average."""
+FIRST_ASKED = 3
+"""Steps in which an option is tried in any case, to learn what it costs."""
+SHORTEST_REST, LONGEST_REST = 8, 256
+"""Steps after which an option is tried although it does not pay; the rest doubles every time that it does not."""
+PRIOR_GAIN, PRIOR_STEPS = 0.8, 4
+"""Tokens that a head is thought to add where nothing is drafted without it, with the weight of so many steps."""
+HOPED_GAIN = 1.5
+"""Tokens per row that a head adds where it does well."""
+COUNTED_TOKENS = 8.0
+"""Expected tokens from which on a head is thought to add none."""
+
+
+@dataclass(slots=True)
+class Worth:
+    """What asking for so many levels has brought: tokens per row, at further seconds, by what was expected without."""
+
+    num_steps: int
+    gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # (times, moving average of tokens per row)
+    seconds: float = 0.0  # of a step that asks, more than of one that does not
+    asked: int = 0
+    waited: int = 0  # steps since it was asked
+    rest: int = SHORTEST_REST
+
+    def is_due(self, without: Width, rows: int) -> bool:
+        """Whether it is to be tried whatever it brought: it may have changed, and it could pay if it did well."""
+        hoped = self._rate(without, rows, HOPED_GAIN)
+        return (self.asked < FIRST_ASKED or self.waited > self.rest) and hoped > without.rate
+
+    def rate(self, without: Width, rows: int) -> float:
+        """Progress per second that asking is expected to bring."""
+        expected = without.tokens / rows
+        _, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
+        return self._rate(without, rows, gain)
+
+    def _rate(self, without: Width, rows: int, gain: float) -> float:
+        progress = without.progress * (without.tokens + rows * gain) / without.tokens
+        return progress / (without.seconds + self.seconds)
+
+    def learn(self, without: Width, with_it: Width, gained: float, rows: int) -> None:
+        """It was asked: what came of it.
+
+        Args:
+            without, with_it: What was expected.
+            gained: Tokens of all rows that came beyond what was expected without it.
+            rows: That go on.
+        """
+        expected, self.asked = without.tokens / rows, self.asked + 1
+        times, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
+        weight = max(SMOOTHING, 1 / (times + 1 + PRIOR_STEPS))
+        self.gains[_kind(expected)] = (times + 1, gain + weight * (gained / rows - gain))
+        weight = max(SMOOTHING, 1 / self.asked)
+        self.seconds += weight * (with_it.seconds - without.seconds - self.seconds)
+
+
+def _kind(expected: float) -> int:
+    """Expected tokens in halves, from `COUNTED_TOKENS` on one class."""
+    return int(2 * min(expected, COUNTED_TOKENS))
+
+
+def _prior(expected: float) -> float:
+    return PRIOR_GAIN * max(0.0, 1 - (expected - 1) / COUNTED_TOKENS)
+
+
+class Asking:
+    """Whether to ask a source, and for how many levels.
+
+    What pays is asked; what does not is tried again after a rest that doubles every time that it still does not.
+
+    Args:
+        num_steps: The source's depth.
+        stops_itself: Whether it stops where a level promises too little (`Budget.least`): then it is asked for all its
+            levels, else for 1, 2, 4, ... of them, whichever has paid best.
+    """
+
+    def __init__(self, num_steps: int, *, stops_itself: bool = False) -> None:
+        depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
+        self.options = [Worth(depth) for depth in sorted(depths)] if not stops_itself else [Worth(num_steps)]
+        self.level_seconds = 0.0  # what a level takes, a moving average
+
+    def time_levels(self, levels: int, seconds: float) -> None:
+        """What it took to draft so many levels."""
+        taken = seconds / max(levels, 1)
+        self.level_seconds += SMOOTHING * (taken - self.level_seconds) if self.level_seconds else taken
+
+    def choose(self, without: Width, rows: int) -> Worth | None:
+        """The option for this step; None where asking does not pay.
+
+        Args:
+            without: What is expected without asking.
+            rows: That go on.
+        """
+        for option in self.options:
+            option.waited += 1
+        best = max(self.options, key=lambda option: option.rate(without, rows))
+        paying = best if best.rate(without, rows) > without.rate else None
+        due = next((option for option in self.options if option is not paying and option.is_due(without, rows)), None)
+        if due is not None and due.asked >= FIRST_ASKED:
+            due.rest = min(2 * due.rest, LONGEST_REST)
+        chosen = due or paying
+        if chosen is not None:
+            chosen.waited = 0
+            if chosen is paying:
+                chosen.rest = SHORTEST_REST
+        return chosen
