@@ -111,8 +111,8 @@ class HybridDrafter(Drafter):
                 f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
-        for part in self.parts:
-            _part_config(part)
+        for part in self.parts:  # what one of them refuses is refused before any work
+            part.limits(_part_config(part))
         num_nodes = config.num_draft_tokens or MAX_NODES
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
