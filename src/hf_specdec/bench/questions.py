@@ -1,0 +1,77 @@
+"""What is asked: prompt files in the EAGLE / Spec-Bench schema (`question_id, category, turns`), and conversations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_specdec.errors import InvalidConfigError
+
+MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+"""Spec-Bench's first categories come from MT-bench and count as one, `mt_bench`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One prompt of a benchmark file, with what is asked after its answer."""
+
+    question_id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path, *, limit: int | None = None, per_category: int | None = None) -> list[Question]:
+    """Read a prompt file.
+
+    Args:
+        path: JSON lines with `question_id`, `category`, `turns`.
+        limit: At most so many questions, taken round-robin over the categories.
+        per_category: At most so many of each category.
+
+    Raises:
+        InvalidConfigError: A file or line that is none of that.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise InvalidConfigError(f"The prompt file {path} cannot be read: {error}.") from error
+    questions = [
+        _question(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+    if not questions:
+        raise InvalidConfigError(
+            f"{path} holds no questions.", "Expected JSON lines with question_id, category, turns."
+        )
+    by_category: dict[str, list[Question]] = {}
+    for question in questions:
+        by_category.setdefault(question.category, []).append(question)
+    for category, rows in by_category.items():
+        # spread over the file, so that the sub-categories of mt_bench are all met
+        wanted = min(per_category or len(rows), len(rows))
+        by_category[category] = [rows[i * len(rows) // wanted] for i in range(wanted)]
+    rounds = max(map(len, by_category.values()), default=0)
+    mixed = [rows[i] for i in range(rounds) for rows in by_category.values() if i < len(rows)]
+    return mixed[:limit]
+
+
+def _question(line: str, place: str) -> Question:
+    """One line of a prompt file.
+
+    Raises:
+        InvalidConfigError: It is no question.
+    """
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise TypeError("it is not a JSON object")
+        category = "mt_bench" if row["category"] in MT_BENCH else row["category"]
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise TypeError("its turns are not a list of texts")
+        return Question(str(row["question_id"]), category, tuple(turns))
+    except (ValueError, KeyError, TypeError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise InvalidConfigError(
+            f"{place} is not a question: {missing}.", "Expected question_id, category and turns."
+        ) from error

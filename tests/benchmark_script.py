@@ -1,0 +1,25 @@
+"""Scripts of `benchmarks/` as modules; their directory is not on the path."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    """The module of a script, run as an import runs it.
+
+    Args:
+        name: Its path below `benchmarks/`, without the ending.
+    """
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{Path(name).name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
