@@ -99,6 +99,7 @@ def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
     assert after.emitted == ((),)
     assert after.counts == [0]
     assert (after.path == -1).all()
+    assert after.next_token.tolist() == [0]  # its root: padding in the trees to come
 
 
 @pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
@@ -264,6 +265,40 @@ def test_a_child_that_its_own_distribution_excludes_is_not_preferred() -> None:
     torch.manual_seed(0)
     taken = sum(rejection(tree, logits, transcript(do_sample=True)).nodes[0][:2] == (0, 1) for _ in range(1000))
     assert 150 < taken < 250
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept"), [([0.39], 1), ([0.41, 0.32], 2), ([0.41, 0.34], None)], ids=["first", "second", "neither"]
+)
+def test_siblings_are_tried_one_after_the_other(
+    drawn: list[float], kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1 is kept two times in five; then p is [1, 0, 1, 2, 2] / 6, q [1, 0, 5, 2, 2] / 10: 1 in 3."""
+    target, draft = torch.tensor([0.1, 0.2, 0.3, 0.2, 0.2]), torch.tensor([0.05, 0.5, 0.25, 0.1, 0.1])
+    draws, rest = iter(drawn), list[torch.Tensor]()
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(next(draws)))
+    monkeypatch.setattr(torch, "multinomial", lambda probs, num_samples: rest.append(probs) or torch.tensor(4))
+    tree = TokenTree(TREE.tokens[:, :3], TREE.parents[:3], draft.expand(1, 3, -1))
+    acceptance = rejection(tree, target.log().expand(1, 3, -1), transcript(do_sample=True))
+    assert acceptance.nodes == ((0,) if kept is None else (0, kept),)
+    assert acceptance.emitted[0][0] == (kept or 4)
+    left = torch.tensor([1, 0, 0, 2, 2]) / 5 if kept is None else target
+    torch.testing.assert_close(rest, [left])
+    assert next(draws, None) is None
+
+
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_what_the_target_excludes_is_not_kept_whatever_is_drawn(
+    rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.zeros(1, 2, VOCAB)
+    logits[0, 0, 1] = -torch.inf
+    tree = TokenTree(torch.tensor([[0, 1]]), torch.tensor([-1, 0]), torch.full((1, 2, VOCAB), 1 / VOCAB))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(()))
+    for _ in range(20):
+        acceptance = rule(tree, logits, transcript(do_sample=True))
+        assert acceptance.nodes == ((0,),)
+        assert acceptance.emitted[0][0] != 1
 
 
 def test_sampled_drafts_are_followed_greedily_when_not_sampling() -> None:

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.target.cache import LayerLayout, TreeCache, measured_layout
@@ -101,3 +103,86 @@ def test_too_many_tokens_are_refused() -> None:
     append(cache, torch.zeros(1, 3))
     with pytest.raises(CacheCapacityError, match="4 slots, this forward needs 5"):
         append(cache, torch.zeros(1, 2))
+
+
+def test_a_cache_that_grows_keeps_what_it_holds_and_moves_seldom() -> None:
+    """The reserve or half of what there is ahead, in tiers of 64 slots, and no more than is needed in the end."""
+    cache, text = TreeCache(LAYOUT, capacity=200, reserve=10), list[int]()
+    for count, capacity in ((5, 64), (59, 64), (1, 128), (63, 128), (1, 200), (71, 200), (1, 320)):
+        marks = torch.arange(len(text), len(text) + count)
+        append(cache, marks[None])
+        text += marks.tolist()
+        cache.commit_all(1, count)
+        assert cache.capacity == capacity
+        assert committed(cache, 0) == [text] * LAYERS
+    few = TreeCache(LAYOUT, capacity=20, reserve=10)
+    append(few, torch.zeros(1, 3))
+    assert few.capacity == 20
+    long = TreeCache(LAYOUT, capacity=999, reserve=70)
+    append(long, torch.zeros(1, 3))
+    assert long.capacity == 128  # 3 + 70 slots and more
+
+
+def test_slots_are_moved_only_from_where_a_path_has_a_gap() -> None:
+    """And nothing at all is moved where all rows keep their first nodes."""
+    cache, moves = TreeCache(LAYOUT, capacity=32), list[list[list[int]]]()
+    append(cache, torch.zeros(2, 4))
+    cache.commit_all(2, 4)
+    buffer = cache.buffers[0]
+    buffer.move = lambda sources, targets: moves.append([sources.tolist(), targets.tolist()])  # type: ignore[method-assign]
+    append(cache, torch.zeros(2, 5))
+    cache.commit(torch.tensor([[0, 1, 2], [0, -1, -1]]), [[0, 1, 2], [0]])
+    assert moves == []
+    append(cache, torch.zeros(2, 5))  # at slot 7: the second row has 5 tokens
+    cache.commit(torch.tensor([[0, 1], [-1, -1]]), [[0, 1], []])
+    assert moves == []
+    append(cache, torch.zeros(2, 5))  # at slot 9
+    cache.commit(torch.tensor([[0, 2], [1, -1]]), [[0, 2], [1]])
+    assert moves == [[[[9, 11], [10, 6]], [[9, 10], [5, 6]]]]
+    assert cache.lengths == [11, 6]
+
+
+def test_the_window_of_a_sliding_layer_is_adopted_at_its_place() -> None:
+    layer = DynamicSlidingWindowLayer(sliding_window=4)
+    given = DynamicCache()
+    given.layers = [layer]
+    states = torch.arange(6.0)[None, None, :, None]
+    given.update(states.expand(2, HEADS, -1, KEY_DIM), -states.expand(2, HEADS, -1, VALUE_DIM), 0)
+    cache = TreeCache(LAYOUT[:1], capacity=16)
+    cache.adopt(given)
+    assert cache.lengths == [6, 6]
+    assert cache.get_seq_length() == 6
+    kept = layer.keys.shape[2]
+    assert kept < 6
+    assert cache.layers[0].keys[1, 0, :6, 0].tolist() == [0] * (6 - kept) + list(range(6 - kept, 6))
+    assert cache.layers[0].values[1, 1, :6, 0].tolist() == [0] * (6 - kept) + list(range(kept - 6, -6, -1))
+
+
+def test_an_empty_cache_is_adopted_and_gets_what_was_committed() -> None:
+    config = LlamaConfig(num_hidden_layers=LAYERS)
+    for given in (DynamicCache(config=config), None):
+        cache = TreeCache(LAYOUT, capacity=16)
+        if given is not None:
+            cache.adopt(given)
+        assert cache.lengths == []
+        append(cache, torch.tensor([[1, 2, 3]]))
+        cache.commit_all(1, 3)
+        append(cache, torch.tensor([[4, 5]]))  # not committed
+        back = cache.hand_back(config)
+        assert given is None or back is given
+        assert back.layers[2].keys[0, 0, :, 0].tolist() == [2001, 2002, 2003]
+        again = TreeCache(LAYOUT, capacity=16)
+        again.adopt(back)
+        append(again, torch.tensor([[6]]))
+        again.commit_all(1, 1)
+        assert committed(again, 0)[0] == [1, 2, 3, 6]
+        again.hand_back(config)
+        assert back.layers[1].keys[0, 0, :, 0].tolist() == [1001, 1002, 1003, 1006]
+
+
+def test_what_the_cache_tells_transformers_of_itself() -> None:
+    cache = TreeCache(LAYOUT, capacity=16)
+    append(cache, torch.zeros(1, 3))
+    assert cache.get_mask_sizes(2, 0) == (5, 0)
+    assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == 16
+    assert cache.is_sliding == [False] * LAYERS

@@ -17,6 +17,7 @@ import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.config import AdaptiveConfig
 from hf_specdec.control import costs
+from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.tiers import TierController, tier_budget
 from hf_specdec.draft import Budget
@@ -54,6 +55,13 @@ def test_tiers_follow_the_average() -> None:
     assert back[19] == 7
     assert back[-1] == 3  # 1 is below 3 - 0.75, not below 1 - 0.75
     assert depths(config, [0] * 20 + [1] * 40)[-1] == 3  # from the lowest tier upwards: 1 is above 0.5
+
+
+def test_the_average_begins_just_below_the_depth_of_the_middle_tier() -> None:
+    for candidates, average in (((1, 3, 7), 2.0), ((1, 3), 2.0), ((1,), 0.0)):
+        controller = TierController(AdaptiveConfig(candidate_steps=candidates), Budget(29, 7, 4))
+        assert controller.report()["average_accepted"] == average
+        assert controller.report()["steps_by_tier"] == {}
 
 
 def test_hysteresis_moves_the_margins() -> None:
@@ -181,3 +189,29 @@ def test_processes_that_generate_together_do_not_decide_by_the_clock(
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(llama.generate(ids, **options), llama.generate(ids, speculative="auto", **options))
     assert llama.last_speculation.control["controller"] == "fixed"
+
+
+def test_the_cost_model_reports_what_steps_brought() -> None:
+    """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
+    told: list[tuple[int, float]] = []
+    known = SimpleNamespace(table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step))
+    controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]
+    assert controller.report()["gain"] == 1.0
+    assert controller.report()["plain_steps"] == 0.0
+    assert controller.next().num_nodes == 3  # no wider than what was measured
+    assert controller.next().costs == (0.5, 1.5, 2.5)
+    assert CostModelController(Budget(2, 4, 2), known).next() == Budget(2, 4, 2)  # type: ignore[arg-type]
+    for width, counts, seconds in (
+        (3, [3, 0, 1], StepSeconds(0.25, 2.0, 0.5)),  # two tokens per row in 2.75 seconds
+        (3, [4], StepSeconds(0.5, 0.5, 0.5)),  # four in one and a half
+        (1, [1], StepSeconds(0.0, 1.0, 0.25)),
+        (1, [0], StepSeconds(0.0, 0.5, 0.0)),  # nobody went on
+    ):
+        draft = SimpleNamespace(tree=SimpleNamespace(num_nodes=width))
+        controller.observe(SimpleNamespace(draft=draft, acceptance=step(*counts).acceptance), seconds)  # type: ignore[arg-type]
+    assert told == [(3, 2.5), (3, 1.0), (1, 1.25), (1, 0.5)]  # drafting is no part of a step's cost
+    report = controller.report()
+    assert report["width_by_step"] == [3, 3, 1, 1]
+    assert (report["widths"], report["plain_steps"]) == ({1: 2, 3: 2}, 0.5)
+    assert report["gain"] == 7 * 0.5 / 6
+    assert report["seconds_lost"] == 1.75 + 0.75 + 0.5

@@ -187,6 +187,19 @@ def test_dynamic_trees_equal_the_definition(name: str, fields: dict[str, Any]) -
         SpeculativeGenerationMixin.detach(model)
 
 
+@pytest.mark.parametrize("length", [4, 5, 14])
+def test_a_window_of_a_prompt_without_padding_equals_the_definition(llama: Any, length: int) -> None:
+    head = random_head(llama, sliding_window=4)
+    drafter, ids = EagleDrafter(head), IDS[:1, :length]
+    recorder = Recorder(drafter, ids)
+    llama.add_drafter(drafter)
+    config = {"method": "eagle", "num_steps": 3, "top_k": 3, "num_draft_tokens": 10}
+    llama.generate(ids, attention_mask=MASK[:1, :length], max_new_tokens=7, do_sample=False, speculative=config)
+    assert len(recorder.trees) > 3
+    for texts, tree in recorder.trees:
+        assert paths_of(tree, 0) == slow_dynamic_tree(SlowEagle(llama, head, texts[0]), 3, 3, tree.num_nodes)
+
+
 def sharp_head(model: Any, version: int, seed: int) -> EagleFamily:
     """A head whose attention decides: whoever attends to another node's ancestors drafts other tokens."""
     head = random_head(model, seed=seed, version=version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_specdec import InvalidConfigError, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter, RepeatedText
 from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
+from hf_specdec.target.masks import PromptPadding
 
 
 def ends(tokens: list[int]) -> list[tuple[int, int]]:
@@ -60,6 +62,16 @@ def test_following_equals_brute_force(tokens: list[int], other: list[int]) -> No
         assert length == max(size for size in range(count + 1) if read[count - size :] in text)
 
 
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 2), max_size=20))
+def test_pieces_that_end_at_the_same_places_are_one_state(tokens: list[int]) -> None:
+    places: dict[tuple[int, ...], list[int]] = {}
+    for end in range(len(tokens) + 1):
+        for begin in range(end + 1):
+            places.setdefault(tuple(tokens[begin:end]), []).append(end)
+    assert len(SuffixAutomaton(tokens).length) == len(set(map(tuple, places.values())))
+
+
 def test_matches_do_not_cross_the_texts_of_a_corpus() -> None:
     corpus = SuffixAutomaton.of_corpus([[1, 2, 3], [4, 5]])
     state, length = corpus.follow(*corpus.follow(0, 0, 2), 3)
@@ -71,6 +83,7 @@ def test_matches_do_not_cross_the_texts_of_a_corpus() -> None:
 def test_a_corpus_is_looked_up_beside_the_text() -> None:
     text = RepeatedText([8, 9, 1, 2], SuffixAutomaton.of_corpus([[5, 1, 2, 3, 4]]))
     assert [candidate.token for candidate in text.after(text.start)] == [3]
+    assert RepeatedText([1, 2], SuffixAutomaton.of_corpus([[5, 1, 2, 3, 4]])).longest_match == 2
     place = text.follow(text.start, 3)
     assert [candidate.token for candidate in text.after(place)] == [4]
     text.extend([7, 1, 2])  # now the text itself continues
@@ -86,6 +99,27 @@ def test_shorter_matches_follow_longer_ones() -> None:
     assert (first.token, second.token) == (4, 6)
     assert first.prior > second.prior
     assert first.kind != second.kind
+
+
+@pytest.mark.parametrize(
+    ("length", "prior"),
+    [(1, 0.33), (2, 0.55), (3, 0.73), (4, 0.73), (5, 0.79), (8, 0.79), (9, 0.87), (16, 0.87), (17, 0.95)],
+)
+def test_the_longer_the_match_the_surer_its_only_continuation(length: int, prior: float) -> None:
+    body = list(range(10, 10 + length))
+    text = RepeatedText([*body, 5, 6, *body])
+    assert text.longest_match == length
+    (candidate,) = text.after(text.start)
+    assert (candidate.token, candidate.prior) == (5, prior)
+
+
+def test_several_continuations_are_less_sure_and_no_more_than_four() -> None:
+    text = RepeatedText([token for after in (3, 4, 5, 6, 7) for token in (1, 2, after)] + [0, 2, 9, 1, 2])
+    found = text.after(text.start)
+    assert [(candidate.token, candidate.prior) for candidate in found] == [(7, 0.15), (6, 0.12), (5, 0.08), (4, 0.06)]
+    assert [candidate.kind for candidate in found] == [("prompt_lookup", 2, False, rank, False) for rank in range(4)]
+    shorter = RepeatedText([3, 6, 0, 2, 3, 4, 5, 2, 3])
+    assert [candidate.prior for candidate in shorter.after(shorter.start)] == [0.55, 0.25 * 0.12]
 
 
 def propose(ids: list[int], root: int, **fields: Any) -> tuple[list[int], list[int]]:
@@ -122,3 +156,24 @@ def test_fields_limit_the_tree() -> None:
 def test_a_tree_field_means_nothing_here() -> None:
     with pytest.raises(InvalidConfigError, match="follows from the matches"):
         PromptLookupDrafter().limits(SpeculativeConfig("prompt_lookup", tree=[(0,)]))
+
+
+@pytest.mark.parametrize(("rows", "nodes"), [(1, 32), (2, 16), (8, 4), (20, 4)])
+def test_rows_of_a_batch_share_the_nodes(rows: int, nodes: int) -> None:
+    text, drafter, config = list(range(3, 30)) * 2, PromptLookupDrafter(), SpeculativeConfig("prompt_lookup")
+    context = DraftContext(torch.tensor([text] * rows), None, torch.tensor([3] * rows))
+    tree = drafter.start(None, context, config).propose(drafter.limits(config)).tree  # type: ignore[arg-type]
+    assert tree.tokens.shape == (rows, nodes)
+    assert tree.tokens[-1].tolist() == (text + text)[:nodes]
+
+
+def test_padding_is_no_text_and_rows_that_ended_learn_nothing() -> None:
+    ids, mask = torch.tensor([[9, 4, 1, 2], [9, 4, 1, 9]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    context = DraftContext(ids, PromptPadding.of(mask), torch.tensor([9, 4]))
+    drafter, config = PromptLookupDrafter(), SpeculativeConfig("prompt_lookup")
+    session = drafter.start(None, context, config)  # type: ignore[arg-type]
+    budget = drafter.limits(config)
+    tree = session.propose(budget).tree
+    assert tree.num_drafted.tolist() == [0, 6]
+    session.observe(SimpleNamespace(acceptance=SimpleNamespace(emitted=((1, 2), ()))))  # type: ignore[arg-type]
+    assert session.propose(budget).tree.tokens[:, :2].tolist() == [[2, 9], [4, 1]]

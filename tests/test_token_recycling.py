@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from math import log
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,13 @@ import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter, _RecyclingSession
+from hf_specdec.drafters.token_recycling import (
+    RecycledCandidates,
+    RecycledTokens,
+    TokenRecyclingDrafter,
+    _RecyclingSession,
+)
+from hf_specdec.tree import TokenTree
 from models import prompts
 
 CPU = torch.device("cpu")
@@ -43,6 +51,8 @@ def test_the_table_equals_a_dictionary() -> None:
         for token in range(12):
             log_probs, ids = table.look_up(torch.tensor([[before]]), torch.tensor([[token]]))
             wanted = pairs.get((before, token), singles.get(token))
+            on_host = table.row(before, token)
+            assert on_host == (log_probs[0, 0].tolist(), ids[0, 0].tolist(), (before, token) in pairs)
             if wanted is None:
                 assert (log_probs == -torch.inf).all()
             else:
@@ -57,6 +67,64 @@ def test_pairs_that_fall_on_one_place_are_told_apart() -> None:
         table.write(torch.tensor([[before]]), torch.tensor([[7]]), *table.candidates(logits), torch.tensor([[True]]))
     assert table.look_up(torch.tensor([[4]]), torch.tensor([[7]]))[1][0, 0, 0] == 4
     assert table.look_up(torch.tensor([[3]]), torch.tensor([[7]]))[1][0, 0, 0] == 4  # its own row went: the token's
+
+
+def test_a_row_is_asked_for_its_best_four_and_trusted_more_where_two_tokens_are_the_same() -> None:
+    table, probs = RecycledTokens(12, 6, 4096, CPU), torch.full((1, 1, 12), 1e-9)
+    probs[0, 0, [4, 9, 1, 2, 8]] = torch.tensor([0.6, 0.2, 0.12, 0.05, 0.03])
+    table.write(torch.tensor([[3]]), torch.tensor([[7]]), *table.candidates(probs.log()), torch.tensor([[True]]))
+    sure = RecycledCandidates(table, 3, 7)
+    assert sure.start == (3, 7)
+    for place, paired, trust in ((sure.start, True, 0.8), ((4, 7), False, 0.3), ((-1, 7), False, 0.3)):
+        found = sure.after(place)
+        assert [candidate.token for candidate in found] == [4, 9, 1, 2]
+        assert [candidate.kind for candidate in found] == [
+            ("token_recycling", paired, rank, min(int(-3 * log(p)), 12))
+            for rank, p in enumerate((0.6, 0.2, 0.12, 0.05))
+        ]
+        assert [candidate.prior for candidate in found] == pytest.approx([trust * p for p in (0.6, 0.2, 0.12, 0.05)])
+    assert sure.after((3, 8)) == []
+    assert sure.follow((3, 7), 5) == (7, 5)
+    probs[0, 0, [1, 2, 8]] = 0.01  # not worth a thought
+    table.write(torch.tensor([[3]]), torch.tensor([[7]]), *table.candidates(probs.log()), torch.tensor([[True]]))
+    assert [candidate.token for candidate in sure.after((3, 7))] == [4, 9]
+
+
+def observed(tree: TokenTree, paths: list[list[int]], last: list[int]) -> tuple[RecycledTokens, Tensor, Any]:
+    """The table, the verified logits and the session after one step that began behind a prompt."""
+    table = RecycledTokens(12, 3, 4096, CPU)
+    ids = torch.tensor([[6, token] for token in last])
+    session = _RecyclingSession(table, DraftContext(ids, None, tree.tokens[:, 0]))
+    logits = torch.randn(*tree.tokens.shape, 12, generator=torch.Generator().manual_seed(0))
+    path = torch.tensor(paths)
+    acceptance = SimpleNamespace(path=path, num_kept=(path >= 0).sum(-1), next_token=torch.tensor([10] * len(last)))
+    session.observe(
+        SimpleNamespace(draft=Draft(tree), acceptance=acceptance, verification=SimpleNamespace(logits=logits))  # type: ignore[arg-type]
+    )
+    return table, logits, session
+
+
+def test_every_verified_node_is_kept_with_the_token_before_it() -> None:
+    """Also those that were not accepted; not padding, nor anything of a row that has ended."""
+    tree = TokenTree(torch.tensor([[5, 7, 8, 9, 5], [1, 2, 3, 4, 11]]), torch.tensor([-1, 0, 0, 1, -1]))
+    table, logits, session = observed(tree, [[0, 1], [-1, -1]], [2, 4])
+    for node, (before, token) in enumerate([(2, 5), (5, 7), (5, 8), (7, 9)]):
+        log_probs, ids, paired = table.row(before, token)
+        assert paired
+        assert ids == logits[0, node].topk(3).indices.tolist()
+        assert log_probs == pytest.approx(logits[0, node].log_softmax(-1).topk(3).values.tolist())
+        assert table.row(-1, token)[1] == ids
+    known = (table.log_probs[0][:-1, 0] > -torch.inf).nonzero()[:, 0].tolist()
+    assert known == [5, 7, 8, 9]
+    assert session._previous.tolist() == [7, 4]
+    assert session._roots.tolist() == [10, 10]
+
+
+def test_of_equal_pairs_the_last_one_of_the_text_stays() -> None:
+    tree = TokenTree(torch.tensor([[5, 5, 5]]), torch.tensor([-1, 0, 1]))
+    for path, node in (([0, -1, -1], 0), ([0, 1, -1], 1)):
+        table, logits, _ = observed(tree, [path], [5])
+        assert table.row(5, 5)[1] == logits[0, node].topk(3).indices.tolist()
 
 
 @pytest.fixture
@@ -146,6 +214,16 @@ def test_nothing_hangs_on_what_is_not_known() -> None:
     draft.tree.validate()
     assert draft.tree.tokens.tolist() == [[5, 7]]
     assert draft.tree.parents.tolist() == [[-1, 0]]
+
+
+def test_behind_a_prompt_without_ids_the_first_token_has_none_before_it() -> None:
+    table = RecycledTokens(12, 2, 64, CPU)
+    for before, follower in ((1, 3), (-1, 4)):
+        logits = torch.nn.functional.one_hot(torch.tensor([[follower]]), 12).float() * 9
+        table.write(torch.tensor([[before]]), torch.tensor([[5]]), *table.candidates(logits), torch.tensor([[True]]))
+    for ids, wanted in ((torch.tensor([[1]]), 3), (torch.zeros(1, 0, dtype=torch.long), 4)):
+        session = _RecyclingSession(table, DraftContext(ids, None, torch.tensor([5])))
+        assert session.propose(Budget(num_nodes=2, num_steps=1, top_k=1)).tree.tokens.tolist() == [[5, wanted]]
 
 
 def test_saved_and_loaded(model: Any, tmp_path: Path) -> None:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    EosTokenCriteria,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.transcript import Transcript, _DeviceAccount, generator_of, of_row
 from reference import OracleDrafter
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
 
@@ -85,3 +99,172 @@ def test_a_whole_model_samples_its_exact_distribution() -> None:
     chi_square += (seen - total * rest) ** 2 / (total * rest) if rest > 1e-9 else 0
     degrees = len(common)
     assert chi_square < degrees + 3.1 * (2 * degrees) ** 0.5 + 4, (chi_square, degrees)
+
+
+# ------------------------------------------------------------------------------------------------- text
+
+
+class Seen:
+    """A criterion that remembers the texts it was shown, and ends rows whose last token is 9."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[list[int]]] = []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.texts.append(ids.tolist())
+        return ids[:, -1] == 9
+
+
+def text_of(*prompts: list[int], rules: Any = (), processors: Any = (), **options: Any) -> Transcript:
+    options = {"max_length": 99, "do_sample": False, **options}
+    return Transcript(torch.tensor(prompts), LogitsProcessorList(processors), StoppingCriteriaList(rules), **options)
+
+
+def test_criteria_see_the_exact_text_however_long_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_specdec.transcript.RESERVED_TOKENS", 2)
+    seen = Seen()
+    text = text_of([4, 3], [6, 5], rules=[seen])
+    for token in range(10, 20):
+        assert not text.record(0, token)
+    assert seen.texts == [[[4, 3, *range(10, token + 1)]] for token in range(10, 20)]
+    assert text.record(1, 9)
+    assert seen.texts[-1] == [[6, 5, 9]]
+    assert text.finished == [False, True]
+    assert text.sequences().tolist() == [[4, 3, *range(10, 20)], [6, 5, 9, *[0] * 9]]
+
+
+class NotAgain:
+    """A processor that forbids what the text holds."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, ids, -torch.inf)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_processors_see_the_text_and_the_assumed_path(lockstep: bool) -> None:
+    text, logits = text_of([0, 1], [0, 2], processors=[NotAgain()], lockstep=lockstep), torch.arange(7.0).flip(0)
+    assert text.begin(logits.expand(2, -1)).tolist() == [2, 1]
+    assert text.new_tokens == [[2], [1]]
+    for path, forbidden in (((), [0, 1, 2]), ((4, 6), [0, 1, 2, 4, 6])):
+        scores = text.row_scores(1, logits, path)
+        assert scores.isinf().nonzero()[:, 0].tolist() == forbidden
+        assert scores[3] == logits[3]
+    assert text.draw(text.column_scores(logits.expand(2, -1))).tolist() == [3, 3]
+    assert text.new_tokens == [[2], [1]]
+
+
+def test_in_lockstep_criteria_see_whole_columns_and_all_of_them_are_asked() -> None:
+    first, second = Seen(), Seen()
+    text = text_of([4, 3], [6, 5], rules=[first, second, EosTokenCriteria([8])], lockstep=True, pad_token_id=7)
+    assert text.record_column([1, 9]) == [1, 9]
+    assert text.padded_rows == [1]
+    assert text.record_column([8, 2]) == [8, 7]
+    assert text.finished == [True, True]
+    assert text.num_generated == [2, 1]
+    assert first.texts == second.texts == [[[4, 3, 1], [6, 5, 9]], [[4, 3, 1, 8], [6, 5, 9, 7]]]
+
+
+def test_rows_that_no_criterion_knows_an_end_of_are_not_padded() -> None:
+    text = text_of([4, 3], [6, 5], rules=[Seen()], lockstep=True)
+    text.record_column([1, 9])
+    assert text.finished == [False, True]
+    assert text.padded_rows == []
+    assert text.record_column([2, 2]) == [2, 2]
+
+
+def test_what_remains_is_that_of_the_row_with_the_longest_way_to_go() -> None:
+    text = text_of([4, 3], [6, 5], rules=[MaxLengthCriteria(7), EosTokenCriteria([8])], max_length=50)
+    assert text.num_remaining == 5
+    for token in (1, 2, 1):
+        text.record(0, token)
+    text.record(1, 1)
+    assert text.num_remaining == 4
+    text.record(1, 8)
+    assert text.num_remaining == 2
+    assert not text.record(0, 1)
+    assert text.record(0, 1)
+    assert text.num_remaining <= 0
+
+
+def test_columns_are_streamed_when_every_row_that_goes_on_has_reached_them() -> None:
+    put: list[list[int]] = []
+    streamer: Any = SimpleNamespace(put=lambda tokens: put.append(tokens.tolist()))
+    text = text_of([4, 3], [6, 5], rules=[EosTokenCriteria([8])], pad_token_id=7)
+    for row, token in ((0, 1), (0, 2), (1, 3)):
+        text.record(row, token)
+        text.stream(streamer)
+    assert put == [[1, 3]]
+    text.record(1, 8)
+    text.stream(streamer)
+    assert put == [[1, 3], [2, 8]]
+    text.record(0, 5)
+    text.stream(streamer)
+    text.stream(None)
+    assert put == [[1, 3], [2, 8], [5, 7]]
+    text.record(0, 8)
+    text.stream(streamer)
+    assert put == [[1, 3], [2, 8], [5, 7], [8, 7]]
+
+
+# ------------------------------------------------------------------------------------------------- on the device
+
+
+def test_the_device_decides_where_nobody_on_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text_of([4, 3]).decides_on(GPU)
+    assert not text_of([4, 3]).decides_on(CPU)
+    assert text_of([4, 3], processors=[TemperatureLogitsWarper(0.5)]).decides_on(GPU)
+    for options in (
+        {"keep_scores": True},
+        {"keep_logits": True},
+        {"rules": [Seen()]},
+        {"processors": [RepetitionPenaltyLogitsProcessor(1.1)]},
+    ):
+        assert not text_of([4, 3], **options).decides_on(GPU)
+    for generator, decides in ((None, False), (torch.Generator(), True)):
+        monkeypatch.setattr("hf_specdec.transcript.generator_of", lambda _device, found=generator: found)
+        assert text_of([4, 3], do_sample=True).decides_on(GPU) is decides
+        assert text_of([4, 3]).decides_on(GPU)
+
+
+def test_the_generator_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert generator_of(CPU) is torch.default_generator
+    module = SimpleNamespace(default_generators=("first", "second"), current_device=lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+    assert generator_of(GPU) == "second"  # type: ignore[comparison-overlap]
+    assert generator_of(torch.device("cuda:0")) == "first"  # type: ignore[comparison-overlap]
+    module.default_generators = ()
+    assert generator_of(GPU) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: SimpleNamespace())
+    assert generator_of(GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "kept", "remaining"), [(False, [2, 2, 0, 1], [3, 0, 0, 0]), (True, [1, 1, 1, 1], [4, 1, 0, 0])]
+)
+def test_what_is_left_of_each_row_is_counted_where_tokens_are_chosen(
+    lockstep: bool, kept: list[int], remaining: list[int]
+) -> None:
+    account = _DeviceAccount([5, 2, 0, 4], [8, 9], CPU)
+    tokens = torch.tensor([[1, 2, 9], [1, 2, 3], [1, 2, 3], [9, 2, 8]])
+    assert account.cut(tokens, torch.tensor([2, 3, 3, 3]), lockstep=lockstep).tolist() == kept
+    assert account.remaining.tolist() == remaining
+    endless = _DeviceAccount([5, 3], [], CPU)
+    assert endless.cut(tokens[:2], torch.tensor([2, 3]), lockstep=False).tolist() == [2, 3]
+    assert endless.remaining.tolist() == [3, 0]
+
+
+def test_processors_that_know_rows_by_number_are_told_which_row_it_is() -> None:
+    asked: list[int] = []
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        asked.append(row)
+        return [row]
+
+    penalty = RepetitionPenaltyLogitsProcessor(2.0, torch.tensor([0, 2]))
+    processors = LogitsProcessorList([PrefixConstrainedLogitsProcessor(allowed, num_beams=1), penalty])
+    prefix, own = of_row(processors, 1)
+    assert prefix(torch.tensor([[1, 2]]), torch.zeros(1, 3))[0].tolist() == [-torch.inf, 0.0, -torch.inf]
+    assert asked == [1]
+    assert own.prompt_ignore_length.tolist() == [2]
+    warper = TemperatureLogitsWarper(0.5)
+    assert of_row(LogitsProcessorList([warper]), 1) == [warper]

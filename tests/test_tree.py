@@ -175,3 +175,17 @@ def test_growth_stops_where_a_level_promises_too_little() -> None:
         draft.tree.validate()
         assert depths == wanted  # two rows: 1.0, 0.5 and 0.25 above levels 2, 3 and 4
         assert int(draft.tree.depths().max()) == min(len(wanted) + 1, 3)
+
+
+def test_a_batch_may_have_more_rows_than_candidates() -> None:
+    def expand(*_: object) -> Level:
+        raise AssertionError("a tree of one level expands nothing")
+
+    root = Level(
+        torch.zeros(3, 1, 1), torch.tensor([[[-0.5]], [[-1.0]], [[-2.0]]]), torch.tensor([[[1]], [[2]], [[3]]])
+    )
+    draft = grow_dynamic(torch.tensor([7, 8, 9]), root, expand, Budget(2, 1, 1))
+    assert draft.tree.tokens.tolist() == [[7, 1], [8, 2], [9, 3]]
+    assert draft.tree.parents.tolist() == [[-1, 0]] * 3
+    assert draft.log_probs is not None
+    assert draft.log_probs.tolist() == [[0.0, -0.5], [0.0, -1.0], [0.0, -2.0]]

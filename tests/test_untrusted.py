@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import json
+import math
 import os
+import pickle
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +40,9 @@ from hf_specdec import (
     export_head,
     load_head,
 )
+from hf_specdec.checkpoints.files import read_json, shard_names
 from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
-from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
+from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, OTHERS, ROTARY, checked
 from test_cli import run
 from test_distill import CLI
 
@@ -128,6 +134,85 @@ def test_every_field_of_our_configurations_has_a_rule() -> None:
     }  # fmt: skip
 
 
+WIDE, WORDS, LONG = 2**18, 2**24, 2**31 - 1
+INTEGERS = {
+    "vocab_size": (1, WORDS), "hidden_size": (1, WIDE), "intermediate_size": (1, 4 * WIDE),
+    "num_hidden_layers": (1, 1), "num_attention_heads": (1, 4096), "num_key_value_heads": (1, 4096),
+    "head_dim": (2, WIDE), "max_position_embeddings": (1, LONG), "num_draft_tokens": (1, 4096),
+    "pad_token_id": (0, WORDS),
+    "bos_token_id": (0, WORDS), "eos_token_id": (0, WORDS), "sliding_window": (1, LONG),
+    "draft_vocab_size": (1, WORDS), "num_steps": (1, 64), "top_k": (1, 1024), "target_hidden_size": (1, WIDE),
+}  # fmt: skip
+MEDUSAS = {"hidden_size": (1, WIDE), "vocab_size": (1, WORDS), "medusa_num_heads": (1, 128),
+           "medusa_num_layers": (1, 128), "draft_vocab_size": (1, WORDS)}  # fmt: skip
+NUMBERS = {
+    "rope_theta": (1e-3, 1e12), "factor": (1e-3, 1e6), "low_freq_factor": (1e-3, 1e6), "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3), "beta_fast": (1e-3, 1e6), "beta_slow": (1e-3, 1e6), "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3), "partial_rotary_factor": (1, 1),
+}  # fmt: skip
+
+
+def test_the_bounds_of_a_field_are_in_and_what_is_beyond_is_not() -> None:
+    for rules, bounds in (
+        (EAGLE3, INTEGERS),
+        (MEDUSA, MEDUSAS),
+        (OTHERS, {"sliding_window": (1, LONG)}),
+        (ROTARY, {"original_max_position_embeddings": (1, LONG)}),
+    ):
+        for name, (least, most) in bounds.items():
+            for value, held in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
+                assert rules[name].holds(value) is held, (name, value)
+    layer = {"initializer_range": (0, 10), "rms_norm_eps": (1e-15, 1)}
+    for rules, bounds in ((ROTARY, NUMBERS), (EAGLE, layer), (OTHERS, {"rope_theta": NUMBERS["rope_theta"]})):
+        for name, (least, most) in bounds.items():
+            assert rules[name].holds(least)
+            assert rules[name].holds(most)
+            assert not rules[name].holds(math.nextafter(least, -math.inf))
+            assert not rules[name].holds(math.nextafter(most, math.inf))
+
+
+def test_lists_trees_and_facts_have_a_longest() -> None:
+    chain = [[0] * depth for depth in range(1, 65)]
+    paths = [[rank, *more] for rank in range(1024) for more in ([], [0], [1], [2])]
+    for rules, name, fits, does_not in (
+        (EAGLE, "tree", "dynamic", "static"),
+        (EAGLE, "tree", chain, [*chain, [0] * 65]),
+        (EAGLE, "tree", [[1023]], [[1024]]),
+        (EAGLE, "tree", paths[:-1], paths),
+        (EAGLE, "tree", None, (0,)),
+        (EAGLE, "eos_token_id", [0] * 100, [0] * 101),
+        (EAGLE, "eos_token_id", [2**24], [2**24 + 1]),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0] * 128, [0] * 129),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [2**16], []),
+        (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0], [2**16 + 1]),
+        (OTHERS, "layer_types", ["full_attention"], ["full_attention"] * 2),
+        (EAGLE, "recipe", {str(n): n for n in range(100)}, {str(n): n for n in range(101)}),
+        (EAGLE, "recipe", {"a": [1, None, "b", 2.5, True]}, {"a": [[1]]}),
+        (EAGLE, "recipe", {"a": [0] * 100}, {"a": [0] * 101}),
+        (EAGLE, "recipe", {"a": 1, "b": "x" * 500}, {"a": 1, "b": "x" * 501}),
+        (EAGLE, "recipe", {"a": 1, "x" * 500: 1}, {"a": 1, "x" * 501: 1}),
+        (EAGLE, "base_model_name_or_path", "x" * 500, 7),
+        (EAGLE, "rope_parameters", {"rope_type": "yarn", "factor": None}, {"rope_type": "linear", "kind": 1}),
+    ):
+        assert rules[name].holds(fits), (name, fits)
+        assert not rules[name].holds(does_not), (name, does_not)
+
+
+def test_a_tree_has_at_most_a_million_candidates() -> None:
+    assert checked({"num_steps": 64, "top_k": 129}, EAGLE)
+    for fields in ({"num_steps": 2, "top_k": 1024}, {"num_steps": 64, "top_k": 130}):
+        with pytest.raises(InvalidConfigError, match="more than 1048576 candidates"):
+            checked(fields, EAGLE)
+    assert checked({"top_k": 1024}, EAGLE) == {"top_k": 1024}
+
+
+def test_a_value_is_shown_cut_short() -> None:
+    for size, text in ((78, repr("x" * 78)), (79, "'" + "x" * 79 + "...")):
+        with pytest.raises(InvalidConfigError) as refused:
+            checked({"hidden_size": "x" * size}, EAGLE)
+        assert text in str(refused.value)
+
+
 def test_huge_values_are_no_weights(head: Path) -> None:
     tensors = load_file(head / "model.safetensors")
     for value in (float("inf"), float("nan"), -1e30, 7e4):
@@ -201,6 +286,18 @@ def test_files_are_regular_and_inside_their_directory(head: Path, tmp_path: Path
         load_head("org/head", subfolder="../other")
 
 
+def test_a_file_is_read_up_to_its_most_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    assert read_json(path, 8) == {"a": 1}
+    with pytest.raises(CheckpointFormatError, match="more than 7 bytes"):
+        read_json(path, 7)
+    for size, read in ((4 * 2**20, read_json), (64 * 2**20, shard_names)):
+        os.truncate(path, size + 1)
+        with pytest.raises(CheckpointFormatError, match=f"more than {size} bytes"):
+            read(path)
+
+
 def test_the_hubs_cache_may_link_to_its_blobs(head: Path, tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--org--head" / "snapshots" / "abc", tmp_path / "models--org--head" / "blobs"
     snapshot.mkdir(parents=True)
@@ -257,6 +354,74 @@ def test_many_tensors_of_one_storage_are_not_many_times_its_memory(tmp_path: Pat
     torch.save({str(i): block for i in range(2000)}, tmp_path / "many.pt")
     with pytest.raises(NotTensorsError, match="at most 4 times may be shared"):
         TorchFile((tmp_path / "many.pt").open("rb"))
+
+
+STORAGE, NUMEL = object(), 6
+
+
+class View:
+    """Pickled as torch pickles a tensor: an offset, a shape and strides in a storage of six numbers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, (STORAGE, *self.arguments, False, OrderedDict())
+
+
+class ViewPickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return ("storage", torch.FloatStorage, "0", "cpu", NUMEL) if value is STORAGE else None
+
+
+def write_views(path: Path, *views: View) -> None:
+    """An archive as torch writes it."""
+    stream = io.BytesIO()
+    ViewPickler(stream, protocol=2).dump({str(number): view for number, view in enumerate(views)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", stream.getvalue())
+        archive.writestr("x/data/0", torch.arange(float(NUMEL)).numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides", "message"),
+    [
+        (0, (2, 3), (3, 1), None),
+        (5, (1,), (1,), None),
+        (0, (1, 6), (77, 1), None),  # of a single entry the stride says nothing
+        (0, (0, 5), (9, 9), None),  # nor does any of no entries
+        (6, (0,), (1,), None),
+        (0, (1,) * 8, (1,) * 8, None),
+        (0, (1,) * 9, (1,) * 9, "lies outside"),
+        (1, (2, 3), (3, 1), "lies outside"),
+        (7, (0,), (1,), "lies outside"),
+        (-1, (1,), (1,), "not a storage"),
+        (0, (2, 3), (1, 2), "strides"),
+        (0, (2, 3), (3,), "broken"),
+        (0, (2,), (1, 1), "broken"),
+        (0, (2, True), (1, 1), "not a storage"),
+    ],
+)
+def test_a_tensor_is_plain_and_inside_its_storage(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], message: str | None, tmp_path: Path
+) -> None:
+    write_views(tmp_path / "file.pt", View(offset, shape, strides))
+    if message:
+        with pytest.raises(NotTensorsError, match=message):
+            TorchFile((tmp_path / "file.pt").open("rb"))
+        return
+    read = TorchFile((tmp_path / "file.pt").open("rb"))
+    wanted = torch.arange(6.0)[offset : offset + math.prod(shape)].view(shape)
+    assert torch.equal(read.read(read.content["0"]), wanted)
+
+
+def test_tensors_are_at_most_so_many_times_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file.pt"
+    write_views(path, View(0, (6,), (1,)), View(1, (3,), (1,)))
+    for times, fits in ((9 * 4 / path.stat().st_size, True), (8.9 * 4 / path.stat().st_size, False)):
+        monkeypatch.setattr("hf_specdec.checkpoints.pickles.MAX_SHARING", times)
+        with contextlib.nullcontext() if fits else pytest.raises(NotTensorsError, match="may be shared"):
+            assert len(TorchFile(path.open("rb")).content) == 2
 
 
 def test_a_file_swapped_while_it_is_read_changes_nothing(tmp_path: Path) -> None:
