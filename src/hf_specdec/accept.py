@@ -54,7 +54,7 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
     """The argmax at every node, and the longest path that agrees with it, on the device."""
     ended = transcript.padded(logits.device)[:, None]
-    choices = torch.where(ended, transcript.pad_token_id, logits.argmax(-1))  # [B, N]
+    choices = torch.where(ended, transcript.pad_token_id, logits.max(-1).indices)  # [B, N], argmax but faster
     ancestors = tree.ancestor_mask()
     parents = tree.parents.expand(tree.tokens.shape)
     matched = (tree.tokens == choices.gather(1, parents.clamp(min=0))) & (parents != ROOT_PARENT)

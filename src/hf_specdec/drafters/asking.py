@@ -12,6 +12,8 @@ from hf_specdec.drafters.candidates import Width
 
 SMOOTHING = 0.05
 """Weight of the newest step in a moving average."""
+QUICKER = 0.3
+"""Weight of a time below the average: what disturbs, and what is done for the first time, takes longer."""
 FIRST_ASKED = 3
 """Steps in which an option is tried in any case, to learn what it costs."""
 SHORTEST_REST, LONGEST_REST = 8, 256
@@ -34,11 +36,16 @@ class Worth:
     asked: int = 0
     waited: int = 0  # steps since it was asked
     rest: int = SHORTEST_REST
+    trials: int = FIRST_ASKED
 
     def is_due(self, without: Width, rows: int) -> bool:
-        """Whether it is to be tried whatever it brought: it may have changed, and it could pay if it did well."""
+        """Whether it is to be tried whatever it brought: it may have changed, and it could pay if it did well.
+
+        Once in a long while it is tried even so: what it seemed to cost may have been somebody else's doing.
+        """
         hoped = self._rate(without, rows, HOPED_GAIN)
-        return (self.asked < FIRST_ASKED or self.waited > self.rest) and hoped > without.rate
+        due = (self.asked < self.trials or self.waited > self.rest) and hoped > without.rate
+        return due or self.waited > LONGEST_REST
 
     def rate(self, without: Width, rows: int) -> float:
         """Progress per second that asking is expected to bring."""
@@ -62,8 +69,14 @@ class Worth:
         times, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
         weight = max(SMOOTHING, 1 / (times + 1 + PRIOR_STEPS))
         self.gains[_kind(expected)] = (times + 1, gain + weight * (gained / rows - gain))
-        weight = max(SMOOTHING, 1 / self.asked)
-        self.seconds += weight * (with_it.seconds - without.seconds - self.seconds)
+        self.seconds = _toward(self.seconds, with_it.seconds - without.seconds, max(SMOOTHING, 1 / self.asked))
+
+
+def _toward(known: float, seen: float, weight: float) -> float:
+    """A moving average of times; what takes less than half of it shows that it was none of its own."""
+    if seen < known / 2:
+        return seen
+    return known + (max(weight, QUICKER) if seen < known else weight) * (seen - known)
 
 
 def _kind(expected: float) -> int:
@@ -91,10 +104,16 @@ class Asking:
         self.options = [Worth(depth) for depth in sorted(depths)] if not stops_itself else [Worth(num_steps)]
         self.level_seconds = 0.0  # what a level takes, a moving average
 
+    def inherit(self, known: Asking) -> None:
+        """Expect for a row what was learned with batches of another size; what a step takes is to be learned anew."""
+        for option, other in zip(self.options, known.options, strict=False):
+            if option.num_steps == other.num_steps:
+                option.gains, option.trials = dict(other.gains), 1
+
     def time_levels(self, levels: int, seconds: float) -> None:
         """What it took to draft so many levels."""
         taken = seconds / max(levels, 1)
-        self.level_seconds += SMOOTHING * (taken - self.level_seconds) if self.level_seconds else taken
+        self.level_seconds = _toward(self.level_seconds, taken, SMOOTHING) if self.level_seconds else taken
 
     def choose(self, without: Width, rows: int) -> Worth | None:
         """The option for this step; None where asking does not pay.
@@ -108,7 +127,7 @@ class Asking:
         best = max(self.options, key=lambda option: option.rate(without, rows))
         paying = best if best.rate(without, rows) > without.rate else None
         due = next((option for option in self.options if option is not paying and option.is_due(without, rows)), None)
-        if due is not None and due.asked >= FIRST_ASKED:
+        if due is not None and due.asked >= due.trials:
             due.rest = min(2 * due.rest, LONGEST_REST)
         chosen = due or paying
         if chosen is not None:

@@ -20,6 +20,8 @@ LEAST_PROBABILITY = 0.01
 """Of a node that is worth a thought."""
 SLOWEST = 4
 """Of the power mean over rows: 1 is the harmonic mean, more is nearer to the slowest row."""
+LEAST_GAIN = 1.1
+"""Progress per second over that of a plain step that a draft for several rows must promise."""
 CONFIDENCE_STEPS = 3.0
 """Classes of a confidence per factor of e."""
 LEAST_CONFIDENCE = 12
@@ -232,6 +234,8 @@ def best_width(rows: Sequence[Merged], costs: Sequence[float], spent: float, tru
                 expected[index] += trust * row.values[width - 1]
         mean = (sum(tokens**-SLOWEST for tokens in expected) / count) ** (-1 / SLOWEST)
         wider = Width(width, sum(expected), count * mean, costs[width - 1] + spent)
-        if wider.rate > best.rate:
+        # rows differ, and the slowest decides: of several rows a draft must promise more than the promise may be off
+        least = LEAST_GAIN if count > 1 and best.num_nodes == 1 else 1.0
+        if wider.rate > least * best.rate:
             best = wider
     return best

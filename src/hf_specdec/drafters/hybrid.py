@@ -10,7 +10,7 @@ that changes its nature brings back what had stopped paying.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any
@@ -32,6 +32,12 @@ from hf_specdec.tree import stack_trees
 
 MAX_NODES = 64
 """Of the merged tree, root included, where the config names no other number."""
+HEARING = 0.05
+"""Share of plain steps' time in which sources are heard while nothing they say pays."""
+PATIENCE = 8
+"""Plain steps in a row before which they do not rest."""
+LONGEST_REST = 8
+"""Steps after which they are heard again in any case."""
 MAX_STEPS = 48
 MAX_CHILDREN = 8
 ASKED_NODES = 32
@@ -92,6 +98,10 @@ class HybridDrafter(Drafter):
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters that are merged."""
         return tuple(self._parts.values())
+
+    def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
+        """The same drafter, its experience shared, with other forms of its parts."""
+        return HybridDrafter({name: change(part) for name, part in self._parts.items()}, self.experience)
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
@@ -158,6 +168,8 @@ class _HybridSession(DraftSession):
         self._going = list(range(len(context.roots)))  # rows that have not ended
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
         self._drafted: dict[str, list[Candidates]] = {}  # of the sources that were asked in this step
+        self._plain_steps = 0  # in a row, in which all were heard
+        self._resting = 0  # plain steps to come, in which nobody is heard
         self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
         self._asked: list[tuple[Worth, Width, Width]] = []  # whose worth this step will show: without it, and with it
         self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
@@ -166,6 +178,9 @@ class _HybridSession(DraftSession):
     # ------------------------------------------------------------------------------------------- proposing
 
     def propose(self, budget: Budget) -> Draft:
+        if self._resting and budget.costs is not None:
+            self._resting, self._expected = self._resting - 1, None
+            return Draft.plain(self._roots)
         begin, rows, on_host = time.perf_counter(), len(self._going), self._roots.device.type == "cpu"
         trees = self._merge(budget)
         heard = time.perf_counter() - begin
@@ -193,6 +208,9 @@ class _HybridSession(DraftSession):
             width = wider
         self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
         self._expected = sum(sum(tree.values[1 : width.num_nodes]) for tree in trees)
+        self._plain_steps = self._plain_steps + 1 if width.num_nodes == 1 else 0
+        if self._plain_steps > PATIENCE and budget.costs is not None:
+            self._resting = min(int(self._free_seconds / (HEARING * budget.costs[0])), LONGEST_REST)
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget) -> list[Merged]:
@@ -229,6 +247,9 @@ class _HybridSession(DraftSession):
         known = self._experience.asking.get(key)
         if known is None or known.options[-1].num_steps != num_steps:
             known = Asking(num_steps, stops_itself=self._roots.device.type == "cpu")
+            others = [asking for (name, _), asking in self._experience.asking.items() if name == source.name]
+            if others:
+                known.inherit(others[-1])
             self._experience.asking[key] = known
         return known
 
