@@ -85,13 +85,13 @@ def test_the_same_answers_with_one_read_per_step(
     assert 0 < windows < steps if row.name == "lookahead" else windows == 0
     assert len(of_steps) == of_steps.count(READ) + oracle, set(of_steps)
     chains = not there._speculation.facts[0].branches
-    assert chains or "target/target.py:_forward" not in {place for _, place in reads}
+    assert chains or "target/chain_target.py:_forward" not in {place for _, place in reads}
 
 
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/mixin.py:_sample", "target/target.py:prefill", "target/masks.py:of",
-    "target/target.py:_forward",
+    "target/chain_target.py:_forward",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
 in every forward over a chain with padding, whose masks are transformers' own."""

@@ -26,7 +26,7 @@ from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.features import LAST, FeatureTap
-from hf_specdec.target.target import TreeTarget
+from hf_specdec.target.tree_target import TreeTarget
 from hf_specdec.training import train_medusa
 from models import prompts
 from test_training import answered, arguments

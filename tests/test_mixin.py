@@ -239,7 +239,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "prompt_lookup", "past_key_values": HALF_CACHE}, UnsupportedGenerationError, "offloaded"),
         ({"speculative": "prompt_lookup", "cache_implementation": "offloaded"}, UnsupportedGenerationError, "offload"),
         ({"speculative": "prompt_lookup", "custom_generate": print}, UnsupportedGenerationError, "loop"),
-        ({"speculative": {"method": "prompt_lookup", "compile": "compile"}}, UnsupportedGenerationError, "compile"),
+        ({"speculative": {"method": "prompt_lookup", "compile": "cuda_graph"}}, UnsupportedGenerationError, "compile"),
         ({"speculative": {"method": "prompt_lookup", "acceptance": "typical"}, "guidance_scale": 1.5},
          UnsupportedGenerationError, "UnbatchedClassifierFree"),
         ({"speculative": {"method": "prompt_lookup", "acceptance": "block"}, "do_sample": True},

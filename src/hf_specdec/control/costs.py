@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.target.model import cache_argument, execution_device, lm_head_rows, text_config
 from hf_specdec.target.probe import TargetFacts, inspect_target
+from hf_specdec.target.runners import Runner
 from hf_specdec.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ TIMED_ROUNDS = 5
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Widths of which a step's cost is measured; those between lie on the line between."""
-QUICK_ROUNDS = 2
-"""Forwards of each width that are timed where somebody waits for an answer."""
+QUICK_ROUNDS = 3
+"""Forwards of each width that are timed where somebody waits for an answer; the quickest counts."""
 COUNTED_CONTEXT = 512
 """The longest context behind which is measured; real steps correct it."""
 NODES_OF_A_BATCH = 128
@@ -46,9 +47,9 @@ SURPRISE = 2.0
 @torch.no_grad()
 def verify_seconds(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
-    rounds: int = TIMED_ROUNDS,
+    rounds: int = TIMED_ROUNDS, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Median seconds of the forward that verifies a tree of so many nodes behind a context.
+    """Seconds of the forward that verifies a tree of so many nodes behind a context.
 
     It is the forward that generation runs, with its cache and its masks; a model without branches verifies chains.
 
@@ -58,13 +59,15 @@ def verify_seconds(
         context: Committed tokens.
         facts: What the probe found; None probes the model.
         rows: Of the batch.
-        rounds: Forwards of each size that are timed, after one that is not.
+        rounds: Forwards of each size that are timed, after one that is not. Of few the quickest counts, for what
+            disturbs them takes time; of `TIMED_ROUNDS` and more the median.
+        runner: What runs it, see `TreeTarget`.
     """
     facts = facts or inspect_target(model)
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw).to(device)
-    target = facts.new_target(model, context + max(sizes), None)
+    target = facts.new_target(model, context + max(sizes), None, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
     trees = {size: _tree(ids[:, context : context + size], branches=facts.branches) for size in sizes}
@@ -121,7 +124,8 @@ def _median_seconds(
             if turn:
                 taken[size].append(time.perf_counter() - begin)
             undo(size)
-    return {size: statistics.median(seconds) for size, seconds in taken.items()}
+    middle = statistics.median if rounds >= TIMED_ROUNDS else min
+    return {size: middle(seconds) for size, seconds in taken.items()}
 
 
 def _widest_measured(widest: int, rows: int) -> int:
@@ -140,7 +144,10 @@ class StepCosts:
         self._besides = 0.0  # accepting, committing, waiting: what every step takes beyond its forward
 
     @classmethod
-    def measure(cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int) -> StepCosts:
+    def measure(
+        cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int,
+        runner: Runner | None = None,
+    ) -> StepCosts:  # fmt: skip
         """Time the verify forward at a few widths, see `verify_seconds`.
 
         Args:
@@ -149,12 +156,13 @@ class StepCosts:
             rows: Of the batch.
             widest: Nodes of the largest tree.
             context: Tokens of the prompt.
+            runner: What runs the forward.
         """
         most = _widest_measured(widest, rows)
         widths = [*(width for width in WIDTHS if width < most), most]
         context = max(1, min(context, COUNTED_CONTEXT))
         begin = time.perf_counter()
-        seconds = verify_seconds(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS)
+        seconds = verify_seconds(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, runner=runner)
         told = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
             "A step of %s over %d rows takes, by nodes per row, in milliseconds: %s (measured in %.1f s, once).",

@@ -103,6 +103,17 @@ class Drafter(ABC):
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session for one generation."""
 
+    def compiled(self, model: PreTrainedModel) -> Drafter:
+        """The same drafter with its forwards as programs; itself where there is nothing to compile.
+
+        Args:
+            model: The target that it is bound to.
+
+        Raises:
+            CannotRecordError: It cannot be compiled.
+        """
+        return self
+
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
         """Get ready for a model: check that it is the right one, move and cast weights.
 

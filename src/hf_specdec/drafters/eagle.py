@@ -8,6 +8,7 @@ drafts so: EAGLE heads, MTP modules (`drafters/mtp.py`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs,
 from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import committed_slots
@@ -55,10 +57,12 @@ class LayerDrafter(Drafter):
 
     Attributes:
         head: The layer.
+        program: What reads and scores in its place.
         default_num_steps, default_top_k: The tree's depth and width where neither config nor layer say it.
     """
 
     head: DraftLayer
+    program: DraftLayer | None = None  # the same layer, compiled
     default_num_steps = DEFAULT_NUM_STEPS
     default_top_k = DEFAULT_TOP_K
 
@@ -113,7 +117,7 @@ class LayerDrafter(Drafter):
         return self._session(target.model, context, self.shape(config))
 
     def _session(self, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape) -> DraftSession:
-        return EagleSession(self.head, model, context, shape)
+        return EagleSession(self.program or self.head, model, context, shape)
 
 
 class EagleDrafter(LayerDrafter):
@@ -134,6 +138,13 @@ class EagleDrafter(LayerDrafter):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
+
+    def compiled(self, model: PreTrainedModel) -> EagleDrafter:
+        """See `Drafter`."""
+        lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
+        other = copy.copy(self)
+        other.program = CompiledDraftLayer.of(self.head, lm_head)
+        return other
 
     def bind(self, model: PreTrainedModel) -> None:
         """Compare sizes, then move the head next to the target's lm_head.

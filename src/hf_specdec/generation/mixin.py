@@ -30,7 +30,7 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import options
-from hf_specdec.generation.plan import Plan, WithAssistant, controller_of, plan_call
+from hf_specdec.generation.plan import Plan, WithAssistant, controller_of, plan_call, warm_up, with_programs
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
@@ -194,6 +194,23 @@ class SpeculativeGenerationMixin:
             raise DrafterMismatchError(f"There is no drafter {name!r}.", f"Registered: {sorted(drafters) or 'none'}.")
         return drafters.pop(name)
 
+    def warmup(self, speculative: Any = "auto", *, batch_size: int = 1, prompt_length: int = 512) -> None:
+        """Do now what the first call of `generate()` with these settings would take its time for: compile, measure.
+
+        Args:
+            speculative: As in `generate()`; `{"method": "auto", "compile": "compile"}`, say.
+            batch_size: Rows of the calls to come.
+            prompt_length: Tokens of their prompts, about.
+
+        Raises:
+            InvalidConfigError, DrafterMismatchError, UnsupportedGenerationError: As in `generate()`.
+        """
+        if batch_size < 1 or prompt_length < 1:
+            raise InvalidConfigError(
+                f"batch_size and prompt_length are at least 1, got {batch_size}, {prompt_length}."
+            )
+        warm_up(self, speculative, rows=batch_size, context=prompt_length)
+
     # ------------------------------------------------------------------------------------------- saving
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -264,9 +281,10 @@ class SpeculativeGenerationMixin:
                 "Raise it, or leave it None; or shorten the prompt or max_new_tokens.",
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
+        plan = with_programs(plan, model)
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
-        target = plan.facts.new_target(model, limit or needed, reserve, wanted)
+        target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
         if given is not None:
             target.adopt(given)
         model_kwargs[name] = target.cache

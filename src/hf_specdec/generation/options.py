@@ -135,8 +135,10 @@ def check_settings(config: SpeculativeConfig) -> None:
     Raises:
         UnsupportedGenerationError: A runner.
     """
-    if config.compile not in ("auto", "none"):
-        raise UnsupportedGenerationError(f"compile={config.compile!r} is not in this version.", 'Use "auto".')
+    if config.compile == "cuda_graph":
+        raise UnsupportedGenerationError(
+            f"compile={config.compile!r} is not in this version.", 'Use "compile", or "auto".'
+        )
 
 
 def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None:

@@ -26,8 +26,16 @@ from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.generation import options
-from hf_specdec.generation.state import current_costs, current_facts, keep_bound, state_of
+from hf_specdec.generation.state import (
+    compiled_drafter,
+    current_costs,
+    current_facts,
+    current_program,
+    keep_bound,
+    state_of,
+)
 from hf_specdec.target.probe import TargetFacts
+from hf_specdec.target.runners import Runner
 from hf_specdec.target.target import Target
 
 ASSISTED = "draft_model"
@@ -57,6 +65,7 @@ class Plan:
     rule: AcceptanceRule
     facts: TargetFacts
     layer_outputs: dict[str, bool]  # hidden_states, attentions: whether to collect them
+    runner: Runner | None = None  # what verifies instead of the model's own forward
     target: Target | None = None  # as soon as the prompt's size is known
 
 
@@ -105,6 +114,29 @@ def plan_call(
         facts=facts,
         layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.branches),
     )
+
+
+def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
+    """The plan with compiled forwards where it asks for them: the last preparation, for it takes its time."""
+    if plan.config.compile != "compile":
+        return plan
+    runner = current_program(model, plan.facts, frozenset(plan.drafter.needs.feature_layers))
+    return replace(plan, runner=runner, drafter=compiled_drafter(model, plan.drafter))
+
+
+def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:
+    """Do now what the first call with these settings would do: check, compile, measure.
+
+    Args:
+        model: An attached model.
+        speculative: As in `generate()`.
+        rows: Of the batches to come.
+        context: Tokens of their prompts.
+    """
+    mode = GenerationMode.GREEDY_SEARCH
+    plan = plan_call(model, speculative, mode, model.generation_config, {"synced_gpus": False})
+    plan = with_programs(plan, model)
+    controller_of(plan, model, rows, context, synced_gpus=False)
 
 
 def _drafter_of(
@@ -172,7 +204,8 @@ def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *
     if synced_gpus or runs_with_others():
         logger.info("Several processes generate together: costs differ between them, so every step drafts the same.")
         return FixedController(plan.limits.within(Budget(SHARED_NODES, plan.limits.num_steps, plan.limits.top_k)))
-    costs = current_costs(model, plan.facts, rows=rows, widest=plan.limits.num_nodes, context=context)
+    widest, runner = plan.limits.num_nodes, plan.runner
+    costs = current_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=runner)
     return CostModelController(plan.limits, costs)
 
 

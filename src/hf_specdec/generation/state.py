@@ -9,17 +9,23 @@ import logging
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.hybrid import Experience
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.stats import SpeculationStats
+from hf_specdec.target.compiling import compile_forward
+from hf_specdec.target.features import canonical
 from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.model import text_config
 from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
+from hf_specdec.target.runners import CannotRecordError, Runner, Weights
 
 STATE = "_speculation"
 """The one entry this package keeps in a model's `__dict__`."""
@@ -37,6 +43,23 @@ SWAP = threading.Lock()
 """Held while a model's class is swapped back, and while a generation announces that it begins."""
 
 
+COMPILING = threading.Lock()
+"""Held while a program is looked for or made: one thread makes it, the others wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptProgram:
+    """A model's verify forward as a program, or that there can be none, and what it was made of."""
+
+    made_of: tuple[Fingerprint, Weights]
+    layers: frozenset[int]
+    runner: Runner | None
+
+    def serves(self, layers: frozenset[int]) -> bool:
+        """Whether it gives these hidden states, or there is none."""
+        return self.runner is None or layers <= self.layers
+
+
 class SpeculationState:
     """A model's drafters, what the probe found, who generates with it, and the last call's statistics."""
 
@@ -47,7 +70,11 @@ class SpeculationState:
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # latest first
         self.experience = Experience()  # of merged drafts
-        self.costs: list[tuple[Fingerprint, int, StepCosts]] = []  # by model and rows, latest first
+        # by model, rows and whether a program runs it, latest first
+        self.costs: list[tuple[tuple[Fingerprint, int, bool], StepCosts]] = []
+        self.program: KeptProgram | None = None
+        # drafters whose forwards are programs, and what these were made of
+        self.compiled: WeakKeyDictionary[Drafter, tuple[Weights, Drafter | None]] = WeakKeyDictionary()
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # generations under way, by thread
 
@@ -67,10 +94,10 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "experience": Experience(), "costs": []}  # fmt: skip
+                "experience": Experience(), "costs": [], "program": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary())
+        self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
 
 
 def state_of(model: Any) -> SpeculationState:
@@ -122,7 +149,9 @@ def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> No
             _bind(model, part, now)
 
 
-def current_costs(model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int) -> StepCosts:
+def current_costs(
+    model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
+) -> StepCosts:
     """What a step over so many rows costs, measured where it is not known yet.
 
     Args:
@@ -131,14 +160,76 @@ def current_costs(model: PreTrainedModel, facts: TargetFacts, *, rows: int, wide
         rows: Of the batch.
         widest: Nodes of the largest tree.
         context: Tokens of the prompt.
+        runner: What runs its forward.
     """
-    state = state_of(model)
-    for fingerprint, known_rows, costs in state.costs:
-        if (fingerprint, known_rows) == (facts.fingerprint, rows) and costs.covers(widest, rows):
+    state, key = state_of(model), (facts.fingerprint, rows, runner is not None)
+    for known, costs in state.costs:
+        if known == key and costs.covers(widest, rows):
             return costs
-    costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context)
-    state.costs = [(facts.fingerprint, rows, costs), *state.costs][:KEPT_COSTS]
+    costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
+    state.costs = [(key, costs), *state.costs][:KEPT_COSTS]
     return costs
+
+
+def current_program(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int]) -> Runner | None:
+    """The model's verify forward as a compiled program, made where there is none of these weights yet.
+
+    Args:
+        model: An attached model.
+        facts: What the probe found.
+        layers: Whose hidden states this call's drafter reads.
+
+    Returns:
+        None where it cannot be compiled, which is logged once: the model's own forward verifies then.
+    """
+    state, made_of = state_of(model), (facts.fingerprint, Weights.of(model))
+    depth = int(text_config(model).num_hidden_layers)
+    layers = frozenset(canonical(layer, depth) for layer in layers)
+    with COMPILING:
+        if state.program is not None and state.program.made_of != made_of:
+            logger.info("%s has changed since its forward was compiled: its program is dropped", type(model).__name__)
+            state.program = None
+            state.compiled.clear()
+        if state.program is not None and state.program.serves(layers):
+            return state.program.runner
+        others = (layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers)
+        layers |= {canonical(layer, depth) for layer in others}
+        logger.info("Compiling the forward of %s, once: this can take a minute", type(model).__name__)
+        state.program = KeptProgram(made_of, layers, _compiled(model, facts, layers))
+        return state.program.runner
+
+
+def compiled_drafter(model: PreTrainedModel, drafter: Drafter) -> Drafter:
+    """The drafter with programs in place of its own forwards, made where there are none of these weights yet.
+
+    Args:
+        model: An attached model, whose own program is current.
+        drafter: Bound to it. What cannot be compiled, which is logged once, stays as it is.
+    """
+    if isinstance(drafter, HybridDrafter):
+        return drafter.with_parts(lambda part: compiled_drafter(model, part))
+    kept = state_of(model).compiled
+    made_of = Weights.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
+    with COMPILING:
+        known = kept.get(drafter)
+        if known is None or known[0] != made_of:
+            try:
+                other = drafter.compiled(model)
+            except CannotRecordError as error:
+                logger.warning("%r is not compiled: %s. Its own forward drafts.", drafter, error)
+                other = drafter
+            known = kept[drafter] = made_of, None if other is drafter else other  # no value may hold its key alive
+        return known[1] or drafter
+
+
+def _compiled(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int]) -> Runner | None:
+    try:
+        program = compile_forward(model, facts, layers)
+    except CannotRecordError as error:
+        logger.warning("%s is not compiled: %s. Its own forward verifies the drafts.", type(model).__name__, error)
+        return None
+    logger.info("Compiled the forward of %s in %.0f s", type(model).__name__, program.seconds)
+    return program
 
 
 def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:

@@ -92,6 +92,16 @@ class FeatureTap:
         module = self._backbone if layer == LAST else self._modules[layer - 1]
         return module.register_forward_hook(keep_output)
 
+    @property
+    def layers(self) -> frozenset[int]:
+        """Whose hidden states are kept."""
+        return frozenset(self._layers)
+
+    def keep(self, states: Mapping[int, Tensor]) -> None:
+        """Keep hidden states of a forward that calls no hooks; those of other layers are left out."""
+        for layer in self._layers:
+            self._kept[layer].append(states[layer])
+
     def _keep(self, layer: int, hidden: Tensor) -> None:
         if threading.get_ident() == self._thread:
             self._kept[layer].append(hidden)

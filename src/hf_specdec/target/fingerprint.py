@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.target.attention import implementation
 from hf_specdec.target.model import text_config
 
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target.features", "hf_specdec.target.partial")
@@ -21,8 +22,8 @@ HARMLESS_HOOKS = ("transformers.utils.output_capturing", "hf_specdec.target.feat
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")
 """Attributes of modules that decide what their forward does: modes, checkpointing, PEFT's adapters."""
 
-MASK_FIELDS = ("_attn_implementation", "sliding_window", "attention_chunk_size", "layer_types")
-"""Fields of a configuration that the masks of a forward follow."""
+MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
+"""Fields of a configuration that the masks of a forward follow, besides its attention function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Fingerprint:
             weights.append(tuple([(type(p), p.dtype, p.device) for p in module._parameters.values() if p is not None]))
             stack.extend([(child, part) for child, part in module._modules.items() if part is not None])
         config = text_config(model)
-        told = [str(getattr(config, field, None)) for field in MASK_FIELDS]
+        told = [implementation(config), *(str(getattr(config, field, None)) for field in MASK_FIELDS)]
         return cls(
             modules=tuple(modules),
             forwards=(*forwards, *classes.items()),

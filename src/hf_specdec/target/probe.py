@@ -20,13 +20,17 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.target.attention import REPLACED, implementation
 from hf_specdec.target.cache import CacheLayout, TreeCache, measured_layout
 from hf_specdec.target.chain_cache import ChainCache
+from hf_specdec.target.chain_target import ChainTarget
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.masks import LAYER_KINDS
 from hf_specdec.target.model import cache_argument, execution_device, text_config
-from hf_specdec.target.target import ChainTarget, Target, TreeTarget
+from hf_specdec.target.runners import Runner
+from hf_specdec.target.target import Target
+from hf_specdec.target.tree_target import TreeTarget
 from hf_specdec.tree import TokenTree
 
 
@@ -37,6 +41,7 @@ class TargetFacts:
     cache_layout: CacheLayout | None  # of a tree cache; None: the model verifies chains only
     chain_only_reason: str  # why it does; empty for trees
     fingerprint: Fingerprint
+    packs: bool = False  # whether its layers attend to trees without copies, see `target/attention.py`
 
     @property
     def branches(self) -> bool:
@@ -49,6 +54,7 @@ class TargetFacts:
         capacity: int,
         reserve: int | None,
         outputs: Mapping[str, bool] = MappingProxyType({}),
+        runner: Runner | None = None,
     ) -> Target:
         """A target for one generation, its cache empty.
 
@@ -56,10 +62,12 @@ class TargetFacts:
             model: The model that these are the facts of.
             capacity, reserve: Of a `TreeCache`; a chain's is transformers' own and grows with every token.
             outputs: See `Target`.
+            runner: See `TreeTarget`.
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
-        return TreeTarget(model, TreeCache(self.cache_layout, capacity, reserve), outputs)
+        cache = TreeCache(self.cache_layout, capacity, reserve)
+        return TreeTarget(model, cache, outputs, packs=self.packs, runner=runner)
 
 
 class _CannotVerifyError(Exception):
@@ -83,9 +91,9 @@ def gate(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     if cache_argument(model) not in parameters or not model._supports_default_dynamic_cache():
         refuse("it does not keep its past in a transformers cache that could be rolled back")
-    if text_config(model)._attn_implementation not in ("sdpa", "eager"):
+    if implementation(text_config(model)) not in ("sdpa", "eager"):
         refuse(
-            f"its attention {text_config(model)._attn_implementation!r} takes no custom mask",
+            f"its attention {implementation(text_config(model))!r} takes no custom mask",
             'Call model.set_attn_implementation("sdpa") first.',
         )
 
@@ -108,8 +116,8 @@ def why_chains_only(model: PreTrainedModel) -> str:
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
     """Gate, then probe: verify a tiny tree, or else a chain, on the real model and compare with plain forwards.
 
-    Costs seven forwards of at most 17 tokens in two to six rows, eight in half precision, and as many again for a
-    chain where no tree will do; changes nothing.
+    Costs seven forwards of at most 17 tokens in two to six rows, eight in half precision, and as many again without
+    `target/attention.py` where that fails, and for a chain where no tree will do; changes nothing.
 
     Raises:
         UnsupportedModelError: The model fails or disagrees with itself; the message tells where.
@@ -118,11 +126,12 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     config, signs = text_config(model), Fingerprint.of(model)
     reason = why_chains_only(model)
     with reproducible(model):
-        if not reason:
+        # layers that compare the name of their attention take no other, although it computes the same
+        for packs in (True, False)[implementation(config) != REPLACED :] if not reason else ():
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
-                _probe(TreeTarget(model, cache), [-1, 0, 0, 1])
-                return TargetFacts(measured_layout(cache), "", signs)
+                _probe(TreeTarget(model, cache, packs=packs), [-1, 0, 0, 1])
+                return TargetFacts(measured_layout(cache), "", signs, packs)
             except _CannotVerifyError as failure:
                 reason = str(failure)
         try:

@@ -9,27 +9,25 @@ Called by: `decode.py`, `target/probe.py`. Feeds: `accept.py`.
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.draft import Draft
-from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.chain_cache import ChainCache
 from hf_specdec.target.features import Features, FeatureTap
-from hf_specdec.target.masks import MaskLayout, Positions, PromptPadding, last_queries, tree_masks
-from hf_specdec.target.model import cache_argument, execution_device, text_config
-from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.target.masks import Positions, PromptPadding
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,155 +223,6 @@ class Target(ABC):
             outputs.hidden_states if self._outputs.get("output_hidden_states") else None,
             outputs.attentions if self._outputs.get("output_attentions") else None,
         )
-
-
-class TreeTarget(Target):
-    """A model whose layers hold plain keys and values: any tree is verified by one forward with a mask of its own.
-
-    Args:
-        model, outputs: See `Target`.
-        cache: This generation's; what it already holds is continued.
-    """
-
-    branches, lockstep = True, False
-    cache: TreeCache
-
-    def __init__(
-        self, model: PreTrainedModel, cache: TreeCache, outputs: Mapping[str, bool] = MappingProxyType({})
-    ) -> None:
-        super().__init__(model, outputs)
-        self.cache = cache
-        self._mask_layout = MaskLayout.of(text_config(model))
-
-    @property
-    def capacity(self) -> int | None:
-        """Slots per row that are allocated."""
-        return self.cache.capacity
-
-    def adopt(self, cache: Cache) -> None:
-        """Copy what it holds."""
-        self.cache.adopt(cache)
-        self.is_adopted = True
-
-    def admit(self, draft: Draft) -> Draft:
-        """All of it."""
-        return draft
-
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Compact the kept path in place."""
-        self.cache.commit(acceptance.path, acceptance.nodes)
-
-    def rollback(self, num_nodes: int) -> None:
-        """See `Target`."""
-        self.cache.rollback()
-
-    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """See `Target`."""
-        width, cache = max(map(len, new_tokens)), self.cache
-        missing = [
-            [*tokens[-1:], *[pad_token_id] * (width - len(tokens) - 1)] if len(tokens) < width else []
-            for tokens in new_tokens
-        ]
-        while longest := max(map(len, missing)):
-            size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
-            chunks = [row[:size] for row in missing]
-            padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
-            tokens = torch.tensor(padded, device=execution_device(self.model))
-            nodes = torch.arange(size, device=tokens.device)
-            self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
-            counts = torch.tensor([len(row) for row in chunks], device=tokens.device)[:, None]
-            cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
-            missing = [row[size:] for row in missing]
-
-    def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        ancestors, cache, tokens = tree.ancestor_mask(), self.cache, tree.tokens[:, known:]
-        lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
-        masks = tree_masks(self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype)
-        return self.model(
-            input_ids=tokens,
-            attention_mask=last_queries(masks, known),
-            position_ids=self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths),
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **self._every_step(tokens),
-        )
-
-
-class ChainTarget(Target):
-    """A model that can verify a chain but no branches: to it, a chain is several steps of plain decoding at once.
-
-    Args:
-        model, outputs: See `Target`.
-        cache: This generation's.
-    """
-
-    branches, lockstep = False, True
-    cache: ChainCache
-
-    def __init__(
-        self, model: PreTrainedModel, cache: ChainCache, outputs: Mapping[str, bool] = MappingProxyType({})
-    ) -> None:
-        super().__init__(model, outputs)
-        self.cache, self.needs_replay = cache, cache.needs_replay
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-
-    @property
-    def capacity(self) -> int | None:
-        """None: transformers' own cache grows with every token."""
-        return None
-
-    def adopt(self, cache: Cache) -> None:
-        """Refuse: it is not known how to copy a recurrent state without touching its owner's."""
-        raise UnsupportedGenerationError(
-            "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
-            "`past_key_values` with `speculative`.",
-            "Leave it out: the prompt is read anew.",
-        )
-
-    def admit(self, draft: Draft) -> Draft:
-        """The chain of first children; what its drafter told of other nodes is dropped with them."""
-        if draft.tree.num_nodes == 1:
-            return draft
-        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None)
-
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Cut the chain back; a recurrent state is restored, and the kept nodes are run again."""
-        lengths = self.cache.lengths
-        again = self.cache.keep(acceptance.nodes, tree.num_nodes)
-        if again:
-            grown, self.cache.lengths = self.cache.lengths, lengths
-            self._forward(tree.tokens[:, :again])
-            self.cache.lengths = grown
-
-    def rollback(self, num_nodes: int) -> None:
-        """See `Target`."""
-        self.cache.keep([[]] * max(self.num_rows, 1), num_nodes)
-
-    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Nothing to do: rows go in lockstep."""
-
-    def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        if not known:
-            self.cache.snapshot(whole=self.drafts)
-        return self._forward(tree.tokens[:, known:], known)
-
-    def _forward(self, tokens: Tensor, known: int = 0) -> Any:
-        """Several steps of plain decoding at once: transformers' own masks and positions."""
-        num_nodes, cache, mask = tokens.shape[1], self.cache, None
-        start = cache.start + known
-        if self.padding is not None:
-            more = start + num_nodes - self.padding.valid.shape[1]
-            mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
-        inputs = self._every_step(tokens)
-        if self._takes_positions:
-            depths = torch.arange(num_nodes, device=tokens.device)[None]
-            lengths = torch.full((len(tokens),), start, device=tokens.device)
-            inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
-        inputs[cache_argument(self.model)] = cache
-        prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
-        prepared.pop("logits_to_keep", None)  # some models put it to one; here every node's logits are needed
-        return self.model(**prepared, return_dict=True)
 
 
 def _every_step(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""A draft layer as programs that inductor made of it: what it reads, what it makes of features, and its scores.
+
+As in `target/runners.py` attention stays one operation known by name, so that a program serves all lengths and widths.
+Called by: `drafters/eagle.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from hf_specdec.heads.attention import Attend, attend_over
+from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.target.runners import CannotRecordError, compile_operations
+
+RECORDED_SHAPE = (2, 7)
+"""Rows and entries of the forward that is recorded."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Relative distance that is allowed between a layer and its program; half precision may round differently."""
+ROUNDED = 5e-2
+
+Operation = Callable[..., Sequence[Tensor]]
+
+
+class CompiledDraftLayer:
+    """A head that reads and scores by programs; everything else is the head's own.
+
+    Args:
+        head: The layer.
+        read: Embeddings, hidden states and positions of new entries to their features.
+        score: Features to logits.
+        fuse: The target's features as the head reads them.
+    """
+
+    def __init__(self, head: EagleFamilyHead, read: Operation, score: Operation, fuse: Operation | None) -> None:
+        self._head, self._read, self._score, self._fuse = head, read, score, fuse
+        self.config, self.shares_lm_head = head.config, head.shares_lm_head
+
+    @classmethod
+    def of(cls, head: EagleFamilyHead, lm_head: nn.Module | None) -> CompiledDraftLayer:
+        """Record and compile; some ten seconds.
+
+        Args:
+            head: The layer; it is left as it is.
+            lm_head: The target's, cut down to the draft vocabulary, where the head shares it.
+
+        Raises:
+            CannotRecordError: The head reads numbers on the host, or the program answers differently.
+        """
+        if type(head).read is not EagleFamilyHead.read:
+            raise CannotRecordError(f"{type(head).__name__} reads in a way of its own")
+        _define_operation()
+        operation = torch.ops.hf_specdec_draft.attend.default
+        device, dtype = head.device, head.dtype
+        hidden = torch.randn(*RECORDED_SHAPE, head.config.hidden_size, device=device, dtype=dtype)
+        positions = torch.arange(RECORDED_SHAPE[1], device=device).expand(RECORDED_SHAPE).contiguous()
+        given = torch.randn(
+            *RECORDED_SHAPE, head.target_hidden_size * len(head.feature_layers), device=device, dtype=dtype
+        )
+        fuses = head.fuse(given) is not given
+        compiled = cls(
+            head,
+            compile_operations(lambda e, h, p: [head(e, h, p, operation)], hidden, hidden.clone(), positions),
+            compile_operations(lambda h: [head.score(h, lm_head)], hidden),
+            compile_operations(lambda f: [head.fuse(f)], given) if fuses else None,
+        )
+        compiled._check(hidden, positions, given, lm_head)
+        return compiled
+
+    def _check(self, hidden: Tensor, positions: Tensor, given: Tensor, lm_head: nn.Module | None) -> None:
+        layers: tuple[Any, Any] = (self._head, self)
+        size = RECORDED_SHAPE[1]
+        mask = torch.ones(size, size, dtype=torch.bool, device=hidden.device).tril()
+        mask = mask.expand(len(hidden), 1, -1, -1)
+        with torch.no_grad():
+            for plain, compiled in (
+                [layer.read(hidden, hidden, positions, DynamicCache(), mask) for layer in layers],
+                [layer.score(hidden[:, :3], lm_head) for layer in layers],
+                [layer.fuse(given[:, :1]) for layer in layers],
+            ):
+                distance = (compiled - plain).float().norm(dim=-1) / plain.float().norm(dim=-1).clamp(min=1e-6)
+                if not float(distance.median()) <= TOLERANCE.get(hidden.dtype, ROUNDED):
+                    raise CannotRecordError(f"it differs from its own forward by {float(distance.median()):.1e}")
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+        return self._head.dtype
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads."""
+        return self._head.feature_layers
+
+    @property
+    def hot_token_ids(self) -> Tensor | None:
+        """Target ids of its draft vocabulary `[Vd]`; None is all of V."""
+        return self._head.hot_token_ids
+
+    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
+        """See `DraftLayer`."""
+        return self._head.embedding_for(model)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `DraftLayer`."""
+        return self._head.fuse(features) if self._fuse is None else self._fuse(features.contiguous())[0]
+
+    def read(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """See `EagleFamilyHead.read`; a prompt without a mask is read by the head itself."""
+        if mask is None:
+            return self._head.read(token_embeddings, hidden, position_ids, cache, None)
+        token = _ATTEND.set(attend_over(cache, mask))
+        try:
+            return self._read(token_embeddings.contiguous(), hidden.contiguous(), position_ids.contiguous())[0]
+        finally:
+            _ATTEND.reset(token)
+
+    def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """See `DraftLayer`; the lm_head is the one that it was compiled with."""
+        return self._score(hidden.contiguous())[0]
+
+
+_ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    attend = _ATTEND.get()
+    assert attend is not None
+    return attend(query, key, value).contiguous()
+
+
+@functools.cache
+def _define_operation() -> torch.library.Library:
+    """Once in a process; the operation exists as long as this object, which the cache of this function keeps."""
+    library = torch.library.Library("hf_specdec_draft", "DEF")
+    library.define("attend(Tensor query, Tensor key, Tensor value) -> Tensor")
+    library.impl("attend", _attend, "CompositeExplicitAutograd")
+    library.impl("attend", lambda query, _key, _value: torch.empty_like(query).contiguous(), "Meta")
+    return library

@@ -1,0 +1,253 @@
+"""How a verify forward is run: by the model itself, or as a program that inductor made of it.
+
+A program is recorded once: the forward's operations, without its Python, for trees of any number of nodes and batches
+of any size. Its weights are packed for the processor (a copy of them, which costs their memory once more). Attention
+stays one operation that the program knows only by name: it appends to the cache and attends to exactly the committed
+tokens, so that no length is ever compiled or padded. Outputs that hooks would have kept leave as further outputs.
+Called by: `target/tree_target.py`, which runs one; `generation/state.py`, which has them made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_specdec.target.attention import TreeForward, attending, implementation
+from hf_specdec.target.features import FeatureTap
+from hf_specdec.target.masks import MaskLayout
+from hf_specdec.target.model import execution_device, text_config
+
+logger = logging.getLogger(__name__)
+
+OPTIONS: dict[str, Any] = {
+    "freezing": True,  # weights become constants that are packed for the kernels; the model keeps its own
+    "cpp.enable_concat_linear": True,  # layers that read the same input are multiplied at once
+}
+"""Of inductor."""
+RECORDED_SHAPE = (2, 12)
+"""Rows and nodes of the forward that is recorded: sizes that no other size of a model has a reason to equal."""
+
+
+class Runner(Protocol):
+    """A verify forward in another form than the model's own."""
+
+    layers: frozenset[int]
+    """Whose hidden states it gives, see `Features`."""
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits `[B, N, V]` and hidden states `[B, N, D]` by layer; appends to the cache.
+
+        Args:
+            tokens: `[B, N]`.
+            positions: `[..., B, N]`.
+            forward: What its attention layers have in common.
+            cache: This generation's.
+        """
+
+
+class CannotRecordError(Exception):
+    """A forward that is more than its operations; the message tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Which numbers a program was made of: equal as long as no weight was moved, replaced or written to."""
+
+    places: tuple[tuple[int, int], ...]  # address and number of writes of every parameter and buffer
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> Weights:
+        """0.3 ms for 300 tensors."""
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return cls(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+
+
+def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., Sequence[Tensor]]:
+    """Record what a function does and compile it, for inputs of these sizes or any other.
+
+    Args:
+        step: What is recorded: it is called once.
+        *inputs: Of distinct sizes wherever sizes may differ, none of them 1.
+
+    Raises:
+        CannotRecordError: It reads numbers on the host, or fails.
+    """
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+            sizes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+            program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=OPTIONS)
+    except CannotRecordError:
+        raise
+    except Exception as error:  # of any kind: it comes out of a model's own code, or a compiler's
+        raise CannotRecordError(f"it cannot be recorded ({type(error).__name__}: {error})") from error
+    return program
+
+
+class CompiledForward:
+    """A verify forward as inductor compiled it, for any number of rows and nodes.
+
+    Args:
+        run: Tokens and positions to logits and hidden states.
+        layers: Whose hidden states, in their order.
+        seconds: What it took to make it.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor, Tensor], Sequence[Tensor]], layers: Sequence[int], seconds: float
+    ) -> None:
+        self._run, self._order, self.layers, self.seconds = run, tuple(layers), frozenset(layers), seconds
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
+        """Record and compile; seconds to a minute, and less where inductor's cache on disk knows the model.
+
+        Args:
+            model: The target; it is left as it is.
+            layers: Whose hidden states are wanted.
+
+        Raises:
+            CannotRecordError: The forward reads numbers on the host, attends in a way of its own, or fails.
+        """
+        begin, layers = time.perf_counter(), sorted(set(layers))
+        step, attended = _verify_step(model, layers)
+        tokens = torch.zeros(RECORDED_SHAPE, dtype=torch.long, device=execution_device(model))
+        run = compile_operations(step, tokens, tokens.clone())
+        if set(attended) != set(range(text_config(model).num_hidden_layers)):
+            raise CannotRecordError("its layers attend in a way of their own")
+        return cls(run, layers, time.perf_counter() - begin)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Runner`."""
+        token = _RUNNING.set((forward, cache))
+        try:
+            logits, *states = self._run(tokens.contiguous(), positions.contiguous())
+        finally:
+            _RUNNING.reset(token)
+        return logits, dict(zip(self._order, states, strict=True))
+
+
+_RUNNING: ContextVar[tuple[TreeForward, Cache] | None] = ContextVar("running", default=None)
+
+
+def _append_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, kind: str, scaling: float | None
+) -> Tensor:
+    """The one operation of a program that knows of this generation."""
+    running = _RUNNING.get()
+    assert running is not None
+    forward, cache = running
+    keys, values = cache.update(key, value, layer)
+    return forward.attend(kind, query, keys, values, scaling)
+
+
+def _shape_of_attention(
+    query: Tensor, _key: Tensor, value: Tensor, _layer: int, _kind: str, _scaling: float | None
+) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@functools.cache
+def _define_operation() -> torch.library.Library:
+    """Once in a process; the operation exists as long as this object, which the cache of this function keeps."""
+    library = torch.library.Library("hf_specdec", "DEF")
+    library.define(
+        "tree_attention(Tensor query, Tensor key, Tensor value, int layer, str kind, float? scale) -> Tensor"
+    )
+    library.impl("tree_attention", _append_and_attend, "CompositeExplicitAutograd")
+    library.impl("tree_attention", _shape_of_attention, "Meta")
+    return library
+
+
+class _RecordedLayer(CacheLayerMixin):
+    """A layer's cache in a forward that is recorded: what is appended comes back alone, and is known again."""
+
+    is_sliding = False
+    is_initialized = True
+    keys: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """What was given."""
+        self.keys = key_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Never used: masks are given."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """No committed tokens; a forward that computes with their number is found out when it is compared."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name transformers 5.17 has for `get_max_length`."""
+        return -1
+
+
+def _verify_step(
+    model: PreTrainedModel, layers: Sequence[int]
+) -> tuple[Callable[[Tensor, Tensor], list[Tensor]], list[int]]:
+    """What is recorded: tokens and positions `[B, N]` to logits and hidden states; and the layers that attended.
+
+    Raises:
+        CannotRecordError: See `CompiledForward.of`.
+    """
+    config, device = text_config(model), execution_device(model)
+    if implementation(config) != "sdpa":
+        raise CannotRecordError(f"its attention is {implementation(config)!r}, not 'sdpa'")
+    _define_operation()
+    operation = torch.ops.hf_specdec.tree_attention.default
+    recorded = [_RecordedLayer() for _ in range(config.num_hidden_layers)]
+    attended: list[int] = []
+
+    def attend(kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        layer = next((index for index, layer in enumerate(recorded) if layer.keys is key), None)
+        if layer is None:
+            raise CannotRecordError("a layer attends to keys that it has not appended to the cache")
+        attended.append(layer)
+        output: Tensor = operation(query, key, value, layer, kind, scaling)
+        return output
+
+    masks = {
+        name: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for name, *_ in MaskLayout.of(config).layers
+    }
+    forward = TreeForward(masks, attend=attend)
+
+    def step(tokens: Tensor, positions: Tensor) -> list[Tensor]:
+        with attending(config, forward), FeatureTap(model, layers) as tap:
+            outputs = model(
+                input_ids=tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions,
+                past_key_values=Cache(layers=recorded),
+                use_cache=True,
+                return_dict=True,
+            )
+            states = tap.take().states
+        return [outputs.logits, *(states[layer] for layer in layers)]
+
+    return step, attended

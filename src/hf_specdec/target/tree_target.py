@@ -1,0 +1,131 @@
+"""A target that verifies any tree by one forward over a static cache, with a mask of its own.
+
+Called by: `decode.py`, `target/probe.py`. Feeds: `accept.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_specdec.acceptance import Acceptance
+from hf_specdec.draft import Draft
+from hf_specdec.target.attention import TreeForward, attending
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.masks import MaskLayout, Masks, last_queries, tree_masks
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.runners import Runner
+from hf_specdec.target.target import Target
+from hf_specdec.tree import ROOT_PARENT, TokenTree
+
+
+class TreeTarget(Target):
+    """A model whose layers hold plain keys and values: any tree is verified by one forward with a mask of its own.
+
+    Args:
+        model, outputs: See `Target`.
+        cache: This generation's; what it already holds is continued.
+        packs: Whether its layers may attend by `target/attention.py`; some compare the name of their attention.
+        runner: What verifies trees instead of the model's own forward, where it can.
+    """
+
+    branches, lockstep = True, False
+    cache: TreeCache
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        outputs: Mapping[str, bool] = MappingProxyType({}),
+        *,
+        packs: bool = True,
+        runner: Runner | None = None,
+    ) -> None:
+        super().__init__(model, outputs)
+        self.cache, self._packs, self._runner = cache, packs, runner
+        self._mask_layout = MaskLayout.of(text_config(model))
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots per row that are allocated."""
+        return self.cache.capacity
+
+    def adopt(self, cache: Cache) -> None:
+        """Copy what it holds."""
+        self.cache.adopt(cache)
+        self.is_adopted = True
+
+    def admit(self, draft: Draft) -> Draft:
+        """All of it."""
+        return draft
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Compact the kept path in place."""
+        self.cache.commit(acceptance.path, acceptance.nodes)
+
+    def rollback(self, num_nodes: int) -> None:
+        """See `Target`."""
+        self.cache.rollback()
+
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """See `Target`."""
+        width, cache = max(map(len, new_tokens)), self.cache
+        missing = [
+            [*tokens[-1:], *[pad_token_id] * (width - len(tokens) - 1)] if len(tokens) < width else []
+            for tokens in new_tokens
+        ]
+        while longest := max(map(len, missing)):
+            size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
+            chunks = [row[:size] for row in missing]
+            padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
+            tokens = torch.tensor(padded, device=execution_device(self.model))
+            nodes = torch.arange(size, device=tokens.device)
+            self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
+            counts = torch.tensor([len(row) for row in chunks], device=tokens.device)[:, None]
+            cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
+            missing = [row[size:] for row in missing]
+
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        ancestors, cache, tokens = tree.ancestor_mask(), self.cache, tree.tokens[:, known:]
+        lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
+        masks = tree_masks(self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype)
+        masks = last_queries(masks, known)
+        positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
+        forward = self._attention(masks, tree)
+        if self._runner is not None and positions.dim() == tokens.dim() and self._runs(self._runner, known):
+            positions = positions.expand(*positions.shape[:-2], *tokens.shape)
+            logits, states = self._runner(tokens, positions, forward, cache)
+            if self._tap is not None:
+                self._tap.keep(states)
+            return CausalLMOutputWithPast(logits=logits)
+        with attending(text_config(self.model), forward if self._packs else None):
+            return self.model(
+                input_ids=tokens,
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **self._every_step(tokens),
+            )
+
+    def _runs(self, runner: Runner, known: int) -> bool:
+        """Whether a forward is one of those that a runner runs: all nodes, nothing given but tokens, no autocast."""
+        layers = frozenset[int]() if self._tap is None else self._tap.layers
+        casts = torch.is_autocast_enabled(execution_device(self.model).type)
+        return not (known or self.drafts or self._inputs or self._outputs or casts) and layers <= runner.layers
+
+    def _attention(self, masks: Masks, tree: TokenTree) -> TreeForward:
+        """What the layers have in common; one node behind rows of one length sees everything."""
+        layers = self._mask_layout.layers
+        whole = tree.num_nodes == 1 and self.padding is None and len(set(self.cache.lengths)) <= 1
+        return TreeForward(
+            {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
+            frozenset(name for name, kind, _ in layers if whole and kind == "full"),
+        )

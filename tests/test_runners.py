@@ -1,0 +1,240 @@
+"""Compiled verification: the same answers from one program for all sizes, dropped with the weights it was made of.
+
+Inductor takes half a minute per model here, so most tests run the recorded operations as they are; one compiles.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drafters
+import zoo
+from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec.generation import state
+from hf_specdec.target import compiling, runners
+from hf_specdec.target.runners import CompiledForward
+from models import prompts
+
+COMPILED = {"method": "eagle", "compile": "compile", "num_draft_tokens": 6}
+
+
+def speculative_model(name: str = "llama") -> Any:
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    model.load_drafter(drafters.random_head(model, version=3))
+    return model
+
+
+def as_recorded(graph: Any, _inputs: Any, options: Any) -> Any:
+    """In inductor's place: the recorded operations themselves."""
+    assert options["freezing"]
+    return graph.forward
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", as_recorded)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    """A model whose forward has been recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor, "compile", as_recorded)
+        model = speculative_model()
+        model.warmup(COMPILED)
+    assert model._speculation.program.runner is not None
+    return model
+
+
+@pytest.mark.slow
+def test_inductor_gives_plain_answers() -> None:
+    model = speculative_model()
+    model.warmup(COMPILED)
+    assert model._speculation.program.runner is not None
+    for rows in (1, 3):
+        for config in (COMPILED, {"method": "auto", "compile": "compile"}):
+            assert answers(model, rows, config) == answers(model, rows, None)
+
+
+def answers(model: Any, rows: int, speculative: Any, **options: Any) -> Any:
+    ids, mask = prompts(rows)
+    torch.manual_seed(7)
+    given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **options}
+    return model.generate(ids, speculative=speculative, **given).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("method", ["eagle", "prompt_lookup", "auto", "lookahead"])
+def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
+    assert answers(compiled, rows, {"method": method, "compile": "compile"}) == answers(compiled, rows, None)
+
+
+def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    assert answers(compiled, 1, COMPILED, **options) == answers(compiled, 1, None, **options)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "phi", "olmo2", "gpt_oss", "deepseek_v3"])
+def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model(name)
+    with caplog.at_level(logging.WARNING):
+        assert answers(model, 3, COMPILED) == answers(model, 3, None)
+    runner = model._speculation.program.runner
+    assert (runner is None) == any("is not compiled" in record.message for record in caplog.records)
+    assert name not in ("gemma3_text", "phi", "olmo2") or runner is not None
+
+
+def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compilation over 100 calls of varying lengths, widths and batches."""
+    program = compiled._speculation.program
+    monkeypatch.setattr(torch._inductor, "compile", None)  # would fail
+    for call in range(100):
+        ids = torch.arange(1, 2 + call % 37)[None].repeat(1 + call % 3, 1) % zoo.VOCAB_SIZE
+        config = {**COMPILED, "num_draft_tokens": 2 + call % 5}
+        compiled.generate(ids, max_new_tokens=2 + call % 4, do_sample=False, speculative=config)
+    assert compiled._speculation.program is program
+
+
+def test_the_program_runs_every_step_and_hooks_are_not_missed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, ...]] = []
+    call = CompiledForward.__call__
+
+    def count(self: CompiledForward, tokens: Any, *args: Any) -> Any:
+        runs.append(tuple(tokens.shape))
+        return call(self, tokens, *args)
+
+    monkeypatch.setattr(CompiledForward, "__call__", count)
+    answers(compiled, 1, COMPILED)
+    stats = compiled.last_speculation
+    assert len(runs) == len(stats.accepted_per_step[0])
+    assert stats.mean_accepted_length >= 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_written_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    first = answers(model, 1, COMPILED)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    with caplog.at_level(logging.INFO):
+        second = answers(model, 1, COMPILED)
+    assert second == answers(model, 1, None) != first
+    assert any("its program is dropped" in record.message for record in caplog.records)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_cannot_be_compiled_is_told_once_and_runs(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    handle = model.model.layers[0].register_forward_hook(lambda *_args: None)
+    with caplog.at_level(logging.WARNING):
+        assert answers(model, 1, COMPILED) == answers(model, 1, None)
+        answers(model, 1, COMPILED)
+    handle.remove()
+    told = [record.message for record in caplog.records if "is not compiled" in record.message]
+    assert told == ["LlamaForCausalLM is not compiled: it has forward hooks, which a program would not call. Its own "
+                    "forward verifies the drafts."]  # fmt: skip
+
+
+class ReadsTheHost(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if float(hidden.sum()) > -1e9 else -hidden
+
+
+class CountsItsCalls(nn.Module):
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden * (1 if self.calls < 10 else 2)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("module", "reason"), [
+    (ReadsTheHost(), "it cannot be recorded"), (CountsItsCalls(), "it differs from the model's own forward"),
+])  # fmt: skip
+def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: str) -> None:
+    model = copy.deepcopy(zoo.build("llama"))
+    facts = compiling_facts(model)
+    model.model.norm = nn.Sequential(model.model.norm, module)
+    with pytest.raises(runners.CannotRecordError, match=reason):
+        compiling.compile_forward(model, facts, frozenset())
+
+
+def compiling_facts(model: Any) -> Any:
+    return SpeculativeGenerationMixin.attach(model)._speculation.facts[0]
+
+
+def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"method": "auto", "compile": "compile"}
+    compiled.warmup(config, batch_size=2, prompt_length=20)
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(state, "compile_forward", fail)
+    monkeypatch.setattr(state.StepCosts, "measure", fail)
+    compiled.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=4, do_sample=False, speculative=config)
+
+
+def test_what_a_program_does_not_give_comes_from_the_model(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states that were asked for, and another arithmetic around the call."""
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    program = compiled._speculation.program
+    monkeypatch.setattr(CompiledForward, "__call__", None)
+    asked = {"output_hidden_states": True, "return_dict_in_generate": True}
+    found = compiled.generate(ids, speculative=COMPILED, **options, **asked)
+    assert torch.equal(found.sequences, compiled.generate(ids, **options))
+    assert len(found.hidden_states) == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled.generate(ids, speculative=COMPILED, **options)
+    assert compiled._speculation.program is program
+
+
+def test_the_page_is_true(compiled: Any) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
+    ids, mask = prompts(1)
+    scope = {"model": compiled, "inputs": {"input_ids": ids, "attention_mask": mask}}
+    exec(page.split("<!-- compile -->", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], scope)
+    assert compiled.last_speculation.method == "hybrid"
+
+
+def test_two_threads_share_one_program(compiled: Any) -> None:
+    found: dict[int, Any] = {}
+    wanted = [answers(compiled, rows, None) for rows in (1, 3)]
+
+    def run(index: int) -> None:
+        found[index] = [answers(compiled, (1, 3)[index % 2], COMPILED) for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[index] == [wanted[index % 2]] * 3 for index in range(4))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_program_goes_with_the_model_it_was_made_of() -> None:
+    model = speculative_model()
+    model.warmup(COMPILED)
+    program = weakref.ref(model._speculation.program.runner)
+    SpeculativeGenerationMixin.detach(model)
+    gc.collect()
+    assert program() is None
+
+
+def test_a_runner_that_is_missing_is_refused(llama: Any) -> None:
+    with pytest.raises(UnsupportedGenerationError, match="cuda_graph"):
+        answers(llama, 1, SpeculativeConfig(method="prompt_lookup", compile="cuda_graph"))
