@@ -23,8 +23,15 @@ from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 
-SETTINGS = {"fixed width": {"adaptive": False, "num_draft_tokens": 12}}
-MAIN = ["transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "auto, no head", "auto with all"]
+COMPILED = {"compile": "compile"}
+SETTINGS = {
+    "fixed width": {"adaptive": False, "num_draft_tokens": 12}, "eagle, compiled": {"method": "eagle", **COMPILED},
+    "auto, no head, compiled": COMPILED, "auto, compiled": COMPILED,
+}  # fmt: skip
+MAIN = [
+    "transformers_prompt_lookup", "prompt_lookup", "eagle", "auto, no head", "auto with all", "eagle, compiled",
+    "auto, no head, compiled", "auto, compiled",
+]  # fmt: skip
 ABLATIONS = [
     "auto with all", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width",
 ]  # fmt: skip
@@ -80,6 +87,10 @@ def add_drafters(model):
         "token_recycling": TokenRecyclingDrafter(),
         "auto with all": HybridDrafter(parts()),
         "auto, no head": HybridDrafter({"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}),
+        "auto, compiled": HybridDrafter(parts()),
+        "auto, no head, compiled": HybridDrafter(
+            {"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}
+        ),
         "recycling off": HybridDrafter({"eagle": eagle, "prompt_lookup": lookup}),
         "lookup off": HybridDrafter({"eagle": eagle, "token_recycling": TokenRecyclingDrafter()}),
         "calibration off": HybridDrafter(parts(), uncalibrated),

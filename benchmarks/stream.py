@@ -57,7 +57,7 @@ def script_of(model, tokenizer):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
