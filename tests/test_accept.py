@@ -412,3 +412,10 @@ def test_a_finished_row_in_lockstep_emits_padding_until_the_others_end() -> None
     assert acceptance.emitted == ((4, 4), (2, 3))
     assert text.new_tokens == [[1, 4, 4], [0, 2, 3]]
     assert text.num_generated == [1, 3]
+
+
+def test_the_first_of_equally_likely_tokens_is_chosen_as_in_plain_decoding() -> None:
+    """Half precision has ties everywhere; the largest is looked for in another way than `argmax`."""
+    logits = torch.randint(0, 4, (64, 9, 500), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert torch.equal(logits.to(dtype).max(-1).indices, logits.to(dtype).argmax(-1))

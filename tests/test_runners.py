@@ -61,6 +61,8 @@ def test_inductor_gives_plain_answers() -> None:
     model = speculative_model()
     model.warmup(COMPILED)
     assert model._speculation.program.runner is not None
+    sampled = {"do_sample": True, "temperature": 0.8}
+    assert answers(speculative_model(), 1, COMPILED, **sampled) == answers(model, 1, None, **sampled)
     for rows in (1, 3):
         for config in (COMPILED, {"method": "auto", "compile": "compile"}):
             assert answers(model, rows, config) == answers(model, rows, None)
@@ -106,7 +108,20 @@ def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyP
     assert compiled._speculation.program is program
 
 
-def test_the_program_runs_every_step_and_hooks_are_not_missed(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_compiling_draws_no_random_number() -> None:
+    """The first sampled answer of a seed, for which everything is compiled, is the plain one."""
+    model = speculative_model()
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    for method in ("eagle", "auto"):
+        assert answers(model, 1, {"method": method, "compile": "compile"}, **options) == answers(
+            model, 1, None, **options
+        )
+
+
+def test_the_program_runs_every_step_and_gives_the_head_its_features(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[tuple[int, ...]] = []
     call = CompiledForward.__call__
 
@@ -115,10 +130,15 @@ def test_the_program_runs_every_step_and_hooks_are_not_missed(compiled: Any, mon
         return call(self, tokens, *args)
 
     monkeypatch.setattr(CompiledForward, "__call__", count)
-    answers(compiled, 1, COMPILED)
+    config = {**COMPILED, "num_draft_tokens": 30, "top_k": 8}
+    answers(compiled, 1, config)
     stats = compiled.last_speculation
     assert len(runs) == len(stats.accepted_per_step[0])
-    assert stats.mean_accepted_length >= 1
+    assert stats.mean_accepted_length > 1
+    count = len(runs)
+    answers(compiled, 1, {**config, "compile": "none"})
+    assert compiled.last_speculation.accepted_per_step == stats.accepted_per_step  # the same drafts
+    assert len(runs) == count
 
 
 @pytest.mark.usefixtures("quick")
@@ -187,14 +207,19 @@ def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pyt
     compiled.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=4, do_sample=False, speculative=config)
 
 
-def test_what_a_program_does_not_give_comes_from_the_model(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_does_not_give_comes_from_the_model(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Hidden states that were asked for, and another arithmetic around the call."""
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     program = compiled._speculation.program
     monkeypatch.setattr(CompiledForward, "__call__", None)
     asked = {"output_hidden_states": True, "return_dict_in_generate": True}
-    found = compiled.generate(ids, speculative=COMPILED, **options, **asked)
+    with caplog.at_level(logging.INFO):
+        found = compiled.generate(ids, speculative=COMPILED, **options, **asked)
+    told = [record.message for record in caplog.records if "is not used" in record.message]
+    assert told == ["The program of LlamaForCausalLM is not used: outputs for every layer."]
     assert torch.equal(found.sequences, compiled.generate(ids, **options))
     assert len(found.hidden_states) == 4
     with torch.autocast("cpu", torch.bfloat16):

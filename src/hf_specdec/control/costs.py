@@ -23,13 +23,16 @@ from hf_specdec.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
+Pick = Callable[[Sequence[float]], float]
+
 TIMED_ROUNDS = 5
 """Forwards of each size that are timed."""
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Widths of which a step's cost is measured; those between lie on the line between."""
 QUICK_ROUNDS = 3
-"""Forwards of each width that are timed where somebody waits for an answer; the quickest counts."""
+"""Forwards of each width that are timed where somebody waits for an answer; the quickest counts, for what disturbs
+so few takes time."""
 COUNTED_CONTEXT = 512
 """The longest context behind which is measured; real steps correct it."""
 NODES_OF_A_BATCH = 128
@@ -47,7 +50,7 @@ SURPRISE = 2.0
 @torch.no_grad()
 def verify_seconds(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
-    rounds: int = TIMED_ROUNDS, runner: Runner | None = None,
+    rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
     """Seconds of the forward that verifies a tree of so many nodes behind a context.
 
@@ -59,8 +62,8 @@ def verify_seconds(
         context: Committed tokens.
         facts: What the probe found; None probes the model.
         rows: Of the batch.
-        rounds: Forwards of each size that are timed, after one that is not. Of few the quickest counts, for what
-            disturbs them takes time; of `TIMED_ROUNDS` and more the median.
+        rounds: Forwards of each size that are timed, after one that is not.
+        pick: Which of their times counts.
         runner: What runs it, see `TreeTarget`.
     """
     facts = facts or inspect_target(model)
@@ -75,7 +78,7 @@ def verify_seconds(
     def forward(size: int) -> None:
         target.verify(trees[size])
 
-    return _median_seconds(forward, sizes, device, undo=target.rollback, rounds=rounds)
+    return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
@@ -95,15 +98,16 @@ def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> flo
     def forward(_size: int) -> None:
         head.draft_logits(features, position, rows)
 
-    return _median_seconds(forward, [1], parameter.device)[1]
+    return _seconds_by_size(forward, [1], parameter.device)[1]
 
 
-def _median_seconds(
+def _seconds_by_size(
     forward: Callable[[int], None],
     sizes: Sequence[int],
     device: torch.device,
     undo: Callable[[int], None] = lambda _size: None,
     rounds: int = TIMED_ROUNDS,
+    pick: Pick = statistics.median,
 ) -> dict[int, float]:
     """Sizes are interleaved over the rounds, so that a busy moment hits all of them; the first round is a warm-up.
 
@@ -113,6 +117,7 @@ def _median_seconds(
         device: Where it runs.
         undo: What brings back the state before, untimed.
         rounds: Timed.
+        pick: Which time counts.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 1):
@@ -124,8 +129,7 @@ def _median_seconds(
             if turn:
                 taken[size].append(time.perf_counter() - begin)
             undo(size)
-    middle = statistics.median if rounds >= TIMED_ROUNDS else min
-    return {size: middle(seconds) for size, seconds in taken.items()}
+    return {size: pick(seconds) for size, seconds in taken.items()}
 
 
 def _widest_measured(widest: int, rows: int) -> int:
@@ -162,7 +166,9 @@ class StepCosts:
         widths = [*(width for width in WIDTHS if width < most), most]
         context = max(1, min(context, COUNTED_CONTEXT))
         begin = time.perf_counter()
-        seconds = verify_seconds(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, runner=runner)
+        seconds = verify_seconds(
+            model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner
+        )
         told = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
             "A step of %s over %d rows takes, by nodes per row, in milliseconds: %s (measured in %.1f s, once).",

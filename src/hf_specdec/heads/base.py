@@ -184,7 +184,11 @@ class EagleFamilyHead(DraftHead):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Which of the target's hidden states it reads, as transformers counts them; -1 is behind the final norm."""
-        raise NotImplementedError
+        return (-1,)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The features of a target `[..., layers * Dt]` as hidden states `[..., D]`: here as they are."""
+        return features
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Settle which layers of a target so deep are read, where that is still open."""

@@ -171,15 +171,6 @@ class EagleHead(EagleFamilyHead):
         self._make_hot_tokens()
         self.post_init()
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it reads: the last, behind the final norm."""
-        return (-1,)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """What the target's features `[..., D]` are to this head: they are taken as they are."""
-        return features
-
     def forward(
         self,
         token_embeddings: Tensor,

@@ -66,15 +66,6 @@ class MtpHead(EagleFamilyHead):
         self._make_hot_tokens()
         self.post_init()
 
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it reads: the last, behind the final norm."""
-        return (-1,)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """What the target's features `[..., D]` are to this module: they are taken as they are."""
-        return features
-
     def forward(
         self,
         token_embeddings: Tensor,

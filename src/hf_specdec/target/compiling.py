@@ -54,7 +54,7 @@ def why_not(model: PreTrainedModel, facts: TargetFacts) -> str:
     if model.training:
         return "it is in train mode"
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
+    if devices != {execution_device(model)}:
         return f"its weights lie on {', '.join(sorted(map(str, devices)))}"
     if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
         return "transformers calls its quantisation not compileable"

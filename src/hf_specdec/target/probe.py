@@ -127,7 +127,8 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     reason = why_chains_only(model)
     with reproducible(model):
         # layers that compare the name of their attention take no other, although it computes the same
-        for packs in (True, False)[implementation(config) != REPLACED :] if not reason else ():
+        forms = (True, False) if implementation(config) == REPLACED else (False,)
+        for packs in forms if not reason else ():
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
                 _probe(TreeTarget(model, cache, packs=packs), [-1, 0, 0, 1])

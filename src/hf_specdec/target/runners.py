@@ -10,7 +10,6 @@ Called by: `target/tree_target.py`, which runs one; `generation/state.py`, which
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -27,8 +26,6 @@ from hf_specdec.target.attention import TreeForward, attending, implementation
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.masks import MaskLayout
 from hf_specdec.target.model import execution_device, text_config
-
-logger = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights become constants that are packed for the kernels; the model keeps its own
@@ -52,7 +49,7 @@ class Runner(Protocol):
 
         Args:
             tokens: `[B, N]`.
-            positions: `[..., B, N]`.
+            positions: `[B, N]`.
             forward: What its attention layers have in common.
             cache: This generation's.
         """
@@ -70,9 +67,14 @@ class Weights:
 
     @classmethod
     def of(cls, *modules: nn.Module) -> Weights:
-        """0.3 ms for 300 tensors."""
+        """Read no number of them; see docs/compile.md for what it takes."""
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return cls(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
+        return cls(tuple((_address(t), 0 if t.is_inference() else t._version) for t in tensors))
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its numbers lie; of one that is made of others (quantised, sharded) the object itself."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) else id(tensor)
 
 
 def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., Sequence[Tensor]]:
@@ -113,7 +115,7 @@ class CompiledForward:
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
-        """Record and compile; seconds to a minute, and less where inductor's cache on disk knows the model.
+        """Record and compile: most of a minute for a small model, in every process.
 
         Args:
             model: The target; it is left as it is.
@@ -123,11 +125,8 @@ class CompiledForward:
             CannotRecordError: The forward reads numbers on the host, attends in a way of its own, or fails.
         """
         begin, layers = time.perf_counter(), sorted(set(layers))
-        step, attended = _verify_step(model, layers)
         tokens = torch.zeros(RECORDED_SHAPE, dtype=torch.long, device=execution_device(model))
-        run = compile_operations(step, tokens, tokens.clone())
-        if set(attended) != set(range(text_config(model).num_hidden_layers)):
-            raise CannotRecordError("its layers attend in a way of their own")
+        run = compile_operations(_verify_step(model, layers), tokens, tokens.clone())
         return cls(run, layers, time.perf_counter() - begin)
 
     def __call__(
@@ -208,10 +207,8 @@ class _RecordedLayer(CacheLayerMixin):
         return -1
 
 
-def _verify_step(
-    model: PreTrainedModel, layers: Sequence[int]
-) -> tuple[Callable[[Tensor, Tensor], list[Tensor]], list[int]]:
-    """What is recorded: tokens and positions `[B, N]` to logits and hidden states; and the layers that attended.
+def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """What is recorded: tokens and positions `[B, N]` to logits and hidden states.
 
     Raises:
         CannotRecordError: See `CompiledForward.of`.
@@ -222,13 +219,13 @@ def _verify_step(
     _define_operation()
     operation = torch.ops.hf_specdec.tree_attention.default
     recorded = [_RecordedLayer() for _ in range(config.num_hidden_layers)]
-    attended: list[int] = []
+    attended: set[int] = set()
 
     def attend(kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         layer = next((index for index, layer in enumerate(recorded) if layer.keys is key), None)
         if layer is None:
             raise CannotRecordError("a layer attends to keys that it has not appended to the cache")
-        attended.append(layer)
+        attended.add(layer)
         output: Tensor = operation(query, key, value, layer, kind, scaling)
         return output
 
@@ -248,6 +245,8 @@ def _verify_step(
                 return_dict=True,
             )
             states = tap.take().states
+        if attended != set(range(len(recorded))):
+            raise CannotRecordError("its layers attend in a way of their own")
         return [outputs.logits, *(states[layer] for layer in layers)]
 
-    return step, attended
+    return step

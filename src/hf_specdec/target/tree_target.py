@@ -5,6 +5,7 @@ Called by: `decode.py`, `target/probe.py`. Feeds: `accept.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,8 @@ from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.runners import Runner
 from hf_specdec.target.target import Target
 from hf_specdec.tree import ROOT_PARENT, TokenTree
+
+logger = logging.getLogger(__name__)
 
 
 class TreeTarget(Target):
@@ -49,6 +52,7 @@ class TreeTarget(Target):
     ) -> None:
         super().__init__(model, outputs)
         self.cache, self._packs, self._runner = cache, packs, runner
+        self._told = False  # that its runner cannot run this call
         self._mask_layout = MaskLayout.of(text_config(model))
 
     @property
@@ -98,9 +102,8 @@ class TreeTarget(Target):
         masks = last_queries(masks, known)
         positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
         forward = self._attention(masks, tree)
-        if self._runner is not None and positions.dim() == tokens.dim() and self._runs(self._runner, known):
-            positions = positions.expand(*positions.shape[:-2], *tokens.shape)
-            logits, states = self._runner(tokens, positions, forward, cache)
+        if self._runner is not None and self._runs(self._runner, positions, known):
+            logits, states = self._runner(tokens, positions.expand(tokens.shape), forward, cache)
             if self._tap is not None:
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
@@ -115,11 +118,23 @@ class TreeTarget(Target):
                 **self._every_step(tokens),
             )
 
-    def _runs(self, runner: Runner, known: int) -> bool:
-        """Whether a forward is one of those that a runner runs: all nodes, nothing given but tokens, no autocast."""
+    def _runs(self, runner: Runner, positions: Tensor, known: int) -> bool:
+        """Whether a forward is one that the runner runs; where the call is in the way, that is logged once."""
+        if known or self.drafts:
+            return False
         layers = frozenset[int]() if self._tap is None else self._tap.layers
-        casts = torch.is_autocast_enabled(execution_device(self.model).type)
-        return not (known or self.drafts or self._inputs or self._outputs or casts) and layers <= runner.layers
+        hindrances = {
+            "inputs besides tokens": self._inputs,
+            "outputs for every layer": self._outputs,
+            "positions in several sections": positions.dim() > 2,
+            "autocast": torch.is_autocast_enabled(execution_device(self.model).type),
+            "hidden states that it does not give": layers - runner.layers,
+        }
+        found = [name for name, hinders in hindrances.items() if hinders]
+        if found and not self._told:
+            logger.info("The program of %s is not used: %s.", type(self.model).__name__, ", ".join(found))
+            self._told = True
+        return not found
 
     def _attention(self, masks: Masks, tree: TokenTree) -> TreeForward:
         """What the layers have in common; one node behind rows of one length sees everything."""
