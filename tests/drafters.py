@@ -138,6 +138,7 @@ ROWS: tuple[Row, ...] = (
     Row("sometimes", "oracle", oracle("sometimes")),
     Row("prompt_lookup", "prompt_lookup"),
     Row("token_recycling", "token_recycling"),
+    Row("last_logits", "last_logits"),
     Row("lookahead", "lookahead"),
     Row("early_exit", "early_exit", lambda _model, _answers, _seed: EarlyExitDrafter()),
     Row("eagle", "eagle", lambda model, _answers, seed: EagleDrafter(random_head(model, seed))),

@@ -56,6 +56,7 @@ TESTS: dict[str, list[str]] = {
     "drafters/eagle.py": ["test_eagle", "test_drafters", "test_mixin"],
     "drafters/medusa.py": ["test_medusa"],
     "drafters/token_recycling.py": ["test_token_recycling", "test_hybrid_session", "test_drafters"],
+    "drafters/last_logits.py": ["test_last_logits", "test_drafters"],
     "drafters/lookahead.py": ["test_lookahead", "test_drafters"],
     "drafters/early_exit.py": ["test_early_exit", "test_drafters"],
     "target/partial.py": ["test_early_exit", "test_wrappers"],

@@ -22,7 +22,7 @@ ROWS = {
     "drafters drafters.base drafters.candidates drafters.asking drafters.calibration "
     "drafters.suffix_automaton drafters.draft_layer "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
-    "drafters.mtp drafters.draft_model drafters.lookahead drafters.early_exit drafters.hybrid",
+    "drafters.mtp drafters.draft_model drafters.last_logits drafters.lookahead drafters.early_exit drafters.hybrid",
     4: "drafters.registry drafters.compatibility decode viz",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "

@@ -74,7 +74,7 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     exec(code_block(page, "<!-- token recycling -->"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="token_recycling", **options))
-    for name in ("lookahead", "early_exit"):
+    for name in ("last_logits", "lookahead", "early_exit"):
         exec(code_block(page, f"<!-- {name.replace('_', ' ')} -->"), scope)
         assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
     exec(code_block((ROOT / "docs" / "hybrid.md").read_text(), "<!-- corpus -->"), scope)

@@ -19,6 +19,7 @@ from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.last_logits import LastLogitsDrafter
 from hf_specdec.drafters.lookahead import LookaheadDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
@@ -84,6 +85,7 @@ register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
 register(Method("mtp", MtpDrafter, heads=(MtpHead,), native=MtpDrafter.native))
 register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
 register(Method("token_recycling", TokenRecyclingDrafter))
+register(Method("last_logits", LastLogitsDrafter))
 register(Method("lookahead", LookaheadDrafter))
 register(Method("early_exit", EarlyExitDrafter))
 register(
