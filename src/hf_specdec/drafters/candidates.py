@@ -53,6 +53,29 @@ class Candidates(ABC):
         """The place after a token; None where the source knows nothing of what comes then."""
 
 
+class Remembered(Candidates):
+    """A source that is asked once about every place: trees are merged several times in a step.
+
+    Args:
+        source: Whose places can be keys; nothing it knows changes meanwhile.
+    """
+
+    def __init__(self, source: Candidates) -> None:
+        self._source, self.start = source, source.start
+        self._told: dict[Any, Sequence[Candidate]] = {}
+
+    def after(self, place: Any) -> Sequence[Candidate]:
+        """What the source said, or says."""
+        told = self._told.get(place)
+        if told is None:
+            told = self._told[place] = self._source.after(place)
+        return told
+
+    def follow(self, place: Any, token: int) -> Any:
+        """The source's."""
+        return self._source.follow(place, token)
+
+
 class DraftedCandidates(Candidates):
     """A tree that a session has drafted, as a source.
 

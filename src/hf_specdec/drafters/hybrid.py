@@ -23,7 +23,7 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.asking import SMOOTHING, Asking, Worth
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.calibration import Calibration
-from hf_specdec.drafters.candidates import Candidates, DraftedCandidates, Merged, Width, best_width, merge
+from hf_specdec.drafters.candidates import Candidates, DraftedCandidates, Merged, Remembered, Width, best_width, merge
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.step import Step
@@ -167,7 +167,7 @@ class _HybridSession(DraftSession):
         self._roots = context.roots
         self._going = list(range(len(context.roots)))  # rows that have not ended
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
-        self._drafted: dict[str, list[Candidates]] = {}  # of the sources that were asked in this step
+        self._heard: dict[str, list[Candidates]] = {}  # of the sources that were heard or asked in this step, by row
         self._plain_steps = 0  # in a row, in which all were heard
         self._resting = 0  # plain steps to come, in which nobody is heard
         self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
@@ -224,13 +224,10 @@ class _HybridSession(DraftSession):
         ]  # fmt: skip
 
     def _candidates(self, row: int) -> list[Candidates]:
-        found = []
         for source in self._sources:
-            if isinstance(source.session, CandidateSession):
-                found.append(source.session.candidates[row])
-            elif source.name in self._drafted:
-                found.append(self._drafted[source.name][row])
-        return found
+            if isinstance(source.session, CandidateSession) and source.name not in self._heard:
+                self._heard[source.name] = list(map(Remembered, source.session.candidates))
+        return [heard[row] for heard in self._heard.values()]
 
     def _width(self, trees: Sequence[Merged], budget: Budget, spent: float) -> Width:
         if budget.costs is None:
@@ -273,7 +270,7 @@ class _HybridSession(DraftSession):
             )
             for row in range(len(tokens))
         ]  # fmt: skip
-        self._drafted[source.name] = list(found)
+        self._heard[source.name] = list(found)
         return max(candidates.depth for candidates in found)
 
     def _draft(self, trees: Sequence[Merged], num_nodes: int) -> Draft:
@@ -306,7 +303,7 @@ class _HybridSession(DraftSession):
         for source in self._sources:
             if not source.is_free:
                 source.session.observe(step)
-        self._drafted, self._roots = {}, step.acceptance.next_token
+        self._heard, self._roots = {}, step.acceptance.next_token
         self._going = [row for row in self._going if emitted[row]]
         for row in self._going:
             self._tokens[row] = emitted[row][-1]
