@@ -54,7 +54,11 @@ def test_tiers_follow_the_average() -> None:
     back = depths(config, [6] * 20 + [1] * 60)
     assert back[19] == 7
     assert back[-1] == 3  # 1 is below 3 - 0.75, not below 1 - 0.75
-    assert depths(config, [0] * 20 + [1] * 40)[-1] == 3  # from the lowest tier upwards: 1 is above 0.5
+    upwards = depths(config, [0] * 20 + [1] * 40)
+    assert upwards[-1] == 3  # from the lowest tier upwards: 1 is above 0.5
+    assert 7 not in upwards
+    assert depths(config, [7] * 40)[-1] == 7  # there is nothing above the highest
+    assert depths(AdaptiveConfig(ema_alpha=1.0, up_hysteresis=-0.5), [2] * 40) == [3] * 40  # 2 is not above 3 - 1
 
 
 def test_the_average_begins_just_below_the_depth_of_the_middle_tier() -> None:

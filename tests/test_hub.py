@@ -161,6 +161,8 @@ def test_frequent_tokens_become_the_draft_vocabulary(folder: Path, tmp_path_fact
     torch.save([40, 3, 17, 90, 5, 33], path)
     loaded = load_head(folder / "whole", hot_tokens=path)
     assert loaded.hot_token_ids.tolist() == [3, 5, 17, 33, 40, 90]
+    torch.save(torch.tensor([40, 3, 17, 90, 5, 33]), path)
+    assert load_head(folder / "whole", hot_tokens=path).hot_token_ids.tolist() == [3, 5, 17, 33, 40, 90]
     loaded.save_pretrained(folder / "hot")
     assert load_head(folder / "hot").hot_token_ids.tolist() == [3, 5, 17, 33, 40, 90]
     drafter = model.load_drafter(folder / "whole", hot_tokens=path)
@@ -172,6 +174,7 @@ def test_frequent_tokens_become_the_draft_vocabulary(folder: Path, tmp_path_fact
     SpeculativeGenerationMixin.detach(model)
     for content, error in (([1, 1], CheckpointFormatError), ([], CheckpointFormatError), ([-1], CheckpointFormatError),
                            (["a"], CheckpointFormatError), ({"a": 1}, CheckpointFormatError),
+                           (torch.tensor([[1, 2]]), CheckpointFormatError),
                            ([1, 96], InvalidConfigError)):  # fmt: skip
         torch.save(content, path)
         with pytest.raises(error):

@@ -312,6 +312,20 @@ def test_what_a_config_promises_must_be_there(name: str, missing: list[str], tmp
         load_head(Example("", example.config, tensors, example.draft).write(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fc.weight", lambda tensor: tensor[0], r"fc\.weight is \("),
+        ("midlayer.self_attn.q_proj.weight", lambda tensor: tensor[:-1], "31 rows for 4 attention heads"),
+    ],
+)
+def test_tensors_whose_sizes_mean_nothing(name: str, change: Any, message: str, tmp_path: Path) -> None:
+    example = EXAMPLES["eagle3, official"]
+    tensors = {**example.tensors, name: change(example.tensors[name])}
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(Example("", example.config, tensors, example.draft).write(tmp_path))
+
+
 def test_a_mask_that_contradicts_the_vocabulary(tmp_path: Path) -> None:
     example = EXAMPLES["eagle3 for SGLang"]
     tensors = {**example.tensors, "t2d": ~example.tensors["t2d"]}
