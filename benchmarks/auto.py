@@ -4,7 +4,8 @@
 
 Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run
 that was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one
-part off at a time. A drafter keeps what it has learned from question to question, as it does for a user.
+part off at a time, `--set methods` has every way to draft alone. A drafter keeps what it has learned from question to
+question, as it does for a user.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 
 COMPILED = {"compile": "compile"}
+HEADS = Path(__file__).parents[1] / "heads"
 SETTINGS = {
     "fixed width": {"adaptive": False, "num_draft_tokens": 12}, "eagle, compiled": {"method": "eagle", **COMPILED},
     "auto, no head, compiled": COMPILED, "auto, compiled": COMPILED,
@@ -35,6 +37,13 @@ MAIN = [
 ABLATIONS = [
     "auto with all", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width",
 ]  # fmt: skip
+
+METHODS = [
+    "transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "medusa", "lookahead", "early_exit",
+    "last_logits",
+]  # fmt: skip
+"""Every method that needs nothing but the packaged model and its heads."""
+SETS = {"main": MAIN, "ablations": ABLATIONS, "methods": METHODS}
 
 
 class Uncalibrated(Calibration):
@@ -108,14 +117,16 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--set", choices=["main", "ablations"], default="main", dest="methods")
+    parser.add_argument("--set", choices=list(SETS), default="main", dest="methods")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, tokenizer = loading.load_model(None, loading.default_head(None), getattr(torch, options.dtype))
     add_drafters(model)
-    methods = MAIN if options.methods == "main" else ABLATIONS
+    methods = SETS[options.methods]
+    if "medusa" in methods:
+        model.load_drafter(HEADS / "smollm2-135m-instruct-medusa")
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}
     known = {row["question_id"] for row in done["measurements"]}
     questions = bench.read_questions(options.prompts, per_category=options.per_category)

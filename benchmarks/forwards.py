@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_specdec import bench, loading
 from hf_specdec.control.costs import verify_seconds
-from hf_specdec.target.compiling import compile_forward
+from hf_specdec.target.compiling import make_runner
 from hf_specdec.target.probe import inspect_target
 
 
@@ -55,7 +55,7 @@ def main():
     transformers.logging.disable_progress_bar()
     model, _ = loading.load_model(None, loading.default_head(None), getattr(torch, options.dtype))
     facts = inspect_target(model)
-    program = compile_forward(model, facts, frozenset())
+    program = make_runner(model, facts, frozenset(), "compile")
     forms = {
         "transformers' attention": (replace(facts, packs=False), None),
         "packed attention": (facts, None),

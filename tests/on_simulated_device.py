@@ -17,8 +17,9 @@ from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.accept import descend, match_at_once
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.target.cache import LayerLayout, TreeCache
+from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
+from hf_specdec.target.memory import LayerLayout
 from hf_specdec.transcript import Draws, Transcript, _DeviceAccount
 from hf_specdec.tree import TokenTree
 from hf_specdec.tree_growth import Level, StaticLevels, grow_dynamic, grow_static

@@ -3,9 +3,10 @@
 * No operation takes tensors of both devices, scalars and indices aside.
 * What would make the host wait for the device is noted down in `reads`, with the place in the package it came from.
 * A `Graph` records the operations of a block and replays them on the same memory without the block's Python, as a CUDA
-  graph does; while it records, reading the device and copying from the host raise.
+  graph does; while it records, reading the device and copying from the host raise. `poison` does to what a graph made
+  for itself what another graph of its pool may do.
 
-What it cannot do: it says nothing about speed, has one stream, knows no memory pools, and attention kernels are the
+What it cannot do: it says nothing about speed, has one stream, records for one thread, and attention kernels are the
 CPU's. After the idea of `../shared/tools/simulated_device.py`.
 """
 
@@ -26,6 +27,7 @@ _setup_privateuseone_for_python_backend("sim")
 SIM = torch.device("sim:0")
 _module: Any = torch.get_device_module("sim")
 _module.default_generators = [torch.default_generator]
+_module.synchronize = lambda _device=None: None
 _module.get_rng_state = lambda _device=None: torch.get_rng_state()
 _module.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
 
@@ -217,6 +219,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.tape: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -233,3 +236,16 @@ class Graph:
             for was, now in zip(tree_flatten(out)[0], tree_flatten(op(*args, **kwargs))[0], strict=True):
                 if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
                     was.copy_(now)
+
+    def poison(self) -> None:
+        """Overwrite all memory that the block took: it is anybody's between two replays."""
+        known: set[int] = set()
+        for _, args, kwargs, out in self.tape:
+            given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            own = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+            places = {leaf.untyped_storage().data_ptr() for leaf in given}
+            self._made |= {leaf.untyped_storage().data_ptr() for leaf in own} - places - known
+            known |= places - self._made
+            for leaf in own:
+                if leaf.untyped_storage().data_ptr() in self._made:
+                    leaf.fill_(float("nan") if leaf.is_floating_point() else 0)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.target.cache import LayerLayout, TreeCache, measured_layout
+from hf_specdec.target import memory
+from hf_specdec.target.cache import TreeCache, measured_layout
+from hf_specdec.target.memory import LayerLayout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 LAYOUT = [LayerLayout(HEADS, KEY_DIM, VALUE_DIM, torch.device("cpu"))] * LAYERS
@@ -186,3 +190,35 @@ def test_what_the_cache_tells_transformers_of_itself() -> None:
     assert cache.get_mask_sizes(2, 0) == (5, 0)
     assert cache.layers[0].get_max_length() == cache.layers[0].get_max_cache_shape() == 16
     assert cache.is_sliding == [False] * LAYERS
+
+
+def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too large for the device leaves nothing of its size behind, and never half of a move."""
+    store = memory.KeyValueStore((None,), 64, 8, clears=True)
+    keys = torch.ones(1, 2, 3, 4)
+    share = store.allocate(None, keys, keys)
+    share.keys[:, :, :3], share.values[:, :, :3] = keys, 2 * keys
+    allocate, calls = memory._allocate, list[int]()
+
+    def short(*args: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:  # there is memory for the keys, and then none for the values
+            raise CacheCapacityError("no memory")
+        return allocate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_allocate", short)
+        with pytest.raises(CacheCapacityError):
+            store.make_room(200)
+    assert store.buffers[0].keys[0].data_ptr() == share.keys.data_ptr()
+    assert (share.values[:, :, :3] == 2).all()
+    store.reopen(64, 8)
+    moves = store.moves
+    again = store.allocate(None, keys, keys)
+    assert again is share
+    assert store.moves == moves
+    assert (again.keys == 0).all()
+    other = store.allocate(None, keys.expand(3, -1, -1, -1), keys.expand(3, -1, -1, -1))
+    assert len(other.keys) == 3
+    assert store.moves == moves + 1
+    assert not hasattr(share, "keys")  # nobody holds the memory of the other batch any more

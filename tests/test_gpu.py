@@ -57,3 +57,14 @@ def test_auto_on_the_device(model: Any, batch_size: int) -> None:
         assert torch.equal(plain, generate(model, batch_size, max_new_tokens=64, speculative=auto))
     costs = model._speculation.costs[0][2].table()
     assert all(0 < seconds < 1 for seconds in costs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_graphs_on_the_device(model: Any, batch_size: int) -> None:
+    """Every shape is recorded when it comes up for the third time; the answers stay."""
+    plain = generate(model, batch_size)
+    for _ in range(4):
+        assert torch.equal(plain, generate(model, batch_size, speculative={"method": "prompt_lookup", "top_k": 2}))
+    program = model._speculation.programs.get("cuda_graph")
+    if program is not None and program.runner is not None:
+        assert program.runner.recorded()

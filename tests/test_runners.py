@@ -52,7 +52,7 @@ def compiled() -> Any:
         patch.setattr(torch._inductor, "compile", as_recorded)
         model = speculative_model()
         model.warmup(COMPILED)
-    assert model._speculation.program.runner is not None
+    assert model._speculation.programs["compile"].runner is not None
     return model
 
 
@@ -60,7 +60,7 @@ def compiled() -> Any:
 def test_inductor_gives_plain_answers() -> None:
     model = speculative_model()
     model.warmup(COMPILED)
-    assert model._speculation.program.runner is not None
+    assert model._speculation.programs["compile"].runner is not None
     sampled = {"do_sample": True, "temperature": 0.8}
     assert answers(speculative_model(), 1, COMPILED, **sampled) == answers(model, 1, None, **sampled)
     for rows in (1, 3):
@@ -92,20 +92,20 @@ def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.
     model = speculative_model(name)
     with caplog.at_level(logging.WARNING):
         assert answers(model, 3, COMPILED) == answers(model, 3, None)
-    runner = model._speculation.program.runner
+    runner = model._speculation.programs["compile"].runner
     assert (runner is None) == any("is not compiled" in record.message for record in caplog.records)
     assert name not in ("gemma3_text", "phi", "olmo2") or runner is not None
 
 
 def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compilation over 100 calls of varying lengths, widths and batches."""
-    program = compiled._speculation.program
+    program = compiled._speculation.programs["compile"]
     monkeypatch.setattr(torch._inductor, "compile", None)  # would fail
     for call in range(100):
         ids = torch.arange(1, 2 + call % 37)[None].repeat(1 + call % 3, 1) % zoo.VOCAB_SIZE
         config = {**COMPILED, "num_draft_tokens": 2 + call % 5}
         compiled.generate(ids, max_new_tokens=2 + call % 4, do_sample=False, speculative=config)
-    assert compiled._speculation.program is program
+    assert compiled._speculation.programs["compile"] is program
 
 
 @pytest.mark.usefixtures("quick")
@@ -188,7 +188,7 @@ def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: st
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
     with pytest.raises(runners.CannotRecordError, match=reason):
-        compiling.compile_forward(model, facts, frozenset())
+        compiling.make_runner(model, facts, frozenset(), "compile")
 
 
 def compiling_facts(model: Any) -> Any:
@@ -202,7 +202,7 @@ def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pyt
     def fail(*_args: object, **_options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(state, "compile_forward", fail)
+    monkeypatch.setattr(state, "make_runner", fail)
     monkeypatch.setattr(state.StepCosts, "measure", fail)
     compiled.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=4, do_sample=False, speculative=config)
 
@@ -213,7 +213,7 @@ def test_what_a_program_does_not_give_comes_from_the_model(
     """Hidden states that were asked for, and another arithmetic around the call."""
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    program = compiled._speculation.program
+    program = compiled._speculation.programs["compile"]
     monkeypatch.setattr(CompiledForward, "__call__", None)
     asked = {"output_hidden_states": True, "return_dict_in_generate": True}
     with caplog.at_level(logging.INFO):
@@ -224,7 +224,7 @@ def test_what_a_program_does_not_give_comes_from_the_model(
     assert len(found.hidden_states) == 4
     with torch.autocast("cpu", torch.bfloat16):
         compiled.generate(ids, speculative=COMPILED, **options)
-    assert compiled._speculation.program is program
+    assert compiled._speculation.programs["compile"] is program
 
 
 def test_the_page_is_true(compiled: Any) -> None:
@@ -254,7 +254,7 @@ def test_two_threads_share_one_program(compiled: Any) -> None:
 def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     model = speculative_model()
     model.warmup(COMPILED)
-    program = weakref.ref(model._speculation.program.runner)
+    program = weakref.ref(model._speculation.programs["compile"].runner)
     SpeculativeGenerationMixin.detach(model)
     gc.collect()
     assert program() is None
@@ -263,3 +263,18 @@ def test_a_program_goes_with_the_model_it_was_made_of() -> None:
 def test_a_runner_that_is_missing_is_refused(llama: Any) -> None:
     with pytest.raises(UnsupportedGenerationError, match="cuda_graph"):
         answers(llama, 1, SpeculativeConfig(method="prompt_lookup", compile="cuda_graph"))
+
+
+def test_tables_that_a_forward_writes_to_are_no_weights() -> None:
+    """Rotary scaling by length rewrites its table in every forward; a program of it stays."""
+    module = nn.Module()
+    module.register_buffer("table", torch.ones(3), persistent=False)
+    module.register_buffer("scale", torch.ones(3))
+    before = runners.Weights.of(module)
+    module.get_buffer("table").copy_(torch.zeros(3))
+    assert runners.Weights.of(module) == before
+    module.get_buffer("scale").copy_(torch.zeros(3))
+    assert runners.Weights.of(module) != before
+    scaled = runners.Weights.of(module)
+    module.register_buffer("table", torch.ones(3), persistent=False)
+    assert runners.Weights.of(module) != scaled

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-TESTS = Path(__file__).with_name("on_simulated_device.py")
+TESTS = Path(__file__).parent
 
 
-def test_on_the_simulated_device() -> None:
+@pytest.mark.parametrize("name", ["on_simulated_device.py", "graphs_on_simulated_device.py"])
+def test_on_the_simulated_device(name: str) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
-    done = subprocess.run(command, cwd=TESTS.parents[1], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name)]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

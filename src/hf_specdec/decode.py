@@ -60,6 +60,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
     stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
     layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
     with stats.time("total"), ExitStack() as stack:
+        stack.callback(target.close)
         stack.enter_context(target.tapped(call.drafter.needs.feature_layers))
         with stats.time("prefill"):
             prompt_logits = call.drafter.needs.prompt_logits
@@ -70,6 +71,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         stack.enter_context(target.model._optimize_model_for_decode())
         with stats.time("draft"):
             session = call.drafter.start(target, _context(call, prefill, roots), call.config)
+        stack.callback(session.close)
         del prefill
         while call.has_unfinished(all(transcript.finished)):
             # a last token needs no draft

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.target.memory import RESERVED_SLOTS
 from hf_specdec.target.model import cache_argument, execution_device, lm_head_rows, text_config
 from hf_specdec.target.probe import TargetFacts, inspect_target
 from hf_specdec.target.runners import Runner
@@ -70,7 +71,8 @@ def verify_seconds(
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw).to(device)
-    target = facts.new_target(model, context + max(sizes), None, runner=runner)
+    reserve = None if runner is None else RESERVED_SLOTS  # a runner keeps this memory for the calls to come
+    target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
     trees = {size: _tree(ids[:, context : context + size], branches=facts.branches) for size in sizes}
@@ -78,7 +80,8 @@ def verify_seconds(
     def forward(size: int) -> None:
         target.verify(trees[size])
 
-    return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
+    with model._optimize_model_for_decode():  # as generation runs it
+        return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:

@@ -23,6 +23,7 @@ from hf_specdec.step import Step
 from hf_specdec.target.features import Features
 from hf_specdec.target.masks import PromptPadding
 from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.runners import Form
 from hf_specdec.target.target import Target
 
 
@@ -60,6 +61,9 @@ class DraftSession(ABC):
     @abstractmethod
     def observe(self, step: Step) -> None:
         """Learn from a step: any tree, this session's own or not, and what became of it."""
+
+    def close(self) -> None:  # noqa: B027  (most keep nothing)
+        """The generation has ended, in whatever way: memory that outlives it is free for the next one."""
 
     def report(self) -> dict[str, Any]:
         """What it did, as plain values for the statistics; nothing where nothing is worth telling."""
@@ -103,14 +107,15 @@ class Drafter(ABC):
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session for one generation."""
 
-    def compiled(self, model: PreTrainedModel) -> Drafter:
-        """The same drafter with its forwards as programs; itself where there is nothing to compile.
+    def compiled(self, model: PreTrainedModel, form: Form) -> Drafter:
+        """The same drafter with its forwards in another form; itself where it has none.
 
         Args:
             model: The target that it is bound to.
+            form: Programs or graphs.
 
         Raises:
-            CannotRecordError: It cannot be compiled.
+            CannotRecordError: They cannot take it.
         """
         return self
 

@@ -9,6 +9,7 @@ drafts so: EAGLE heads, MTP modules (`drafters/mtp.py`).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,11 +23,14 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs,
 from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.graphs import RECORDERS
 from hf_specdec.target.masks import committed_slots
 from hf_specdec.target.model import lm_head_rows
+from hf_specdec.target.runners import Form
 from hf_specdec.target.target import Target
 from hf_specdec.tree_growth import Level, StaticLevels, choices_within, grow_dynamic, grow_static, growable, limits_of
 
@@ -62,7 +66,7 @@ class LayerDrafter(Drafter):
     """
 
     head: DraftLayer
-    program: DraftLayer | None = None  # the same layer, compiled
+    program: DraftLayer | None = None  # the same layer, compiled or captured
     default_num_steps = DEFAULT_NUM_STEPS
     default_top_k = DEFAULT_TOP_K
 
@@ -139,11 +143,14 @@ class EagleDrafter(LayerDrafter):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
-    def compiled(self, model: PreTrainedModel) -> EagleDrafter:
+    def compiled(self, model: PreTrainedModel, form: Form) -> EagleDrafter:
         """See `Drafter`."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
-        other = copy.copy(self)
-        other.program = CompiledDraftLayer.of(self.head, lm_head)
+        other, device = copy.copy(self), self.head.device
+        layer = CompiledDraftLayer.of(self.head, lm_head) if form == "compile" else self.head
+        other.program = layer
+        if device.type in RECORDERS:
+            other.program = GraphDraftLayer(layer, lm_head, RECORDERS[device.type](device))
         return other
 
     def bind(self, model: PreTrainedModel) -> None:
@@ -175,7 +182,8 @@ class EagleSession(DraftSession):
         self._window = head.config.sliding_window
         self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids
-        self._cache = TreeCache([None], capacity=0, reserve=RESERVED_SLOTS)
+        new_cache = head.new_cache if isinstance(head, GraphDraftLayer) else functools.partial(TreeCache, [None], 0)
+        self._cache = new_cache(RESERVED_SLOTS)
         self._static: dict[Budget, StaticLevels] = {}
         # a continued cache has no features of what it holds, and virtual tokens have no ids
         features = context.features.of(head.feature_layers)
@@ -233,6 +241,11 @@ class EagleSession(DraftSession):
             )
         )
         self._roots = acceptance.next_token
+
+    def close(self) -> None:
+        """See `DraftSession`."""
+        if isinstance(self._head, GraphDraftLayer):
+            self._head.release(self._cache)
 
     # ------------------------------------------------------------------------------------------- the draft layer
 

@@ -337,6 +337,11 @@ class _HybridSession(DraftSession):
             self._experience.count_step(len(self._tokens), self._expected, accepted)
         self._expected = None
 
+    def close(self) -> None:
+        """Close the sessions of the parts."""
+        for source in self._sources:
+            source.session.close()
+
     def report(self) -> dict[str, Any]:
         """Who was asked and how often, what the trees were expected to bring, and what they brought."""
         return {

@@ -30,16 +30,22 @@ from hf_specdec.errors import (
     UnsupportedModelError,
 )
 from hf_specdec.generation import options
-from hf_specdec.generation.plan import Plan, WithAssistant, controller_of, plan_call, warm_up, with_programs
+from hf_specdec.generation.plan import (
+    Plan,
+    WithAssistant,
+    controller_of,
+    plan_call,
+    runs_with_others,
+    warm_up,
+    with_programs,
+)
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
+from hf_specdec.target.memory import RESERVED_SLOTS
 from hf_specdec.target.model import cache_argument
 from hf_specdec.target.probe import inspect_target
 from hf_specdec.transcript import Transcript
-
-RESERVED_SLOTS = 1024
-"""Slots that are allocated for an answer before it is known how long it will be."""
 
 
 class SpeculativeGenerationMixin:
@@ -282,6 +288,9 @@ class SpeculativeGenerationMixin:
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         plan = with_programs(plan, model)
+        if plan.runner is not None:  # costs are measured over the memory that this call will take
+            rows = batch_size * (generation_config.num_return_sequences or 1)
+            controller_of(plan, model, rows, max_cache_length, synced_gpus=runs_with_others())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)

@@ -29,6 +29,7 @@ from hf_specdec import accept
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
 from hf_specdec.target.cache import seen_tokens
+from hf_specdec.target.graphs import RECORDERS
 from hf_specdec.target.model import execution_device
 from hf_specdec.target.probe import drops_cache
 from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
@@ -129,15 +130,17 @@ def _check_attentions(config: GenerationConfig) -> None:
         )
 
 
-def check_settings(config: SpeculativeConfig) -> None:
-    """Refuse fields of the contract that this version does not honour yet.
+def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
+    """Refuse graphs on a device that has none.
 
     Raises:
-        UnsupportedGenerationError: A runner.
+        UnsupportedGenerationError: Naming the device.
     """
-    if config.compile == "cuda_graph":
+    device = execution_device(model)
+    if config.compile == "cuda_graph" and device.type not in RECORDERS:
         raise UnsupportedGenerationError(
-            f"compile={config.compile!r} is not in this version.", 'Use "compile", or "auto".'
+            f"compile={config.compile!r} needs a GPU, the model is on {device}.",
+            'Move the model to one; or use "compile", or "auto", which takes what the device has.',
         )
 
 

@@ -18,6 +18,7 @@ from hf_specdec.accept import AcceptanceRule
 from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
+from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import Drafter
@@ -34,8 +35,10 @@ from hf_specdec.generation.state import (
     keep_bound,
     state_of,
 )
+from hf_specdec.target.graphs import RECORDERS
+from hf_specdec.target.model import execution_device
 from hf_specdec.target.probe import TargetFacts
-from hf_specdec.target.runners import Runner
+from hf_specdec.target.runners import Form, Runner
 from hf_specdec.target.target import Target
 
 ASSISTED = "draft_model"
@@ -99,7 +102,7 @@ def plan_call(
         registered = {**registered, ASSISTED: _drafter_of(assistant, config, generation_config, state.made)}
     drafter = choose_drafter(config, model, registered, state.made, state.experience)
     limits = _limits(drafter, config)
-    options.check_settings(config)
+    options.check_runner(config, model)
     rule = options.rule_for(config, generation_config)
     options.check_training(model)
     options.check_adapter(model)
@@ -117,11 +120,17 @@ def plan_call(
 
 
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
-    """The plan with compiled forwards where it asks for them: the last preparation, for it takes its time."""
-    if plan.config.compile != "compile":
+    """The plan with forwards in the form that it asks for: the last preparation, for it takes its time.
+
+    "auto" takes graphs where the device records them: they are made as it goes. A program takes a minute to make.
+    """
+    form = plan.config.compile
+    if form == "none" or (form == "auto" and execution_device(model).type not in RECORDERS):
         return plan
-    runner = current_program(model, plan.facts, frozenset(plan.drafter.needs.feature_layers))
-    return replace(plan, runner=runner, drafter=compiled_drafter(model, plan.drafter))
+    layers = frozenset(plan.drafter.needs.feature_layers)
+    wanted: Form = "compile" if form == "compile" else "cuda_graph"
+    runner = current_program(model, plan.facts, layers, wanted, asked=form != "auto")
+    return replace(plan, runner=runner, drafter=compiled_drafter(model, plan.drafter, wanted))
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:
@@ -137,6 +146,8 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     plan = plan_call(model, speculative, mode, model.generation_config, {"synced_gpus": False})
     plan = with_programs(plan, model)
     controller_of(plan, model, rows, context, synced_gpus=False)
+    if plan.runner is not None:  # as often as a graph is worth recording
+        verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
 
 
 def _drafter_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.stats import SpeculationStats
-from hf_specdec.target.compiling import compile_forward
+from hf_specdec.target.compiling import make_runner
 from hf_specdec.target.features import canonical
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.model import text_config
 from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.target.runners import CannotRecordError, Runner, Weights
+from hf_specdec.target.runners import CannotRecordError, Form, Runner, Weights
 
 STATE = "_speculation"
 """The one entry this package keeps in a model's `__dict__`."""
@@ -49,7 +50,7 @@ COMPILING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class KeptProgram:
-    """A model's verify forward as a program, or that there can be none, and what it was made of."""
+    """A model's verify forward in another form, or that it takes none, and what it was made of."""
 
     made_of: tuple[Fingerprint, Weights]
     layers: frozenset[int]
@@ -70,11 +71,11 @@ class SpeculationState:
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # latest first
         self.experience = Experience()  # of merged drafts
-        # by model, rows and whether a program runs it, latest first
-        self.costs: list[tuple[tuple[Fingerprint, int, bool], StepCosts]] = []
-        self.program: KeptProgram | None = None
+        # by model, rows and what runs it, latest first
+        self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
+        self.programs: dict[Form, KeptProgram] = {}
         # drafters whose forwards are programs, and what these were made of
-        self.compiled: WeakKeyDictionary[Drafter, tuple[Weights, Drafter | None]] = WeakKeyDictionary()
+        self.compiled: WeakKeyDictionary[Drafter, dict[Form, tuple[Weights, Drafter | None]]] = WeakKeyDictionary()
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # generations under way, by thread
 
@@ -94,7 +95,7 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "experience": Experience(), "costs": [], "program": None}  # fmt: skip
+                "experience": Experience(), "costs": [], "programs": {}}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
@@ -116,6 +117,8 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
     for facts in state.facts:
         if facts.fingerprint == now:
             return facts
+    state.programs.clear()
+    state.compiled.clear()
     if state.facts:
         changed = ", ".join(state.facts[0].fingerprint.differences(now))
         logger.info("%s has changed since it was probed (%s): probing it again", type(model).__name__, changed)
@@ -162,7 +165,9 @@ def current_costs(
         context: Tokens of the prompt.
         runner: What runs its forward.
     """
-    state, key = state_of(model), (facts.fingerprint, rows, runner is not None)
+    state = state_of(model)
+    form = next((form for form, kept in state.programs.items() if kept.runner is runner is not None), "none")
+    key = facts.fingerprint, rows, form
     for known, costs in state.costs:
         if known == key and costs.covers(widest, rows):
             return costs
@@ -171,65 +176,78 @@ def current_costs(
     return costs
 
 
-def current_program(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int]) -> Runner | None:
-    """The model's verify forward as a compiled program, made where there is none of these weights yet.
+def current_program(
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: Form, *, asked: bool = True
+) -> Runner | None:
+    """The model's verify forward in another form, made where there is none of these weights yet.
 
     Args:
         model: An attached model.
         facts: What the probe found.
         layers: Whose hidden states this call's drafter reads.
+        form: See `make_runner`.
+        asked: Whether the user named it: then it is a warning that the model cannot take it.
 
     Returns:
-        None where it cannot be compiled, which is logged once: the model's own forward verifies then.
+        None where it cannot, which is logged once: the model's own forward verifies then.
     """
     state, made_of = state_of(model), (facts.fingerprint, Weights.of(model))
     depth = int(text_config(model).num_hidden_layers)
     layers = frozenset(canonical(layer, depth) for layer in layers)
     with COMPILING:
-        if state.program is not None and state.program.made_of != made_of:
+        if any(kept.made_of != made_of for kept in state.programs.values()):
             logger.info("%s has changed since its forward was compiled: its program is dropped", type(model).__name__)
-            state.program = None
+            state.programs.clear()
             state.compiled.clear()
-        if state.program is not None and state.program.serves(layers):
-            return state.program.runner
+        known = state.programs.get(form)
+        if known is not None and known.serves(layers):
+            return known.runner
         others = (layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers)
         layers |= {canonical(layer, depth) for layer in others}
-        logger.info("Compiling the forward of %s, once: this can take a minute", type(model).__name__)
-        state.program = KeptProgram(made_of, layers, _compiled(model, facts, layers))
-        return state.program.runner
+        state.programs[form] = KeptProgram(made_of, layers, _made(model, facts, layers, form, asked))
+        return state.programs[form].runner
 
 
-def compiled_drafter(model: PreTrainedModel, drafter: Drafter) -> Drafter:
-    """The drafter with programs in place of its own forwards, made where there are none of these weights yet.
+def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Drafter:
+    """The drafter with its own forwards in another form, made where there is none of these weights yet.
 
     Args:
         model: An attached model, whose own program is current.
-        drafter: Bound to it. What cannot be compiled, which is logged once, stays as it is.
+        drafter: Bound to it. What cannot take the form, which is logged once, stays as it is.
+        form: See `make_runner`.
     """
     if isinstance(drafter, HybridDrafter):
-        return drafter.with_parts(lambda part: compiled_drafter(model, part))
-    kept = state_of(model).compiled
+        return drafter.with_parts(lambda part: compiled_drafter(model, part, form))
+    kept = state_of(model).compiled.setdefault(drafter, {})
     made_of = Weights.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
     with COMPILING:
-        known = kept.get(drafter)
+        known = kept.get(form)
         if known is None or known[0] != made_of:
             try:
-                other = drafter.compiled(model)
+                other = drafter.compiled(model, form)
             except CannotRecordError as error:
                 logger.warning("%r is not compiled: %s. Its own forward drafts.", drafter, error)
                 other = drafter
-            known = kept[drafter] = made_of, None if other is drafter else other  # no value may hold its key alive
+            known = kept[form] = made_of, None if other is drafter else other  # no value may hold its key alive
         return known[1] or drafter
 
 
-def _compiled(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int]) -> Runner | None:
+def _made(
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: Form, asked: bool
+) -> Runner | None:
+    name, begin = type(model).__name__, time.perf_counter()
+    if form == "compile":
+        logger.info("Compiling the forward of %s, once: this can take a minute", name)
     try:
-        program = compile_forward(model, facts, layers)
+        runner = make_runner(model, facts, layers, form)
     except CannotRecordError as error:
-        logger.warning("%s is not compiled: %s. Its own forward verifies the drafts.", type(model).__name__, error)
+        how = "compiled" if form == "compile" else "captured"
+        level = logging.WARNING if asked else logging.INFO
+        logger.log(level, "%s is not %s: %s. Its own forward verifies the drafts.", name, how, error)
         return None
-    logger.info("Compiled the forward of %s in %.0f s", type(model).__name__, program.seconds)
-    return program
+    if form == "compile":
+        logger.info("Compiled the forward of %s in %.0f s", name, time.perf_counter() - begin)
+    return runner
 
 
 def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:

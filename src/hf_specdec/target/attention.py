@@ -47,13 +47,13 @@ class TreeForward:
     def __init__(
         self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: Attend | None = None
     ) -> None:
-        self._masks, self._all_seen = masks, all_seen
-        self.layer_attends = attend or self.attend
+        self.masks, self._all_seen = masks, all_seen
+        self._attend = attend
         self._packed: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
         """The layer type whose mask this is; None where it is another, or a part of one."""
-        return next((name for name, known in self._masks.items() if known is mask), None)
+        return next((name for name, known in self.masks.items() if known is mask), None)
 
     def packed(self, kind: str, groups: int, dtype: torch.dtype) -> Tensor | None:
         """The additive mask `[B, 1, groups * N, S]` of a layer type; None where nothing is hidden.
@@ -67,10 +67,14 @@ class TreeForward:
             return None
         key = kind, groups, dtype
         if key not in self._packed:
-            seen = self._masks[kind]
+            seen = self.masks[kind]
             added = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, HIDDEN)
             self._packed[key] = added.repeat(1, 1, groups, 1) if groups > 1 else added
         return self._packed[key]
+
+    def layer_attends(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """What a layer calls: `attend`, or what was given in its place."""
+        return (self._attend or self.attend)(kind, query, key, value, scaling)
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """`[B, N, H, Dv]` from queries `[B, H, N, D]` and the keys and values `[B, Hkv, S, D]` of their groups."""

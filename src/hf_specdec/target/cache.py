@@ -1,6 +1,4 @@
-"""The static key-value cache: one preallocated buffer for all layers, in which a tree is tried and its path kept.
-
-A text that outgrows the buffer is moved to a larger one, seldom: an answer that could be long costs what it becomes.
+"""The static key-value cache: preallocated memory (`memory.py`), in which a tree is tried and its path kept.
 
 Three verbs: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
 tokens of row b sit in slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` for every row,
@@ -13,155 +11,14 @@ The only file that knows transformers' caches. Called by: `target/target.py`, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
-
-CAPACITY_TIER = 64
-"""Caches that grow have a multiple of this many slots."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """Shape and place of one layer's keys and values, without batch and length."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    device: torch.device
-
-
-CacheLayout = tuple[LayerLayout | None, ...]
-"""One entry per layer of the model; None where the layer shares another layer's keys and values."""
-
-
-class Share:
-    """One layer's keys `[B, H, S, Dk]` and values `[B, H, S, Dv]`: views of a buffer, renewed where it moves."""
-
-    __slots__ = ("keys", "values")
-
-    keys: Tensor
-    values: Tensor
-
-
-class KeyValueBuffer:
-    """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of one shape."""
-
-    def __init__(self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = (_allocate(num_layers, like, capacity) for like in (key_states, value_states))
-        self.shares: list[Share] = []
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every layer of the buffer has been handed out."""
-        return len(self.shares) == self.keys.shape[0]
-
-    def take(self) -> Share:
-        """The next free layer's share."""
-        self.shares.append(Share())
-        self._renew()
-        return self.shares[-1]
-
-    def grow(self, capacity: int) -> None:
-        """Move everything to larger memory."""
-        for name in ("keys", "values"):
-            states: Tensor = getattr(self, name)
-            moved = _allocate(states.shape[0], states[0], capacity)
-            moved[:, :, :, : states.shape[3]] = states
-            setattr(self, name, moved)
-        self._renew()
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots within their rows, all layers at once; the gather makes a copy, so ranges may overlap.
-
-        Args:
-            sources, targets: `[B, P]` slots; those that stay where they are are copied onto themselves.
-        """
-        rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
-        for states in (self.keys, self.values):
-            # advanced indices around a slice: the indexed result is [B, P, n, H, D] on both sides
-            states[:, rows, :, targets] = states[:, rows, :, sources]
-
-    def _renew(self) -> None:
-        for share, keys, values in zip(self.shares, self.keys, self.values, strict=False):
-            share.keys, share.values = keys, values
-
-
-def _allocate(num_layers: int, like: Tensor, capacity: int) -> Tensor:
-    """Memory for `[num_layers, B, H, capacity, D]`, from one layer's `[B, H, *, D]`.
-
-    Raises:
-        CacheCapacityError: There is not as much.
-    """
-    batch, heads, _, dim = like.shape
-    try:
-        return like.new_empty(num_layers, batch, heads, capacity, dim)
-    except (RuntimeError, MemoryError) as error:
-        size = num_layers * batch * heads * capacity * dim * like.itemsize
-        raise CacheCapacityError(
-            f"A key-value cache of {capacity} slots for {batch} rows does not fit the memory of {like.device}: the "
-            f"keys (or values) of {num_layers} layers alone take {size / 1e9:.1f} GB.",
-            "Shorten the prompt or max_new_tokens, or give fewer rows.",
-        ) from error
-
-
-class KeyValueStore:
-    """The buffers of one cache: layers of one layout share one; what does not fit its layout gets one of its own.
-
-    It knows none of the layers that draw on it, so that nothing but the cache keeps its memory alive.
-
-    Args:
-        layout: One entry per layer.
-        capacity: Slots per row that are known to be needed at most.
-        reserve: Slots that are kept ready behind the text while it grows; None allocates all of `capacity` at once,
-            and no more.
-    """
-
-    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None) -> None:
-        self.layout, self.limit, self.reserve = tuple(layout), capacity, reserve
-        self.capacity = capacity if reserve is None else 0
-        self.buffers: list[KeyValueBuffer] = []
-        self._open: dict[LayerLayout, KeyValueBuffer] = {}
-
-    def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
-        """One layer's share of the buffer for its layout."""
-        self.make_room(key_states.shape[-2])
-        actual = layer_layout(key_states, value_states)
-        buffer = self._open.get(actual)
-        if layout != actual or buffer is None or buffer.is_full:
-            shared = self.layout.count(actual) if layout == actual else 1
-            buffer = KeyValueBuffer(shared, self.capacity, key_states, value_states)
-            self.buffers.append(buffer)
-            if layout == actual:
-                self._open[actual] = buffer
-        return buffer.take()
-
-    def make_room(self, needed: int) -> None:
-        """Have at least so many slots.
-
-        Raises:
-            CacheCapacityError: More than there may be, or than there is memory for.
-        """
-        if needed <= self.capacity:
-            return
-        if self.reserve is None:
-            raise CacheCapacityError(
-                f"The key-value cache has {self.capacity} slots, this forward needs {needed}.",
-                "Raise SpeculativeConfig.max_cache_length or leave it None.",
-            )
-        # half of what there is and more, so that a text of any length is moved a few times only
-        ahead = needed + max(self.reserve, self.capacity // 2)
-        grown = -(-ahead // CAPACITY_TIER) * CAPACITY_TIER
-        if needed <= self.limit:
-            grown = min(grown, self.limit)
-        for buffer in self.buffers:
-            buffer.grow(grown)
-        self.capacity = grown
+from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.target.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
 
 
 class TreeLayer(CacheLayerMixin):
@@ -170,24 +27,29 @@ class TreeLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
-        self.store = store
-        self.layout = layout
+        self.store, self.layout = store, layout
+        self.share: Share | None = None  # of the store, from the first forward on
         self.end = 0  # slots written, committed or not
         self.is_initialized = False
 
     @property
     def keys(self) -> Tensor:
         """`[B, H, capacity, Dk]`."""
-        return self._share.keys
+        return self._taken.keys
 
     @property
     def values(self) -> Tensor:
         """`[B, H, capacity, Dv]`."""
-        return self._share.values
+        return self._taken.values
+
+    @property
+    def _taken(self) -> Share:
+        assert self.share is not None
+        return self.share
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take this layer's share of the buffer at the first forward, which knows batch size and dtype."""
-        self._share = self.store.allocate(self.layout, key_states, value_states)
+        self.share = self.store.allocate(self.layout, key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -198,7 +60,7 @@ class TreeLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         begin, self.end = self.end, self.end + key_states.shape[-2]
         self.store.make_room(self.end)
-        keys, values = self._share.keys, self._share.values
+        keys, values = self._taken.keys, self._taken.values
         keys[:, :, begin : self.end] = key_states
         values[:, :, begin : self.end] = value_states
         return keys[:, :, : self.end], values[:, :, : self.end]
@@ -231,10 +93,14 @@ class TreeCache(Cache):
         capacity: Slots per row that will be needed at most.
         reserve: Slots kept ready behind the text: the buffers are moved to larger ones as it grows, also beyond
             `capacity`. None allocates all of `capacity` with the first forward, and no more ever.
+        store: Memory of former calls, reopened for these sizes; None takes new memory.
     """
 
-    def __init__(self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None = None) -> None:
-        self.store = KeyValueStore(layout, capacity, reserve)
+    def __init__(
+        self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None = None,
+        store: KeyValueStore | None = None,
+    ) -> None:  # fmt: skip
+        self.store = KeyValueStore(layout, capacity, reserve) if store is None else store
         super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
         self._lengths: Tensor | None = None  # the same on the device that last asked
@@ -344,11 +210,6 @@ class TreeCache(Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.end = self.start
-
-
-def layer_layout(key_states: Tensor, value_states: Tensor) -> LayerLayout:
-    """The layout of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
-    return LayerLayout(key_states.shape[1], key_states.shape[-1], value_states.shape[-1], key_states.device)
 
 
 def measured_layout(cache: TreeCache) -> CacheLayout:

@@ -1,4 +1,4 @@
-"""Make a program of a model's verify forward, and see that it answers as the model does before it is used.
+"""Put a model's verify forward into another form, and see that it answers as the model does before it is used.
 
 Called by: `generation/state.py`. Feeds: `target/tree_target.py`, by way of `TargetFacts.new_target`.
 """
@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance import Acceptance
+from hf_specdec.target.graph_forward import GraphForward
+from hf_specdec.target.graphs import RECORDERS
 from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.target.probe import EXACT, MOST_ROUNDED, TargetFacts
-from hf_specdec.target.runners import CannotRecordError, CompiledForward, Runner
+from hf_specdec.target.runners import CannotRecordError, CompiledForward, Form, ModelForward, Runner
 from hf_specdec.tree import TokenTree
 
 CHECKED_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
@@ -24,23 +26,33 @@ CHECKED_PROMPT = 13
 
 
 @torch.no_grad()
-def compile_forward(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int]) -> CompiledForward:
-    """A program of the model's verify forward.
+def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: Form) -> Runner:
+    """The model's verify forward in another form.
 
     Args:
         model: The target; it is left as it is.
         facts: What the probe found.
         layers: Whose hidden states will be wanted.
+        form: "compile", a program of inductor's, or "cuda_graph", graphs of the model's own forward. On a device that
+            records graphs a program is recorded, too.
 
     Raises:
-        CannotRecordError: The model's forward cannot be one, or answers differently as one.
+        CannotRecordError: The model's forward cannot take this form, or answers differently in it.
     """
     if reason := why_not(model, facts):
         raise CannotRecordError(reason)
-    program = CompiledForward.of(model, sorted(layers))
-    for rows in (1, 2):
-        _check(model, facts, program, rows)
-    return program
+    device, order = execution_device(model), sorted(layers)
+    runner: Runner = CompiledForward.of(model, order) if form == "compile" else ModelForward(model, order)
+    if device.type in RECORDERS:
+        runner = GraphForward(runner, RECORDERS[device.type](device))
+    try:
+        for rows in (1, 2):
+            _check(model, facts, runner, rows)
+    except CannotRecordError:
+        raise
+    except Exception as error:  # of any kind: it comes out of a model's own code, or there is no memory for both
+        raise CannotRecordError(f"it fails in this form ({type(error).__name__}: {error})") from error
+    return runner
 
 
 def why_not(model: PreTrainedModel, facts: TargetFacts) -> str:
@@ -81,7 +93,7 @@ def _verified(
     """Logits `[B, N, V]` of the trees, and hidden states `[B, N, len(layers) * D]` where any are wanted."""
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     widest = max(map(len, CHECKED_TREES))
-    target = facts.new_target(model, CHECKED_PROMPT + widest + 2 * len(CHECKED_TREES), None, runner=runner)
+    target = facts.new_target(model, CHECKED_PROMPT + widest + 2 * len(CHECKED_TREES), widest, runner=runner)
     tokens = ((torch.arange(rows * (CHECKED_PROMPT + widest), device=device) * 7 + 3) % vocab_size).view(rows, -1)
     prompt = tokens[:, :CHECKED_PROMPT]
     mask = torch.ones_like(prompt)
@@ -89,7 +101,7 @@ def _verified(
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": True, cache_argument(model): target.cache}
     inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     found: list[Tensor] = []
-    with target.tapped(sorted(layers)):
+    with target.tapped(sorted(layers)), model._optimize_model_for_decode():
         target.prefill(prompt, GenerationConfig(), inputs)
         for parents in CHECKED_TREES:
             nodes = tokens[:, CHECKED_PROMPT : CHECKED_PROMPT + len(parents)]

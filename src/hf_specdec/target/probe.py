@@ -21,12 +21,13 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.target.attention import REPLACED, implementation
-from hf_specdec.target.cache import CacheLayout, TreeCache, measured_layout
+from hf_specdec.target.cache import TreeCache, measured_layout
 from hf_specdec.target.chain_cache import ChainCache
 from hf_specdec.target.chain_target import ChainTarget
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.masks import LAYER_KINDS
+from hf_specdec.target.memory import CacheLayout
 from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.target.runners import Runner
 from hf_specdec.target.target import Target
@@ -66,7 +67,8 @@ class TargetFacts:
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
-        cache = TreeCache(self.cache_layout, capacity, reserve)
+        new_cache = TreeCache if runner is None else runner.new_cache
+        cache = new_cache(self.cache_layout, capacity, reserve)
         return TreeTarget(model, cache, outputs, packs=self.packs, runner=runner)
 
 

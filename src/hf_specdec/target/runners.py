@@ -1,4 +1,4 @@
-"""How a verify forward is run: by the model itself, or as a program that inductor made of it.
+"""How a verify forward is run: by the model itself, or as a program of inductor's; `graphs.py` records either.
 
 A program is recorded once: the forward's operations, without its Python, for trees of any number of nodes and batches
 of any size. Its weights are packed for the processor (a copy of them, which costs their memory once more). Attention
@@ -10,11 +10,12 @@ Called by: `target/tree_target.py`, which runs one; `generation/state.py`, which
 from __future__ import annotations
 
 import functools
-import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.target.attention import TreeForward, attending, implementation
+from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.masks import MaskLayout
+from hf_specdec.target.memory import CacheLayout
 from hf_specdec.target.model import execution_device, text_config
 
 OPTIONS: dict[str, Any] = {
@@ -36,12 +39,20 @@ RECORDED_SHAPE = (2, 12)
 """Rows and nodes of the forward that is recorded: sizes that no other size of a model has a reason to equal."""
 
 
-class Runner(Protocol):
-    """A verify forward in another form than the model's own."""
+Form = Literal["compile", "cuda_graph"]
+"""What a forward can be besides the module's own: a program, or graphs; on a device with graphs a program is both."""
+
+
+class Runner(ABC):
+    """A verify forward, in the model's own form or another.
+
+    Attributes:
+        layers: Whose hidden states it gives, see `Features`.
+    """
 
     layers: frozenset[int]
-    """Whose hidden states it gives, see `Features`."""
 
+    @abstractmethod
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -53,6 +64,46 @@ class Runner(Protocol):
             forward: What its attention layers have in common.
             cache: This generation's.
         """
+
+    def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
+        """A cache that it can append to, see `TreeCache`."""
+        return TreeCache(layout, capacity, reserve)
+
+    def takes(self, num_nodes: int, cache: Cache) -> bool:
+        """Whether it can append so many nodes to this cache."""
+        return True
+
+    def release(self, cache: Cache) -> None:  # noqa: B027  (most keep nothing)
+        """The call that a cache was made for has ended."""
+
+
+class ModelForward(Runner):
+    """The model's own forward, attending without copies.
+
+    Args:
+        model: The target, which it does not keep alive.
+        layers: Whose hidden states are wanted.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        self._model, self._order, self.layers = weakref.ref(model), tuple(layers), frozenset(layers)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Runner`."""
+        model, masks = self._model(), forward.masks
+        assert model is not None
+        with attending(text_config(model), forward), FeatureTap(model, self._order) as tap:
+            outputs = model(
+                input_ids=tokens,
+                attention_mask=dict(masks) if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            return outputs.logits, dict(tap.take().states)
 
 
 class CannotRecordError(Exception):
@@ -68,8 +119,12 @@ class Weights:
     @classmethod
     def of(cls, *modules: nn.Module) -> Weights:
         """Read no number of them; see docs/compile.md for what it takes."""
-        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return cls(tuple((_address(t), 0 if t.is_inference() else t._version) for t in tensors))
+        found: list[tuple[Tensor, bool]] = [(tensor, True) for module in modules for tensor in module.parameters()]
+        for part in (part for module in modules for part in module.modules()):
+            for name, buffer in part._buffers.items():
+                if buffer is not None:  # what is no weight may be written to by the forward itself (longrope's table)
+                    found.append((buffer, name not in part._non_persistent_buffers_set))
+        return cls(tuple((_address(t), t._version if counts and not t.is_inference() else 0) for t, counts in found))
 
 
 def _address(tensor: Tensor) -> int:
@@ -99,19 +154,16 @@ def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Ca
     return program
 
 
-class CompiledForward:
+class CompiledForward(Runner):
     """A verify forward as inductor compiled it, for any number of rows and nodes.
 
     Args:
-        run: Tokens and positions to logits and hidden states.
+        run: Tokens, positions and the number of tokens before them to logits and hidden states.
         layers: Whose hidden states, in their order.
-        seconds: What it took to make it.
     """
 
-    def __init__(
-        self, run: Callable[[Tensor, Tensor], Sequence[Tensor]], layers: Sequence[int], seconds: float
-    ) -> None:
-        self._run, self._order, self.layers, self.seconds = run, tuple(layers), frozenset(layers), seconds
+    def __init__(self, run: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]], layers: Sequence[int]) -> None:
+        self._run, self._order, self.layers = run, tuple(layers), frozenset(layers)
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
@@ -124,18 +176,20 @@ class CompiledForward:
         Raises:
             CannotRecordError: The forward reads numbers on the host, attends in a way of its own, or fails.
         """
-        begin, layers = time.perf_counter(), sorted(set(layers))
+        layers = sorted(set(layers))
         tokens = torch.zeros(RECORDED_SHAPE, dtype=torch.long, device=execution_device(model))
-        run = compile_operations(_verify_step(model, layers), tokens, tokens.clone())
-        return cls(run, layers, time.perf_counter() - begin)
+        start = torch.zeros((), dtype=torch.long, device=tokens.device)
+        run = compile_operations(_verify_step(model, layers), tokens, tokens.clone(), start)
+        return cls(run, layers)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`."""
-        token = _RUNNING.set((forward, cache))
+        token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
-            logits, *states = self._run(tokens.contiguous(), positions.contiguous())
+            start = start if isinstance(start, Tensor) else torch.tensor(start, device=tokens.device)
+            logits, *states = self._run(tokens.contiguous(), positions.contiguous(), start)
         finally:
             _RUNNING.reset(token)
         return logits, dict(zip(self._order, states, strict=True))
@@ -179,6 +233,7 @@ class _RecordedLayer(CacheLayerMixin):
     is_sliding = False
     is_initialized = True
     keys: Tensor | None = None
+    start: Any = 0  # tokens before those that are given, where it is known
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do."""
@@ -194,9 +249,9 @@ class _RecordedLayer(CacheLayerMixin):
         """Never used: masks are given."""
         return query_length, 0
 
-    def get_seq_length(self) -> int:
-        """No committed tokens; a forward that computes with their number is found out when it is compared."""
-        return 0
+    def get_seq_length(self) -> Any:
+        """The number of committed tokens, which is an input of the program."""
+        return self.start
 
     def get_max_length(self) -> int:
         """No limit."""
@@ -207,8 +262,8 @@ class _RecordedLayer(CacheLayerMixin):
         return -1
 
 
-def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """What is recorded: tokens and positions `[B, N]` to logits and hidden states.
+def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
+    """What is recorded: tokens and positions `[B, N]`, and the tokens before them, to logits and hidden states.
 
     Raises:
         CannotRecordError: See `CompiledForward.of`.
@@ -232,21 +287,14 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
     masks = {
         name: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for name, *_ in MaskLayout.of(config).layers
     }
-    forward = TreeForward(masks, attend=attend)
+    forward, run = TreeForward(masks, attend=attend), ModelForward(model, layers)
 
-    def step(tokens: Tensor, positions: Tensor) -> list[Tensor]:
-        with attending(config, forward), FeatureTap(model, layers) as tap:
-            outputs = model(
-                input_ids=tokens,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=positions,
-                past_key_values=Cache(layers=recorded),
-                use_cache=True,
-                return_dict=True,
-            )
-            states = tap.take().states
+    def step(tokens: Tensor, positions: Tensor, start: Tensor) -> list[Tensor]:
+        for layer in recorded:
+            layer.start = start
+        logits, states = run(tokens, positions, forward, Cache(layers=recorded))
         if attended != set(range(len(recorded))):
             raise CannotRecordError("its layers attend in a way of their own")
-        return [outputs.logits, *(states[layer] for layer in layers)]
+        return [logits, *(states[layer] for layer in layers)]
 
     return step

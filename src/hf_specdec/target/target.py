@@ -127,6 +127,9 @@ class Target(ABC):
         other.model, other._outputs, other.drafts = model, {}, True
         return other
 
+    def close(self) -> None:  # noqa: B027  (most keep nothing)
+        """The generation has ended, in whatever way: memory that outlives it is free for the next one."""
+
     def extend(self, tree: TokenTree, known: int) -> Tensor:
         """Logits `[B, N - known, V]` of a tree that grows level by level; appends its new nodes.
 

@@ -77,6 +77,11 @@ class TreeTarget(Target):
         """See `Target`."""
         self.cache.rollback()
 
+    def close(self) -> None:
+        """See `Target`."""
+        if self._runner is not None:
+            self._runner.release(self.cache)
+
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """See `Target`."""
         width, cache = max(map(len, new_tokens)), self.cache
@@ -102,9 +107,10 @@ class TreeTarget(Target):
         masks = last_queries(masks, known)
         positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
         forward = self._attention(masks, tree)
-        if self._runner is not None and self._runs(self._runner, positions, known):
+        if self._runner is not None and self._runs(self._runner, tree.num_nodes, positions, known):
             logits, states = self._runner(tokens, positions.expand(tokens.shape), forward, cache)
             if self._tap is not None:
+                self._tap.clear()  # of what its hooks saw where the model's own forward was run all the same
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
         with attending(text_config(self.model), forward if self._packs else None):
@@ -118,7 +124,7 @@ class TreeTarget(Target):
                 **self._every_step(tokens),
             )
 
-    def _runs(self, runner: Runner, positions: Tensor, known: int) -> bool:
+    def _runs(self, runner: Runner, num_nodes: int, positions: Tensor, known: int) -> bool:
         """Whether a forward is one that the runner runs; where the call is in the way, that is logged once."""
         if known or self.drafts:
             return False
@@ -129,6 +135,7 @@ class TreeTarget(Target):
             "positions in several sections": positions.dim() > 2,
             "autocast": torch.is_autocast_enabled(execution_device(self.model).type),
             "hidden states that it does not give": layers - runner.layers,
+            "a cache that is not its own, or too wide a tree": not runner.takes(num_nodes, self.cache),
         }
         found = [name for name, hinders in hindrances.items() if hinders]
         if found and not self._told:

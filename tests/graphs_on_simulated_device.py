@@ -1,0 +1,349 @@
+"""Graphs on the second device: every step replayed with other contents, lengths and trees gives plain answers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import drafters
+import zoo
+from benchmark_script import script
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.state import current_costs
+from hf_specdec.target import graphs
+from hf_specdec.target.graphs import PAYS_AFTER, bucket_of
+from models import prompts
+from simulated_device import Graph, SimTensor, move, reads, simulation
+
+READ = ("tolist", "host_sync.py:read")
+CAPTURED = {"compile": "cuda_graph"}
+LOOKUP = {"method": "prompt_lookup", **CAPTURED}
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+
+
+class SimRecorder:
+    """Records with the simulation's graphs; before a graph runs, it and another lose what was left in their memory."""
+
+    def __init__(self, _device: torch.device) -> None:
+        self.graphs: list[Graph] = []
+        self.replays = 0
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = Graph()
+        with graph.record():
+            run()
+        self.graphs.append(graph)
+
+        def replay() -> None:
+            self.replays += 1
+            for other in (graph, self.graphs[self.replays % len(self.graphs)]):
+                other.poison()
+            graph.replay()
+
+        return replay
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short texts meet several buckets here."""
+    monkeypatch.setitem(graphs.RECORDERS, "sim", SimRecorder)
+    monkeypatch.setattr(graphs, "SHORTEST_BUCKET", 16)
+    with simulation():
+        yield
+
+
+def attached(name: str = "llama") -> Any:
+    return SpeculativeGenerationMixin.attach(move(copy.deepcopy(zoo.build(name))))
+
+
+@pytest.fixture
+def llama() -> Any:
+    return attached()
+
+
+def generate(model: Any, rows: int, speculative: Any, **options: Any) -> list[list[int]]:
+    ids, mask = prompts(rows)
+    torch.manual_seed(4)
+    given = {"max_new_tokens": 30, "do_sample": False, **options}
+    output = model.generate(ids.to("sim"), attention_mask=mask.to("sim"), speculative=speculative, **given)
+    found: list[list[int]] = (output.raw if isinstance(output, SimTensor) else output).tolist()
+    return found
+
+
+def runner_of(model: Any) -> Any:
+    return model._speculation.programs["cuda_graph"].runner
+
+
+OF_EVERY_KIND = ("sometimes", "eagle3")
+
+
+def recorder_of(model: Any) -> SimRecorder:
+    recorder: SimRecorder = runner_of(model)._recordings._recorder
+    return recorder
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def kept(request: pytest.FixtureRequest) -> tuple[Any, dict[Any, Any]]:
+    """A model and its plain answers: full attention, and sliding windows besides."""
+    with simulation():
+        model = attached(request.param)
+        found = {(rows, sampled): generate(model, rows, None, **(SAMPLED if sampled else {}))
+                 for rows, sampled in ((1, False), (3, False), (1, True))}  # fmt: skip
+    return model, found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("row", drafters.ROWS, ids=lambda row: row.name)
+def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
+    kept: tuple[Any, dict[Any, Any]], row: drafters.Row, rows: int
+) -> None:
+    model, plain = kept
+    config = {**row.add(model, torch.tensor(plain[rows, False])[:, 21:]), **CAPTURED}
+    if row.name not in OF_EVERY_KIND and (rows == 3 or model.config.model_type != "llama"):
+        pytest.skip("several rows, and a second kind of model, are tried with some")
+    for _ in range(2):
+        generate(model, rows, config)
+    recorder = recorder_of(model)
+    before = recorder.replays
+    reads.clear()
+    assert generate(model, rows, config) == plain[rows, False]
+    assert recorder.replays > before
+    in_verify = [place for _, place in reads if place.startswith("target/") and "prefill" not in place]
+    recorded = [place for place in in_verify if place == "target/graphs.py:_recorded"]  # a first replay is compared
+    assert len(in_verify) - len(recorded) == sum(place == "target/masks.py:of" for place in in_verify)
+
+
+def move_ids(ids: Tensor) -> Tensor:
+    return ids.to("sim")
+
+
+def test_a_call_that_fails_leaves_its_memory_to_the_next_one(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = generate(llama, 1, None)
+    generate(llama, 1, LOOKUP)
+
+    def fail(*_args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.decode._step", fail)
+        with pytest.raises(KeyboardInterrupt) as error:
+            generate(llama, 1, LOOKUP)
+    replays = recorder_of(llama).replays
+    for _ in range(3):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert recorder_of(llama).replays > replays
+    assert error.tb is not None  # it still holds the failed call's frames
+
+
+def test_a_draft_layer_reads_and_scores_by_graphs() -> None:
+    """With the drafts of the layer itself; beside another call, and for a prompt, without graphs."""
+    model, row = attached(), drafters.BY_NAME["eagle3"]
+    config = {**row.add(model), "num_draft_tokens": 12, "num_steps": 3, "top_k": 3}
+    plain = generate(model, 1, None, max_new_tokens=16)
+    assert generate(model, 1, {**config, "compile": "none"}, max_new_tokens=16) == plain
+    drafted = model.last_speculation.accepted_per_step
+    for _ in range(5):
+        assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
+        assert model.last_speculation.accepted_per_step == drafted
+    ((_, drafter),) = model._speculation.compiled[model.drafters[row.method]].values()
+    layer, recordings = drafter.program, drafter.program._readings
+    ids = torch.tensor([[9, 8, 7, 6, 5, 9, 8, 7]])  # another text over the same memory
+    wanted = [model.generate(move_ids(ids), max_new_tokens=16, do_sample=False).raw.tolist()]
+    for form in ("none", "cuda_graph"):
+        text = {**config, "compile": form}
+        wanted.append(model.generate(move_ids(ids), max_new_tokens=16, do_sample=False, speculative=text).raw.tolist())
+        drafted = [*drafted, model.last_speculation.accepted_per_step]
+    assert wanted[0] == wanted[1] == wanted[2]
+    assert drafted[-1] == drafted[-2]
+    assert len(layer._memory._store.buffers) == 1
+    assert len(layer.recorded()) > 1
+    assert layer._scorings.recorded()
+    replays = recordings._recorder.replays
+    taken = layer.new_cache(8)  # what another thread's call would hold
+    assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
+    assert recordings._recorder is layer._scorings._recorder
+    scored = recordings._recorder.replays - replays
+    del taken
+    assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
+    assert recordings._recorder.replays - replays > 2 * scored > 0
+
+
+def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, Any]]) -> None:
+    model, plain = kept
+    for _ in range(3):
+        assert generate(model, 1, LOOKUP, **SAMPLED) == plain[1, True]
+
+
+def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
+    """Widths, buckets and contents change from call to call, and what a graph leaves behind is destroyed."""
+    plain = generate(llama, 1, None)
+    for turn in range(10):
+        config = {**LOOKUP, "num_draft_tokens": (2, 3, 7, 12, 30)[turn % 5]}
+        length = 10 + 4 * (turn % 6)
+        assert generate(llama, 1, config, max_new_tokens=length)[0] == plain[0][: 21 + length]
+    runner = runner_of(llama)
+    assert runner._recordings._recorder.replays > 50
+    recorded = runner.recorded()
+    assert len({width for _, width, _ in recorded}) > 1
+    assert len({bucket for _, _, bucket in recorded}) > 1
+
+
+def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
+    plain = generate(llama, 1, None)
+    for _ in range(5):
+        generate(llama, 1, LOOKUP)
+    runner = runner_of(llama)
+    moves, graphs_made = runner._memory._store.moves, len(runner._recordings._recorder.graphs)
+    bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
+    for _ in range(3):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert runner._memory._store.moves == moves
+    assert len(runner._recordings._recorder.graphs) == graphs_made
+    assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
+    operations = {len(graph.tape) for graph in runner._recordings._recorder.graphs}
+    assert len(operations) <= 2  # a chain of one node has fewer masks to make, and nothing else differs
+
+
+def test_another_batch_takes_other_memory_and_comes_back(llama: Any) -> None:
+    wanted = {rows: generate(llama, rows, None) for rows in (1, 3)}
+    for rows in (1, 3, 1, 3):
+        for _ in range(2):
+            assert generate(llama, rows, LOOKUP) == wanted[rows]
+
+
+def test_memory_that_was_never_written_does_no_harm(llama: Any) -> None:
+    """A bucket is longer than the text: NaN behind a mask would be NaN in front of it."""
+    generate(llama, 1, LOOKUP)
+    for buffer in runner_of(llama)._memory._store.buffers:
+        assert buffer.keys.raw.isfinite().all()
+        assert buffer.values.raw.isfinite().all()
+
+
+def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = generate(llama, 1, None)
+    generate(llama, 1, LOOKUP)
+    runner = runner_of(llama)
+    facts = llama._speculation.facts[0]
+    taken = runner.new_cache(facts.cache_layout, 64, 8)  # what another thread's call would hold
+    replays = runner._recordings._recorder.replays
+    with caplog.at_level(logging.INFO):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert runner._recordings._recorder.replays == replays
+    assert any("a cache that is not its own" in record.message for record in caplog.records)
+    del taken
+    for _ in range(2):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert runner._recordings._recorder.replays > replays
+
+
+def test_a_cache_of_limited_length_runs_without_graphs(llama: Any) -> None:
+    plain = generate(llama, 1, None)
+    assert generate(llama, 1, {**LOOKUP, "max_cache_length": 200}) == plain
+    assert recorder_of(llama).replays == 0
+
+
+def test_what_cannot_be_recorded_is_told_once_and_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    class ReadsTheHost(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden if bool((hidden.sum() < 1e9).item()) else hidden + 1
+
+    model: Any = move(copy.deepcopy(zoo.build("llama")))
+    model.model.norm = nn.Sequential(model.model.norm, ReadsTheHost())
+    model = SpeculativeGenerationMixin.attach(model)
+    plain = generate(model, 1, None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert generate(model, 1, LOOKUP) == plain
+    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
+    assert len(told) == 1
+    assert "_local_scalar_dense waits for the device" in told[0]
+    assert not runner_of(model).recorded()
+
+
+def test_a_replay_that_differs_is_not_used(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimRecorder, "record", lambda _self, _run: lambda: None)  # replays nothing at all
+    plain = generate(llama, 1, None)
+    for _ in range(3):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert not runner_of(llama).recorded()
+
+
+def test_changed_weights_are_recorded_anew_and_the_rest_goes() -> None:
+    model = attached()
+    for _ in range(2):
+        generate(model, 1, LOOKUP)
+    before = weakref.ref(runner_of(model))
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    plain = generate(model, 1, None)
+    for _ in range(2):
+        assert generate(model, 1, LOOKUP) == plain
+    gc.collect()
+    assert before() is None
+    after = weakref.ref(runner_of(model))
+    SpeculativeGenerationMixin.detach(model)
+    gc.collect()
+    assert after() is None
+
+
+def test_auto_takes_graphs_where_the_device_has_them(llama: Any) -> None:
+    plain = generate(llama, 1, None)
+    for compile_ in ("auto", "none"):
+        assert generate(llama, 1, {"method": "prompt_lookup", "compile": compile_}) == plain
+        assert ("cuda_graph" in llama._speculation.programs) == (compile_ == "auto")
+        llama._speculation.programs.clear()
+
+
+def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
+    plain = generate(llama, 1, None)
+    for _ in range(2):
+        assert generate(llama, 1, {"method": "auto", **CAPTURED}) == plain
+    runner = runner_of(llama)
+    assert runner.recorded()
+    facts = llama._speculation.facts[0]
+    costs = current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
+    assert costs is current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
+    assert costs is not current_costs(llama, facts, rows=1, widest=64, context=21)
+
+
+def test_warmup_records_what_a_call_will_run(llama: Any) -> None:
+    llama.warmup(LOOKUP, prompt_length=20)
+    assert len(runner_of(llama).recorded()) >= 2
+    plain = generate(llama, 1, None)
+    assert generate(llama, 1, LOOKUP) == plain
+
+
+def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
+    plain = generate(llama, 1, None)
+    for _ in range(3):
+        assert generate(llama, 1, LOOKUP) == plain
+    assert len(runner_of(llama)._recordings._shapes) == 2
+
+
+def test_buckets_are_at_most_half_as_long_again() -> None:
+    graphs.SHORTEST_BUCKET = 256
+    found = [bucket_of(length) for length in range(1, 5000)]
+    assert sorted(set(found)) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
+    for length, bucket in enumerate(found, start=1):
+        assert length <= bucket < max(1.5 * length + 1, 257)
+    assert PAYS_AFTER == 2
+
+
+def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = script("gpu")
+    monkeypatch.setattr(gpu, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
+    options = SimpleNamespace(architectures=["llama", "falcon", "nothing"])
+    found = gpu.capture(torch.device("sim"), options)
+    assert found["llama"] == "bitwise"
+    assert found["falcon"].startswith("refused: ")
+    assert found["nothing"].startswith("failed: ")
