@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.heads.compiled import CompiledDraftLayer, LayerInOtherForm
 from hf_specdec.target.cache import TreeCache, TreeLayer
 from hf_specdec.target.graphs import WIDTHS, BucketLayer, KeptMemory, Recorder, Recordings, Shape, bucket_of, width_for
 
 Layer = EagleFamilyHead | CompiledDraftLayer
 
 
-class GraphDraftLayer:
+class GraphDraftLayer(LayerInOtherForm):
     """A draft layer that reads and scores by graphs; everything else is its own.
 
     Args:
@@ -32,34 +32,10 @@ class GraphDraftLayer:
     """
 
     def __init__(self, inner: Layer, lm_head: nn.Module | None, recorder: Recorder) -> None:
+        super().__init__(inner)
         self._inner, self._lm_head = inner, lm_head
         self._memory, self._scoring = KeptMemory(), threading.Lock()
         self._readings, self._scorings = Recordings(recorder, "The draft layer"), Recordings(recorder, "Its scoring")
-        self.config, self.shares_lm_head = inner.config, inner.shares_lm_head
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._inner.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its weights."""
-        return self._inner.dtype
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads."""
-        return self._inner.feature_layers
-
-    @property
-    def hot_token_ids(self) -> Tensor | None:
-        """Target ids of its draft vocabulary `[Vd]`; None is all of V."""
-        return self._inner.hot_token_ids
-
-    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
-        """See `DraftLayer`."""
-        return self._inner.embedding_for(model)
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""

@@ -28,7 +28,46 @@ ROUNDED = 5e-2
 Operation = Callable[..., Sequence[Tensor]]
 
 
-class CompiledDraftLayer:
+class LayerInOtherForm:
+    """A draft layer some of whose forwards are run in another form; everything else is its own.
+
+    Args:
+        layer: The layer.
+    """
+
+    config: Any
+    shares_lm_head: bool
+
+    def __init__(self, layer: EagleFamilyHead | LayerInOtherForm) -> None:
+        self._layer = layer
+        self.config, self.shares_lm_head = layer.config, layer.shares_lm_head
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._layer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights."""
+        return self._layer.dtype
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads."""
+        return self._layer.feature_layers
+
+    @property
+    def hot_token_ids(self) -> Tensor | None:
+        """Target ids of its draft vocabulary `[Vd]`; None is all of V."""
+        return self._layer.hot_token_ids
+
+    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
+        """See `DraftLayer`."""
+        return self._layer.embedding_for(model)
+
+
+class CompiledDraftLayer(LayerInOtherForm):
     """A head that reads and scores by programs; everything else is the head's own.
 
     Args:
@@ -39,8 +78,8 @@ class CompiledDraftLayer:
     """
 
     def __init__(self, head: EagleFamilyHead, read: Operation, score: Operation, fuse: Operation | None) -> None:
+        super().__init__(head)
         self._head, self._read, self._score, self._fuse = head, read, score, fuse
-        self.config, self.shares_lm_head = head.config, head.shares_lm_head
 
     @classmethod
     def of(cls, head: EagleFamilyHead, lm_head: nn.Module | None) -> CompiledDraftLayer:
@@ -86,30 +125,6 @@ class CompiledDraftLayer:
                 distance = (compiled - plain).float().norm(dim=-1) / plain.float().norm(dim=-1).clamp(min=1e-6)
                 if not float(distance.median()) <= TOLERANCE.get(hidden.dtype, ROUNDED):
                     raise CannotRecordError(f"it differs from its own forward by {float(distance.median()):.1e}")
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._head.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its weights."""
-        return self._head.dtype
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads."""
-        return self._head.feature_layers
-
-    @property
-    def hot_token_ids(self) -> Tensor | None:
-        """Target ids of its draft vocabulary `[Vd]`; None is all of V."""
-        return self._head.hot_token_ids
-
-    def embedding_for(self, model: PreTrainedModel) -> nn.Module:
-        """See `DraftLayer`."""
-        return self._head.embedding_for(model)
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
