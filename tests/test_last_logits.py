@@ -83,6 +83,8 @@ def test_limits() -> None:
     assert limits(top_k=7) == (8, 1, 7)
     assert limits(num_draft_tokens=4) == (4, 1, 3)
     assert limits(num_draft_tokens=12, top_k=2) == (3, 1, 2)
+    assert limits(num_draft_tokens=3, top_k=7) == (3, 1, 2)
+    assert limits(num_draft_tokens=1) == limits(num_draft_tokens=1, top_k=4) == (1, 1, 1)  # plain steps
     for wrong in ({"num_steps": 2}, {"tree": "dynamic"}):
         with pytest.raises(InvalidConfigError, match="one level"):
             limits(**wrong)

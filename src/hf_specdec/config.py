@@ -173,7 +173,8 @@ class SpeculativeConfig(_Fields):
         adaptive: What decides how much is drafted. None: measured costs for `"hybrid"` and `"auto"`, a fixed tree for
             all others. True: measured costs, or tiers. An `AdaptiveConfig`, a dict of its fields or the path of a JSON
             file: tiers. False: a fixed tree.
-        compile: Static-shape runner; `"auto"` takes the fastest that is exact here.
+        compile: What runs the forwards that verify and draft: `"none"` the modules themselves, `"cuda_graph"` graphs
+            of them, `"compile"` a program of inductor's; `"auto"` graphs where the device records them, else none.
         max_cache_length: Slots of the static cache, allocated at once; None is what prompt, answer and tree come to
             need, moved to larger memory where a text outgrows it.
         methods: What `"hybrid"` merges: names of methods or drafters; None is what is loaded and what is free.

@@ -85,6 +85,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
                 call.controller.observe(step, seconds)
         if call.returns_cache:
             target.equalize_row_lengths(transcript.new_tokens, transcript.pad_token_id)
+        cache = target.hand_back() if call.returns_cache else None
         if call.streamer is not None:
             call.streamer.end()
     stats.num_generated_tokens = sum(transcript.num_generated)
@@ -95,7 +96,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         logits=tuple(transcript.logits) if config.output_logits else None,
         hidden_states=layers.hidden_states,
         attentions=layers.attentions,
-        past_key_values=target.hand_back() if call.returns_cache else None,
+        past_key_values=cache,
         speculation=stats,
     )
 

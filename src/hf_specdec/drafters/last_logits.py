@@ -48,9 +48,9 @@ class LastLogitsDrafter(Drafter):
                 f"'last_logits' drafts one level, got tree={config.tree!r} and num_steps={config.num_steps!r}.",
                 "Set top_k, or merge it with others: methods=['last_logits', 'prompt_lookup'].",
             )
-        given = (config.top_k, config.num_draft_tokens and config.num_draft_tokens - 1)
-        top_k = min((number for number in given if number), default=DEFAULT_TOP_K)
-        return Budget(top_k + 1, 1, top_k)
+        num_nodes = config.num_draft_tokens or (config.top_k or DEFAULT_TOP_K) + 1
+        top_k = max(min(config.top_k or num_nodes, num_nodes - 1), 1)
+        return Budget(min(num_nodes, top_k + 1), 1, top_k)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session that drafts nothing in its first step: the logits of the prompt are not kept."""

@@ -201,9 +201,9 @@ class KeyValueStore:
         grown = -(-ahead // CAPACITY_TIER) * CAPACITY_TIER
         if needed <= self.limit:
             grown = min(grown, self.limit)
+        self.moves += bool(self.buffers)  # at once: where there is no memory for all, some have moved
         for buffer in self.buffers:
             buffer.grow(grown)
-        self.moves += bool(self.buffers)
         self.capacity = grown
 
 
