@@ -1,8 +1,9 @@
-"""Where a step's time goes: the two models' forwards, and everything else.
+"""Where a step's time goes: the two models' forwards, eager or compiled, and everything else.
 
     python benchmarks/step_time.py --prompts questions.jsonl --json benchmarks/results/step_time.json
 
-Shares are of the decoding time (prefill excluded), summed over the prompts; medians over the rounds.
+Shares are of the decoding time (prefill excluded), summed over the prompts; medians over the rounds. Programs are
+compiled, and costs measured, in a round that is not counted.
 """
 
 import argparse
@@ -15,7 +16,14 @@ import torch
 import transformers
 
 from hf_specdec import bench, loading
-from hf_specdec.drafters import eagle
+from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.target.runners import CompiledForward
+
+COMPILED = {"compile": "compile"}
+METHODS = {
+    "eagle": {"method": "eagle"}, "prompt_lookup": {"method": "prompt_lookup"}, "auto": {"method": "auto"},
+    "eagle, compiled": {"method": "eagle", **COMPILED}, "auto, compiled": {"method": "auto", **COMPILED},
+}  # fmt: skip
 
 
 class Clock:
@@ -24,6 +32,7 @@ class Clock:
     def __init__(self):
         self.seconds = {}
         self.depth = 0
+        self._hooks = []
 
     def watch(self, module, name):
         begins = []
@@ -38,9 +47,28 @@ class Clock:
             if self.depth == 0:
                 self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-        return module
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def leave_modules(self):
+        """Watch no module any more: one with a hook is not compiled."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def watch_method(self, owner, method, name):
+        """The same for a method of a class that is no module."""
+        wrapped = getattr(owner, method)
+
+        def timed(*arguments, **options):
+            self.depth += 1
+            begin = time.perf_counter()
+            try:
+                return wrapped(*arguments, **options)
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+        setattr(owner, method, timed)
 
 
 def main():
@@ -53,28 +81,34 @@ def main():
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
+    model, tokenizer = loading.load_model(None, loading.default_head(None), torch.bfloat16)
     clock = Clock()
     clock.watch(model, "target")
-    clock.watch(model.drafters["eagle"].head, "head")
-    rows_of = eagle.lm_head_rows
-    eagle.lm_head_rows = lambda *arguments: clock.watch(rows_of(*arguments), "draft lm_head")
+    head = model.drafters["eagle"].head
+    clock.watch(head, "head")
+    for method in ("fuse", "score"):
+        clock.watch_method(type(head), method, "head")
+    clock.watch_method(CompiledForward, "__call__", "target")
+    for method in ("fuse", "read", "score"):
+        clock.watch_method(CompiledDraftLayer, method, "head")
     clock.watch(model.get_input_embeddings(), "draft embedding")
 
     document = {"environment": bench.environment(model)}
     questions = bench.read_questions(options.prompts, limit=options.questions)
-    for method in ("eagle", "prompt_lookup"):
+    for method, settings in METHODS.items():
+        if "compile" in settings:
+            clock.leave_modules()
         rounds = []
-        for _ in range(options.rounds):
+        for _ in range(options.rounds + 1):
             totals = {}
             for question in questions:
                 clock.seconds = {}
                 inputs = loading.encode(tokenizer, question.turns[0], model.device)
-                model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method)
+                model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=settings)
                 stats, inside = model.last_speculation, clock.seconds
                 step = stats.total_seconds - stats.prefill_seconds
-                target = inside["target"] - stats.prefill_seconds
-                head = sum(inside.get(name, 0.0) for name in ("head", "draft lm_head", "draft embedding"))
+                target = inside["target"] - (0.0 if "compile" in settings else stats.prefill_seconds)
+                head = sum(inside.get(name, 0.0) for name in ("head", "draft embedding"))
                 parts = {
                     "decoding": step, "target forward": target, "head, its embedding and lm_head": head,
                     "draft, rest": stats.draft_seconds - head, "verify, rest": stats.verify_seconds - target,
@@ -85,7 +119,8 @@ def main():
                 for name, value in parts.items():
                     totals[name] = totals.get(name, 0.0) + value
             rounds.append(totals)
-        steps = rounds[0].pop("steps")
+        rounds = rounds[1:]
+        steps = statistics.median(r.pop("steps") for r in rounds)
         shares = {name: statistics.median(r[name] / r["decoding"] for r in rounds) for name in rounds[0]}
         outside = statistics.median(
             1 - (r["target forward"] + r["head, its embedding and lm_head"]) / r["decoding"] for r in rounds

@@ -1,220 +1,230 @@
-"""Prompts to distil the shipped heads from: tasks of many kinds, put together from word lists and passages.
+"""Prompts to distil the shipped heads from: tasks of many kinds, put together from word lists and free texts.
 
-    python examples/make_prompts.py PASSAGES.jsonl OUTPUT.jsonl [SEED]
+    python examples/fetch_texts.py texts.jsonl
+    python examples/make_prompts.py prompts.jsonl --texts texts.jsonl --avoid spec_bench_dev.jsonl
 
-PASSAGES: rows `source, prompt`; what stands in quotes in those of the source `wiki-passage` is taken as a text to
-summarise and to ask about. Another SEED makes another draw. Nothing here comes from a benchmark.
+`prompt_lists.json` beside this file has the words. `--texts` (may be repeated) has rows of `text` and `language`, or
+of `messages`, whose answers are taken: a model's own articles, to be summarised by it. `--add` takes ready prompts
+(rows of `prompt`) as they are. Rows come out with `source` and `turns`; with `--turns 2` some conversations go on.
+Another `--seed` makes another draw. `--avoid` names benchmarks: what shares eight words in a row with one of their
+questions, or is one, is left out and counted.
 """
 
+import argparse
 import json
 import random
-import sys
+import re
+from collections import Counter
 from pathlib import Path
 
-FORMS = ["a short story", "a friendly email", "a blog post", "a poem", "a dialogue", "a product description",
-         "a diary entry", "a speech", "a news article", "a list of ten tips", "a formal letter",
-         "a review"]  # fmt: skip
-TOPICS = ["a lost dog that finds its way home", "learning to cook", "a rainy day in the city",
-          "the first day at work",
-          "saving water at home", "a journey by train", "growing tomatoes", "an old bicycle",
-          "moving to a new country",
-          "a night in the mountains", "friendship between neighbours", "learning a musical instrument",
-          "a power cut in winter", "a library that never closes", "running a small bakery", "fear of flying",
-          "the sea in autumn", "a broken phone", "teaching children to read", "an unexpected guest",
-          "a market in the morning", "losing a job", "a letter that arrives too late", "walking to school",
-          "the last summer before university", "planting trees", "working from home", "a visit to a museum",
-          "getting enough sleep", "a recipe from grandmother", "the history of chess", "a storm at sea",
-          "making friends in a new town", "healthy breakfasts", "a trip to the moon", "an honest mistake",
-          "public transport", "a cat that does not like music", "saving money", "camping with children"]  # fmt: skip
-CONCEPTS = ["photosynthesis", "inflation", "plate tectonics", "natural selection", "supply and demand", "gravity",
-            "machine learning", "the water cycle", "democracy", "electric current", "vaccines", "black holes",
-            "compound interest", "the French Revolution", "recursion in programming", "the greenhouse effect",
-            "the immune system", "public key cryptography", "the Renaissance", "probability", "hash tables",
-            "the scientific method", "sound waves", "nuclear fusion", "the stock market", "enzymes", "algorithms",
-            "the industrial revolution", "antibiotics", "the solar system", "relativity", "climate change",
-            "the cell membrane", "object-oriented programming", "opportunity cost", "the Cold War", "metaphors",
-            "the nervous system", "blockchain", "friction", "human rights", "the carbon cycle", "sorting algorithms",
-            "tectonic faults", "the Roman Empire", "genetic inheritance", "monopolies", "acids and bases",
-            "the theory of evolution", "databases", "the Enlightenment", "magnetism", "osmosis", "tides",
-            "neural networks", "impressionism", "standard deviation", "the food chain", "ecosystems",
-            "interest rates"]  # fmt: skip
-PAIRS = [("trains", "planes"), ("Python", "Java"), ("mitosis", "meiosis"), ("novels", "films"), ("cats", "dogs"),
-         ("wind power", "solar power"), ("a virus", "a bacterium"), ("city life", "country life"),
-         ("comets", "asteroids"), ("renting", "buying a house"), ("weather", "climate"), ("lists", "tuples"),
-         ("tea", "coffee"), ("speed", "velocity"), ("capitalism", "socialism"), ("running", "swimming"),
-         ("email", "letters"), ("frogs", "toads"), ("a theory", "a law"), ("a stack", "a queue"), ("gas", "liquid"),
-         ("fiction", "non-fiction"), ("butter", "margarine"), ("HTTP", "HTTPS"), ("a loan", "a grant"),
-         ("saving", "investing"), ("plants", "animals"), ("a king", "a president")]  # fmt: skip
-ROLES = ["a doctor", "a travel guide", "a famous chef", "a detective", "a history teacher", "a pirate", "a robot",
-         "a football coach", "a medieval knight", "a software engineer", "a gardener", "a judge"]  # fmt: skip
-CODE = ["reverses a string", "checks whether a number is prime", "counts the words of a text file",
-        "sorts a list of dictionaries by a key", "computes the n-th Fibonacci number", "finds duplicates in a list",
-        "merges two sorted lists", "validates an email address", "converts Celsius to Fahrenheit",
-        "finds the longest word in a sentence", "computes the factorial of a number", "removes vowels from a string",
-        "checks whether a word is a palindrome", "reads a CSV file and sums a column", "rolls two dice",
-        "finds the largest number in a list", "flattens a nested list", "counts the letters of a string",
-        "prints a multiplication table", "computes the average of a list", "swaps two variables",
-        "searches a sorted list by bisection", "counts the lines of a file", "computes the area of a circle",
-        "removes duplicates from a string", "generates a random password", "computes the greatest common divisor",
-        "converts a number to binary", "sorts words by their length", "sums the digits of a number",
-        "checks whether two words are anagrams", "implements a stack", "plays rock, paper, scissors"]  # fmt: skip
-WHO = ["wrote Romeo and Juliet", "painted the Mona Lisa", "invented the telephone", "discovered penicillin",
-       "was the first person on the moon", "built the Eiffel Tower", "composed the Four Seasons", "wrote the Odyssey",
-       "discovered gravity", "invented the light bulb", "was the first president of the United States",
-       "founded Microsoft", "wrote Don Quixote", "led the civil rights movement", "plays the lead in Titanic",
-       "sang Thriller", "won the world cup in 1998", "wrote the national anthem", "is the author of Moby Dick",
-       "directed Jurassic Park", "invented the steam engine", "discovered radium", "wrote the first novel",
-       "sings the song Yesterday", "invented basketball", "was the first woman in space",
-       "wrote Pride and Prejudice", "signed the declaration of independence", "is the voice of Darth Vader",
-       "was the king of France during the revolution", "painted the Starry Night", "discovered America",
-       "founded the Red Cross", "invented the airplane", "played James Bond first", "elects the pope",
-       "won the most grand slams in tennis", "wrote War and Peace", "is the god of thunder"]  # fmt: skip
-WHEN = ["did the second world war end", "was the first iPhone released", "did Rome fall", "was the Magna Carta signed",
-        "did the Berlin wall come down", "was the printing press invented", "did the Titanic sink",
-        "does winter begin in Australia", "was the United Nations founded", "did the American civil war start",
-        "was the internet invented", "did women get the right to vote", "was DNA discovered",
-        "did the last ice age end", "was the first world cup played", "was the Eiffel Tower built",
-        "did slavery end in the United States", "was the first car made", "does daylight saving time begin",
-        "did the French Revolution begin", "was penicillin discovered", "is the best time to plant tomatoes",
-        "did humans first land on the moon", "was the great wall of China built", "did Mozart die",
-        "do cherry trees bloom in Japan", "was the European Union founded"]  # fmt: skip
-WHERE = ["is the Great Barrier Reef", "does the Nile begin", "was paper invented", "is Mount Kilimanjaro",
-         "do penguins live", "is the Louvre", "does chocolate come from", "was Albert Einstein born",
-         "is the Sahara desert", "does the Danube end", "are the Great Lakes", "was pizza invented",
-         "is the pancreas in the body", "do red blood cells come from", "is Machu Picchu", "did the Vikings come from",
-         "is the largest desert", "are the Olympic games held", "does rubber come from", "is Stonehenge",
-         "did the first humans live", "is the Mariana Trench", "does the Amazon end", "is the thyroid gland",
-         "do sea turtles lay their eggs", "was the first university", "is most of the fresh water on earth",
-         "does coffee grow", "did jazz begin", "are the Alps"]  # fmt: skip
-WHAT = ["is the capital of Australia", "is the largest planet", "does the liver do", "is the boiling point of water",
-        "is the longest river in Africa", "causes earthquakes", "is the currency of Japan", "does DNA stand for",
-        "is the fastest animal on land", "are the three states of matter", "is the smallest country in the world",
-        "do bees make honey from", "is the speed of light", "are the primary colours", "is the meaning of democracy",
-        "type of energy is stored in food", "is the most spoken language in the world", "does a barometer measure",
-        "is the chemical symbol of gold", "is the difference between a crocodile and an alligator",
-        "is the function of the kidneys", "happens when water freezes", "is the largest organ of the body",
-        "does a conductor do", "is the highest mountain in Europe", "are the rules of chess", "does CPU stand for",
-        "is the role of the senate", "causes the seasons", "is the national animal of Scotland", "is a haiku",
-        "do whales eat", "is the population of India", "makes bread rise", "is the theme of Hamlet",
-        "is the most common blood type", "does a black belt mean", "is the difference between sex and gender",
-        "was the first video game", "is the unit of force"]  # fmt: skip
-SUBJECTS = ["Die Regierung", "Der Bürgermeister", "Die Polizei", "Ein Sprecher des Unternehmens", "Der Verein",
-            "Die Stadt", "Der Präsident", "Eine junge Frau", "Die Gewerkschaft", "Der Minister", "Die Forscher",
-            "Viele Menschen", "Die Schule", "Das Krankenhaus", "Die Bank", "Der Trainer", "Mein Nachbar",
-            "Die Partei", "Das Gericht", "Der Künstler", "Die Familie", "Ein Arzt aus Hamburg", "Die Universität",
-            "Der Hersteller", "Die Europäische Union", "Das Museum", "Die Feuerwehr"]  # fmt: skip
-VERBS = ["hat am Montag {o} angekündigt", "will im kommenden Jahr {o} prüfen", "hat gestern {o} vorgestellt",
-         "spricht seit Wochen über {o}", "lehnt {o} ab", "wartet noch immer auf {o}", "freut sich über {o}",
-         "muss bis zum Ende des Monats {o} bezahlen", "kann {o} nicht erklären",
-         "hat nach langen Verhandlungen {o} unterschrieben", "hat im Fernsehen {o} verteidigt",
-         "möchte {o} so bald wie möglich sehen", "hatte {o} schon im Sommer erwartet",
-         "hat am Ende {o} bekommen", "wusste nichts über {o}", "bereitet seit einem Jahr {o} vor"]  # fmt: skip
-OBJECTS = ["den neuen Plan", "die höheren Preise", "einen Vertrag mit China", "den Bau der Brücke", "die Reform",
-           "das Ergebnis der Wahl", "eine Erhöhung der Löhne", "die Folgen des Unfalls", "ein neues Gesetz",
-           "den Umzug nach Berlin", "die Kosten der Krise", "das Spiel gegen Frankreich", "die neue Ausstellung",
-           "einen Bericht über das Klima", "das alte Haus am Fluss", "den Streit um die Steuern", "mehr Polizisten",
-           "die Rückkehr der Touristen", "eine Lösung für das Problem", "den Anschlag vom Wochenende",
-           "das Buch eines Journalisten", "die Schulden der Gemeinde", "neue Medikamente"]  # fmt: skip
-ENDS = ["", ", sagte er der Zeitung", ", obwohl die Kritik daran wächst", ", weil das Geld fehlt",
-        ", wie am Dienstag bekannt wurde", " und hofft auf Hilfe aus Europa",
-        ", um Arbeitsplätze zu sichern"]  # fmt: skip
+LISTS = json.loads(Path(__file__).with_name("prompt_lists.json").read_text())
+SHARED_WORDS = 8
+TRANSLATE = {"de": "German", "fr": "French"}
 
 
-def passages(path: Path) -> list[str]:
-    """The quoted texts of the wiki-passage rows."""
-    found = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row["source"] == "wiki-passage" and row["prompt"].count('"') >= 2:
-            found.append(row["prompt"].split('"', 1)[1].rsplit('"', 1)[0])
-    return [text for text in dict.fromkeys(found) if len(text) > 200]
+class Maker:
+    """Draws prompts of every kind, without a repetition.
 
+    Args:
+        draw: Source of randomness.
+        texts: Paragraphs by language, neighbours beside each other.
+    """
 
-def main() -> None:
-    texts = passages(Path(sys.argv[1]))
-    draw = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    prompts: list[tuple[str, str]] = []
+    def __init__(self, draw, texts):
+        self.draw, self.texts, self.found = draw, texts, {}
 
-    def add(kind: str, candidates: list[str], count: int) -> None:
-        prompts.extend((kind, text) for text in draw.sample(candidates, min(count, len(candidates))))
+    def add(self, source, candidates, count, follow_ups=()):
+        """Up to `count` of the candidates that are new; some with a second turn."""
+        fresh = [text for text in dict.fromkeys(candidates) if text not in self.found]
+        for text in self.draw.sample(fresh, min(count, len(fresh))):
+            second = [self.draw.choice(follow_ups).replace("{tone}", self.draw.choice(LISTS["tones"]))]
+            self.found[text] = (source, [text, *second] if follow_ups else [text])
 
-    add("writing", [f"Write {form} about {topic}." for form in FORMS for topic in TOPICS], 130)
-    add(
-        "explaining",
-        [
-            f"{how} {what}{end}"
-            for what in CONCEPTS
-            for how, end in (
-                ("Explain", " in simple terms."),
-                ("What is", " and why does it matter?"),
-                ("Give an example of", "."),
-                ("Describe the main ideas behind", " and how they are related to everyday life."),
-            )
-        ],
-        90,
-    )
-    add(
-        "comparing",
-        [
-            text
-            for a, b in PAIRS
-            for text in (
-                f"What is the difference between {a} and {b}?",
-                f"Compare {a} and {b}. Which is better, and why?",
-            )
-        ],
-        32,
-    )
-    add(
-        "roleplay",
-        [
-            f"You are {role}. {task}"
-            for role in ROLES
-            for task in (
-                "Introduce yourself.",
-                "Tell me about your day.",
-                "Give me advice for a difficult decision.",
-                "What do you think about modern technology?",
-            )
-        ],
-        40,
-    )
-    add(
-        "coding",
-        [
-            f"{how} that {what}."
-            for what in CODE
-            for how in ("Write a Python function", "Write a C++ program", "Show me JavaScript code")
-        ],
-        50,
-    )
-    questions = [
-        f"{word} {rest}?"
-        for word, rests in (("Who", WHO), ("When", WHEN), ("Where", WHERE), ("What", WHAT))
-        for rest in rests
-    ]
-    add("question", questions + [question.lower().rstrip("?") for question in questions], 130)
-    german = [f"{s} {v.format(o=o)}{e}." for s in SUBJECTS for v in VERBS for o in OBJECTS for e in ENDS]
-    add("translation", [f"Translate German to English: {text}" for text in german], 130)
-    for index, text in enumerate(texts):
-        others = draw.sample(texts, 3)
-        shown = [[text], [text, others[0], others[1]], [text, *draw.sample(texts, 5)]][index % 3]
-        add("summary", [f"Summarize: {' '.join(shown)}"], 1)
-        question = draw.choice(questions)
-        long = "\n".join([*others[: index % 3 + 1], text])
-        subject = " ".join(text.split()[1:3])
-        add(
-            "rag",
-            [
-                f"{long}\n\nAnswer the question: what does the text say about {subject}?",
-                f"Answer the question based on the given information.\n\n{long}\n\nQuestion: {question}",
-            ],
-            1,
+    def pick(self, name):
+        """One of a list."""
+        return self.draw.choice(LISTS[name])
+
+    # ------------------------------------------------------------------------------------------- without a text
+
+    def conversations(self, scale, later):
+        """Tasks and questions; with `later`, those that can go on do."""
+        lists, follow = LISTS, LISTS["follow_ups"] if later else {}
+        explain = ("Explain {x} in simple terms.", "What is {x}, and why does it matter?", "Give an example of {x}.",
+                   "Describe the main ideas behind {x} and how they are related to everyday life.",
+                   "Write a short lecture about {x}.")  # fmt: skip
+        code = (
+            "Write a Python function that {x}.",
+            "Write a C++ program that {x}.",
+            "Show me JavaScript code that {x}.",
         )
-    draw.shuffle(prompts)
-    with Path(sys.argv[2]).open("w") as output:
-        for source, prompt in prompts:
-            output.write(json.dumps({"source": source, "prompt": prompt}) + "\n")
+        listing = ("Give me a list of {x}.", "List ten {x}, with one sentence about each.", "What are {x}?")
+        every = {
+            "writing": (300, [f"Write {form} about {topic}." for form in lists["forms"] for topic in lists["topics"]]),
+            "explaining": (250, [f.format(x=x) for x in lists["concepts"] for f in explain]),
+            "comparing": (60, [f.format(a, b) for a, b in lists["pairs"] for f in (
+                "What is the difference between {} and {}?", "Compare {} and {}. Which is better, and why?",
+                "When would you choose {} rather than {}?")]),
+            "roleplay": (90, [f"You are {role}. {task}" for role in lists["roles"] for task in lists["role_tasks"]]),
+            "coding": (120, [f.format(x=x) for x in lists["code"] for f in code]),
+            "listing": (100, [f.format(x=x) for x in lists["things_to_list"] for f in listing]),
+            "math": (450, [self.sum_in_words(text) for text in lists["math"] for _ in range(60)]),
+        }  # fmt: skip
+        for source, (count, candidates) in every.items():
+            if not later or source in follow:
+                self.add(source, candidates, round(scale * count), follow.get(source, ()))
+
+    def questions(self, scale):
+        """Short questions of fact, as they are typed: some without a capital, some without a mark."""
+        asked = [f"{word} {rest}" for word in ("who", "when", "where", "what") for rest in LISTS[word]]
+        for kind, forms in (("countries", "country_questions"), ("works", "work_questions"),
+                            ("films", "film_questions"), ("body", "body_questions")):  # fmt: skip
+            asked += [form.replace("{x}", thing) for thing in LISTS[kind] for form in LISTS[forms]]
+        typed = [text if place % 2 else f"{text[0].upper()}{text[1:]}?" for place, text in enumerate(asked)]
+        self.add("question", typed, round(700 * scale))
+
+    def sum_in_words(self, text):
+        """A problem with names and numbers in it."""
+        names, goods = self.draw.sample(LISTS["names"], 2), self.pick("goods")
+        numbers = {"a": self.draw.randint(12, 60), "b": self.draw.randint(3, 25), "c": self.draw.randint(2, 9),
+                   "c2": self.draw.randint(2, 8), "d": 10 * self.draw.randint(20, 40),
+                   "e": 10 * self.draw.randint(12, 60), "p": 5 * self.draw.randint(2, 12)}  # fmt: skip
+        return text.format(n1=names[0], n2=names[1], g=goods, **numbers)
+
+    # ------------------------------------------------------------------------------------------- with a text
+
+    def translations(self, scale):
+        """Sentences of books and of word lists, to English and back."""
+        german = LISTS["german"]
+        built = [
+            f"{self.draw.choice(german['subjects'])} {verb.format(o=o)}{self.draw.choice(german['ends'])}."
+            for verb in german["verbs"] for o in german["objects"] for _ in range(4)
+        ]  # fmt: skip
+        into = [f"Translate German to English: {text}" for text in built]
+        self.add("translation", into, round(500 * scale))
+        for language, name in TRANSLATE.items():
+            said = [sentence for text in self.texts.get(language, ()) for sentence in sentences(text)]
+            count = round({"de": 1000, "fr": 250}[language] * scale)
+            self.add("translation", [f"Translate {name} to English: {text}" for text in said], count)
+        said = [sentence for text in self.texts.get("en", ()) for sentence in sentences(text)]
+        for name, count in (("German", 350), ("French", 150), ("Spanish", 100)):
+            self.add("translation", [f"Translate English to {name}: {text}" for text in said], round(count * scale))
+        self.add("rewriting", [
+            f"{self.draw.choice(('Rewrite this sentence', 'Say this', 'Put this'))} {self.pick('tones')}: {text}"
+            for text in said
+        ], round(300 * scale))  # fmt: skip
+
+    def readings(self, scale):
+        """Summaries of, and questions about, passages of one paragraph to a few pages."""
+        longest = (900, 1800, 3600, 6000)
+        passages = [self.passage(place, longest[place % 4]) for place in range(len(self.texts.get("en", ())))]
+        passages = self.draw.sample(passages, len(passages))
+        summaries = (
+            "Summarize: {x}", "Summarize: {x}", "Summarize: {x}",
+            "Summarize the following text in two sentences:\n\n{x}",
+            "{x}\n\nWhat are the main points of this text?", "Give this text a title: {x}",
+        )  # fmt: skip
+        asked = [self.draw.choice(summaries).replace("{x}", text) for text in passages]
+        self.add("summary", asked, round(900 * scale))
+        asked = []
+        for text in passages[::-1]:
+            words = re.findall(r"[A-Za-z][a-z]{5,}", text)
+            if not words:
+                continue
+            subject = self.draw.choice(words).lower()
+            question = self.draw.choice((
+                f"what does the text say about {subject}?", f"why is {subject} important here?",
+                f"who or what is {subject}?", f"{self.draw.choice(LISTS['questions_of_reading'])}",
+            ))  # fmt: skip
+            asked.append(self.draw.choice((
+                f"{text}\n\nAnswer the question: {question}", f"Given the text below, {question}\n\n{text}",
+                f"Context: {text}\n\nQuestion: {question}\nAnswer:",
+            )))  # fmt: skip
+        self.add("rag", asked, round(1000 * scale))
+        short = [text for text in passages if len(text) < 1000]
+        forms = ("Extract the names and terms from this text as a list: {x}", "Which facts does this text state? {x}",
+                 "Write three questions that this text answers: {x}")  # fmt: skip
+        self.add("extraction", [self.draw.choice(forms).replace("{x}", text) for text in short], round(150 * scale))
+
+    def passage(self, place, longest):
+        """Neighbouring paragraphs, as many as fit into so many characters."""
+        texts, taken = self.texts["en"], ""
+        while place < len(texts) and len(taken) + len(texts[place]) < longest:
+            taken, place = f"{taken} {texts[place]}".strip(), place + 1
+        return taken or texts[place][:longest]
+
+
+def sentences(text):
+    """Sentences of prose that can stand alone."""
+    found = re.split(r"(?<=[.!?]) +(?=[A-ZÄÖÜÉÀ])", text)
+    return [one for one in found if 50 <= len(one) <= 240 and not re.search(r"[/_<>{}|=\\]|--", one)]
+
+
+def read_texts(paths):
+    """Paragraphs by language; of conversations the answers, which are English."""
+    texts = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if "messages" in row:
+                said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+                texts.setdefault("en", []).extend(re.sub(r"\s+", " ", text) for text in said if len(text) > 300)
+            else:
+                texts.setdefault(row.get("language", "en"), []).append(row["text"])
+    return texts
+
+
+def words_of(text):
+    return re.findall(r"\w+", text.lower())
+
+
+class Benchmarks:
+    """Questions that may not be trained on."""
+
+    def __init__(self, paths):
+        self.runs, self.whole = set(), set()
+        for path in paths:
+            for line in path.read_text().splitlines():
+                for turn in json.loads(line)["turns"]:
+                    words = words_of(turn)
+                    self.whole.add(tuple(words))
+                    self.runs |= {tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}
+
+    def have(self, text):
+        """Whether a prompt is one of theirs, or nearly."""
+        words = words_of(text)
+        runs = (tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1))
+        return tuple(words) in self.whole or any(run in self.runs for run in runs)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--texts", type=Path, action="append", default=[])
+    parser.add_argument("--add", type=Path, action="append", default=[])
+    parser.add_argument("--avoid", type=Path, action="append", default=[])
+    parser.add_argument("--kinds", nargs="*", default=["conversations", "questions", "translations", "readings"])
+    parser.add_argument("--turns", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of prompts of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    maker, benchmarks = Maker(random.Random(options.seed), read_texts(options.texts)), Benchmarks(options.avoid)
+    for path in options.add:
+        for row in map(json.loads, path.read_text().splitlines()):
+            maker.found[row["prompt"]] = (row.get("source", path.stem), [row["prompt"]])
+    if "conversations" in options.kinds:
+        maker.conversations(options.scale, options.turns == 2)
+    for kind in ("questions", "translations", "readings"):
+        if kind in options.kinds:
+            getattr(maker, kind)(options.scale)
+    rows = list(maker.found.values())
+    kept = [row for row in rows if not any(benchmarks.have(turn) for turn in row[1])]
+    maker.draw.shuffle(kept)
+    with options.output.open("w") as output:
+        for source, turns in kept:
+            output.write(json.dumps({"source": source, "turns": turns}, ensure_ascii=False) + "\n")
+    counts = Counter(source for source, _ in kept).most_common()
+    print(f"{len(kept)} prompts, {len(rows) - len(kept)} left out for a benchmark's sake")
+    print(", ".join(f"{count} {source}" for source, count in counts))
 
 
 if __name__ == "__main__":

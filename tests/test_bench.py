@@ -22,6 +22,7 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin, bench, cli
 from hf_specdec.bench import machine, measuring, methods
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.state import state_of
 from hf_specdec.loading import encode_chat
 
 QUESTIONS = [
@@ -173,6 +174,28 @@ def test_every_method_goes_on_with_its_own_answers(llama: Any, template: str | N
         ("prompt_lookup", 16, 2, True),
     ]
     assert all(len(row.seconds) == 1 and row.stages for row in rows[1:])
+
+
+def test_no_method_learns_from_the_answers_of_another_one_or_of_another_round(llama: Any) -> None:
+    """Tau is that of a model which saw these questions only, by this method; and the user's drafters learn nothing."""
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(llama))
+    tokenizer, settings = zoo.chat_tokenizer(), {"again": "token_recycling"}
+    methods = ["token_recycling", "again"]
+    rows = list(bench.measure(
+        model, tokenizer, QUESTIONS, methods, max_new_tokens=24, rounds=2, settings=settings
+    ))  # fmt: skip
+    taus = {(row.method, row.question_id): row.tau for row in rows}
+    fresh = SpeculativeGenerationMixin.attach(copy.deepcopy(llama))
+    alone = []
+    for question in (*QUESTIONS, QUESTIONS[0]):
+        inputs = encode_chat(tokenizer, question.turns[:1], model.device)
+        fresh.generate(**inputs, max_new_tokens=24, do_sample=False, speculative="token_recycling")
+        alone.append(fresh.last_speculation.mean_accepted_length)
+    for method in methods:
+        assert [taus[method, question.question_id] for question in QUESTIONS] == alone[:2]
+    assert alone[2] > alone[0]  # what a second round would have known
+    drafter = state_of(model).made["token_recycling"]
+    assert not bool((drafter.table.ids[0] != drafter.table.ids[0][0, 0]).any())  # nothing was learned for good
 
 
 def test_the_first_difference_is_told_in_its_turn() -> None:

@@ -142,7 +142,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_target(*_: Any) -> Any:
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("hf_specdec.cli.training.load_target", load_target)
+    monkeypatch.setattr("hf_specdec.cli.runs.load_target", load_target)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -246,7 +246,7 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     assert run(monkeypatch, *command) == 0
     assert load_head(tmp_path / "head").config.base_model_name_or_path == "org/target"
     assert "The head starts from the target's lm_head" in capsys.readouterr().err
-    monkeypatch.setattr("hf_specdec.cli.training.load_target", None)
+    monkeypatch.setattr("hf_specdec.cli.runs.load_target", None)
     assert run(monkeypatch, *command, "--aligned-steps", 2) == 2
     assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
 

@@ -24,6 +24,9 @@ from hf_specdec.drafters.candidates import (
     merge,
     merge_children,
 )
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 
 Path = tuple[int, ...]
 
@@ -264,3 +267,24 @@ def test_what_was_learned_with_one_row_is_expected_of_more() -> None:
     assert batch.choose(of_eight, 8) is option  # once, for what it costs is not known
     option.learn(of_eight, hybrid.Width(8, 12.8, 12.8, 1.4), 0.8, 8)
     assert batch.choose(of_eight, 8) is None
+
+
+def test_what_was_learned_is_recalled_by_all_who_share_it() -> None:
+    """Memories are copies: what is learned later is in neither, and other forms of a drafter know the same."""
+    recycling = TokenRecyclingDrafter(width=2, pairs=3)
+    recycling.table = RecycledTokens(5, 2, 3, torch.device("cpu"))
+    hybrid = HybridDrafter({"token_recycling": recycling, "prompt_lookup": PromptLookupDrafter()})
+    other = hybrid.with_parts(lambda part: part)
+    before, empty = hybrid.memory(), recycling.table.ids[0].clone()
+    hybrid.experience.count_step(1, 2.0, 2)
+    recycling.table.ids[0][3] = 4
+    after, trust, learned = hybrid.memory(), hybrid.experience.trust(1), recycling.table.ids[0].clone()
+    hybrid.recall(before)
+    assert other.experience.trust(1) == Experience().trust(1) < trust
+    assert torch.equal(recycling.table.ids[0], empty)
+    hybrid.recall(after)
+    assert other.experience.trust(1) == trust
+    assert torch.equal(recycling.table.ids[0], learned)
+    hybrid.recall(None)
+    assert other.experience.trust(1) == Experience().trust(1)
+    assert torch.equal(recycling.table.ids[0], empty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from hf_specdec.training import (
     capture_features,
     feature_bytes,
     features,
+    head_arguments,
+    hold_out,
     most_frequent_tokens,
     predicted_tau,
     start_from_target,
@@ -36,9 +39,12 @@ from hf_specdec.training import (
     train_medusa,
 )
 from hf_specdec.training.eagle import EagleObjective
-from hf_specdec.training.features import collate
+from hf_specdec.training.estimate import estimate_run, num_steps_of
+from hf_specdec.training.features import collate, features_of
+from hf_specdec.training.measures import Counts, HeadLoss, Tally
 from hf_specdec.training.medusa import MedusaObjective, answers_ahead
-from hf_specdec.training.trainer import HeadLoss, HeadTrainer, last_checkpoint
+from hf_specdec.training.runs import last_checkpoint
+from hf_specdec.training.trainer import HeadTrainer
 
 TALKS = [
     Conversation.of([5, 6, 7], [8, 9]),
@@ -192,8 +198,9 @@ def slow_eagle_loss(
     hot = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(zoo.VOCAB_SIZE)
     rows, right = model.lm_head.weight[hot], []
     total = torch.zeros(())
+    chains = set(range(1, len(talk.input_ids)))  # roots from which all was right so far
     for step in range(config.aligned_steps):
-        losses, agreed = [], []
+        losses, agreed, whole = [], [], set()
         for root in range(1, len(talk.input_ids)):
             last = root + step + 1  # the token that this step's node is to say
             if last >= len(talk.input_ids) or not all(talk.loss_mask[root : last + 1]):
@@ -211,7 +218,9 @@ def slow_eagle_loss(
                 loss = loss + config.feature_weight * torch.nn.functional.smooth_l1_loss(hidden[0, -1], wanted)
             losses.append(loss)
             agreed.append(bool(hot[logits.argmax()] == (model.lm_head.weight @ wanted).argmax()))
-        right.append((sum(agreed), len(agreed)))
+            whole |= {root} & chains if agreed[-1] else set()
+        chains = whole
+        right.append((sum(agreed), len(agreed), len(chains)))
         total = total + config.step_decay**step * sum(losses) / max(len(losses), 1)
     return total, right
 
@@ -248,9 +257,11 @@ def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
     outputs: HeadLoss = objective(**collate(rows), measure=1)
     wanted, right = slow_eagle_loss(model, head, talk, config)
     torch.testing.assert_close(outputs.loss, wanted, atol=1e-5, rtol=1e-5)
-    assert outputs.right is not None
-    assert outputs.counted is not None
-    assert list(zip(outputs.right[:, 0].tolist(), outputs.counted.tolist(), strict=True)) == right
+    assert outputs.counts is not None
+    counts = outputs.counts
+    assert (
+        list(zip(*(x.tolist() for x in (counts.right[:, 0], counts.counted, counts.accepted)), strict=True)) == right
+    )
     first: Any = head.eh_proj if version == "mtp" else head.fc
     gradients = [torch.autograd.grad(loss, first.weight)[0] for loss in (outputs.loss, wanted)]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
@@ -365,9 +376,101 @@ def test_the_medusa_loss_is_its_definition(fields: dict[str, Any], soft_labels: 
                 losses.append(-(truth * said).sum())
         counts.append(count)
         total = total + 0.5**head * sum(losses) / count
-    assert outputs.counted is not None
-    assert outputs.counted.tolist() == counts
+    assert outputs.counts is not None
+    assert outputs.counts.counted.tolist() == counts
     torch.testing.assert_close(outputs.loss, total, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def test_a_tally_by_hand() -> None:
+    """Two depths whose places are one to the right of each other; a chain that broke stays broken."""
+    first, second = torch.tensor([[1, 1, 0, 1]]).bool(), torch.tensor([[0, 1, 1, 0]]).bool()
+    tally = Tally(first, 2)
+    tally.add(first, torch.tensor([[1, 0], [0, 1], [1, 0]]).bool())
+    tally.move_on()
+    tally.add(second, torch.tensor([[1, 0], [1, 0]]).bool())
+    counts = tally.counts()
+    assert counts is not None
+    assert counts.right.tolist() == [[2, 1], [2, 0]]
+    assert counts.counted.tolist() == [3, 2]
+    assert counts.accepted.tolist() == [2, 1]  # of the second depth the one whose root was right, too
+    assert counts.acceptance == pytest.approx([2 / 3, 1 / 2])
+    assert counts.accuracies[0] == pytest.approx((2 / 3, 1 / 3))
+    assert counts.accuracies[1] == (1.0, 0.0)
+    again = Counts.of(counts.packed() + counts.packed())
+    assert again.accuracies == counts.accuracies
+    assert again.accepted.tolist() == [4, 2]
+    assert Tally(first, 0).counts() is None
+
+
+def test_some_are_held_out_at_even_distances() -> None:
+    talks = [Conversation.of([5], [number]) for number in range(6)]
+    kept, apart = hold_out(talks, 2)
+    assert [talk.input_ids[1] for talk in apart] == [2, 5]
+    assert [talk.input_ids[1] for talk in kept] == [0, 1, 3, 4]
+    assert hold_out(talks, 0) == (talks, [])
+    assert hold_out(talks, 9) == ([], talks)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Path) -> None:
+    """It is measured before each checkpoint, and the weights at the end are those of the best one."""
+    model = zoo.build("llama")
+    data: list[Any] = [TALKS * 4, TALKS]
+    if captured:
+        data = [capture_features(model, talks, tmp_path / str(len(talks))) for talks in data]
+    head = random_head(model, version=1)
+    options = head_arguments(
+        tmp_path / "run", {"save_steps": 2, "disable_tqdm": True, "logging_steps": 1}, held_out=True, max_steps=7,
+        per_device_train_batch_size=4, learning_rate=0.5, seed=0,
+    )  # fmt: skip
+    train_eagle(model, head, data[0], options, EagleTrainingConfig(0.0, 1.0, noise=0.0), held_out=data[1])
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    rows = {row["step"]: row for row in state["log_history"] if "eval_tau" in row}
+    assert sorted(rows) == [2, 4, 6, 7]
+    best = max(rows, key=lambda step: (rows[step]["eval_tau"], -step))
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
+    objective = EagleObjective(head, model, EagleTrainingConfig(0.0, 1.0, noise=0.0))
+    batch = collate(
+        [{"input_ids": torch.tensor(talk.input_ids), "loss_mask": torch.tensor(talk.loss_mask)} for talk in TALKS]
+    )
+    features = features_of(model, batch["input_ids"], batch["lengths"], objective.layers)
+    counts = objective(**batch, features=features, measure=1).counts
+    assert counts is not None
+    assert rows[best]["eval_tau"] == pytest.approx(1 + sum(counts.acceptance))
+    assert [rows[best][f"eval_accepted_{depth}"] for depth in (1, 2, 3)] == pytest.approx(counts.acceptance)
+    assert head.config.recipe["tau of greedy chains on held-out conversations"] == round(rows[best]["eval_tau"], 2)
+
+
+def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:
+    """Steps and disk to the byte; the rehearsal leaves neither gradients nor draws behind."""
+    linear = torch.nn.Linear(10, 10, bias=False)
+    rehearsed: list[list[int]] = []
+
+    def rehearse(numbers: Any) -> Tensor:
+        rehearsed.append(list(numbers))
+        return linear(torch.ones(len(numbers), 10)).sum()
+
+    options = arguments(
+        tmp_path, -1, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        save_strategy="steps", save_steps=2, save_total_limit=2,
+    )  # fmt: skip
+    lengths = [5, 50, 7, 9, 8]
+    assert num_steps_of(options, 5) == 6  # three batches, two updates an epoch
+    found = estimate_run(rehearse, linear, lengths, options, num_done=2)
+    assert rehearsed == [[2, 4], [2, 4], [3, 1]]
+    assert found.num_steps == 4
+    assert found.disk_bytes == 3 * 12 * 100
+    assert found.memory_bytes > 12 * 100
+    assert linear.weight.grad is None
+    assert str(replace(found, seconds_per_step=1800.0)).startswith("4 steps of 1.8e+03 s: about 2 h 00 min; ")
+    model, head = zoo.build("llama"), random_head(zoo.build("llama"), version=1)
+    trainer = HeadTrainer(EagleObjective(head, model, EagleTrainingConfig()), model, TALKS, arguments(tmp_path, 1))
+    before = torch.get_rng_state()
+    assert trainer.rehearse([0, 2]).requires_grad
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ------------------------------------------------------------------------------------------------------ the Trainer

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 from hf_specdec.bench.methods import COMPILED, FIRST_TRIES, PEERS, call_options, check_compiled, compiled_graphs
 from hf_specdec.bench.questions import Question
+from hf_specdec.generation.state import state_of
 from hf_specdec.loading import encode_chat
 
 WARM_UP_TOKENS = 8
@@ -102,6 +103,9 @@ def measure(
 ) -> Iterator[Measurement]:
     """Run every method on every question and yield what was seen. An error ends the run.
 
+    Drafters that learn know what their own method said to the questions before, and nothing of what others, or
+    earlier rounds, said to this one; in the end they know what they knew before.
+
     Args:
         model: An attached model with its drafters.
         tokenizer: Its tokenizer.
@@ -126,16 +130,21 @@ def measure(
     if COMPILED in order:
         longest = max(_prompt_length(tokenizer, question, max_new_tokens) for question in asked)
     caller = _Caller(model, tokenizer, max_new_tokens, idle)
+    known = state_of(model).memory()
     for method in order:
         setting = given.get(method)
         if isinstance(setting, External):
             caller.externals[method] = setting
         else:
             caller.options[method] = call_options(method, setting, model, longest + max_new_tokens)
-    for method in order:
-        caller.warm_up(method, asked[0])
-    for question in asked:
-        yield from _measure_question(caller, question, order, rounds)
+    try:
+        for method in order:
+            caller.warm_up(method, asked[0])
+        caller.memories = dict.fromkeys(order, known)
+        for question in asked:
+            yield from _measure_question(caller, question, order, rounds)
+    finally:
+        state_of(model).recall(known)
 
 
 def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> int:
@@ -182,6 +191,15 @@ class _Caller:
         self.options: dict[str, dict[str, Any]] = {}
         self.externals: dict[str, External] = {}
         self.warm_up_seconds: dict[str, float] = {}
+        self.memories: dict[str, Any] = {}  # what drafters have learned in each method's own calls
+
+    def remembering(self, method: str, inputs: Any) -> _Answer:
+        """One call, timed, of a method that knows its own earlier calls and no others."""
+        state = state_of(self.model)
+        state.recall(self.memories[method])
+        answer = self.answer(inputs, method)
+        self.memories[method] = state.memory()
+        return answer
 
     def encode(self, texts: Sequence[str]) -> Any:
         """A conversation as inputs of `generate()`."""
@@ -191,6 +209,11 @@ class _Caller:
         """An answer as a later turn reads it."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
+
+    @property
+    def unlearned(self) -> set[str]:
+        """Methods that none of our drafters take part in."""
+        return {*PEERS, *self.externals}
 
     def warm_up(self, method: str, question: Question) -> None:
         """Call a method until a call compiles nothing.
@@ -268,9 +291,11 @@ class _Round:
 
 
 def _measure_question(caller: _Caller, question: Question, order: Sequence[str], rounds: int) -> Iterator[Measurement]:
-    """All methods in turn, turn by turn, round by round."""
+    """All methods in turn, turn by turn, round by round; no round knows the answers of the one before."""
     seen: dict[str, list[_Round]] = {method: [_Round() for _ in range(rounds)] for method in order}
+    before = dict(caller.memories)
     for number in range(rounds):
+        caller.memories = dict(before)
         for turn in question.turns:
             for method in order:
                 _take_turn(caller, seen[method][number], turn, method)
@@ -300,7 +325,7 @@ def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
     """One answer, and what it adds to the conversation."""
     seen.texts.append(turn)
     inputs = caller.encode(seen.texts)
-    answer = caller.answer(inputs, method)
+    answer = caller.answer(inputs, method) if method in caller.unlearned else caller.remembering(method, inputs)
     seen.prompts.append(inputs)
     seen.answers.append(answer)
     seen.texts.append(caller.text_of(answer.ids))

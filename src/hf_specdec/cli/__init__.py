@@ -10,7 +10,7 @@ import transformers
 import typer
 from safetensors import SafetensorError
 
-from hf_specdec.cli import bench, generation, heads, training
+from hf_specdec.cli import bench, distilling, generation, heads, training, trees
 from hf_specdec.errors import SpeculativeDecodingError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def options(
 
 
 for _command in (
-    generation.demo, generation.generate, bench.bench, heads.inspect, heads.convert, training.distill, training.tree,
+    generation.demo, generation.generate, bench.bench, heads.inspect, heads.convert, distilling.distill, trees.tree,
 ):  # fmt: skip
     app.command()(_command)
 app.add_typer(training.train, name="train")

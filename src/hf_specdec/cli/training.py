@@ -1,4 +1,4 @@
-"""The training commands: `hf-specdec distill | train medusa | train eagle | tree`, also under `accelerate launch`.
+"""The training commands: `hf-specdec train medusa | train eagle`, also under `accelerate launch`.
 
 Everything that can be refused is refused before the target is loaded; the packages of training are imported by these
 commands alone.
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from hf_specdec import viz
 from hf_specdec.checkpoints.formats import Head
@@ -27,23 +25,22 @@ from hf_specdec.cli.options import (
     need_package,
     read_object,
     writable_directory,
-    writable_file,
 )
+from hf_specdec.cli.runs import Data, Output, conversations_of, is_main, note, target_of, tell, training_package
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specdec.loading import load_config, load_target, load_tokenizer
+from hf_specdec.loading import load_config
 from hf_specdec.target.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
-    from hf_specdec.training import Conversation, FeatureStore
+    from hf_specdec.training import Conversation
+    from hf_specdec.training.trainer import TrainingData
 
-Output = Annotated[Path, typer.Option(help="Directory to write to; run the same command again to go on there.")]
-Data = Annotated[list[str], typer.Option(help="What `distill` wrote, a .jsonl file or a dataset; may be repeated.")]
 Features = Annotated[
     Path | None, typer.Option(help="Capture the target's features here once; else they are made in every step.")
 ]
@@ -60,6 +57,10 @@ More = Annotated[
     Path | None,
     typer.Option("--arguments", help="JSON file of further transformers TrainingArguments (bf16, fsdp, ...)."),
 ]
+HeldOut = Annotated[
+    int | None,
+    typer.Option(min=0, help="Conversations to measure on, not to train on; default: a twentieth, at most 64."),
+]
 Fields = Annotated[
     Path | None,
     typer.Option(help="JSON file of further fields of the head's config (fc_norm, intermediate_size, ...)."),
@@ -69,42 +70,10 @@ BaseName = Annotated[
     typer.Option(help="Name of the target to write down in the head, where --model is a path: its Hub id."),
 ]
 
+SHARE_HELD_OUT, MOST_HELD_OUT = 20, 64
+"""One conversation of so many is held out, and so many of them at most."""
+
 train = typer.Typer(help="Train a draft head for a model from its own answers.", no_args_is_help=True)
-
-
-def distill(
-    output: Output,
-    prompts: Annotated[str | None, typer.Option(help="File of prompts, or a dataset's name.")] = None,
-    invent: Annotated[int, typer.Option(min=0, help="Prompts that the model makes up, besides.")] = 0,
-    model: Model = None,
-    split: Annotated[str, typer.Option(help="Of a dataset.")] = "train",
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most.")] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, callback=finite, help="Repeat for a mix; 0 is greedy.")
-    ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="User turns; missing ones are invented.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call.")] = 32,
-    seed: Seed = 0,
-    dtype: Precision = "bfloat16",
-    as_json: Json = False,
-) -> None:
-    """Let a model answer prompts, and keep prompts and answers to train heads on."""
-    if prompts is None and not invent:
-        raise InvalidConfigError("There is nothing to answer.", "Give --prompts, or --invent N.")
-    need_package("datasets", "Distilling", "training")
-    writable_directory(output, "--output")
-    training = _training()
-    asked = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
-    config = training.DistillConfig(
-        max_new_tokens=max_new_tokens, num_turns=turns, batch_size=batch_size, seed=seed,
-        temperatures=tuple(temperature or training.DistillConfig().temperatures),
-    )  # fmt: skip
-    target, tokenizer = _target(model, dtype)
-    training.distill(target, tokenizer, [*asked, *training.invented_prompts(invent)], output, config)
-    talks = training.read_conversations(output)
-    answered = sum(sum(talk.loss_mask) for talk in talks)
-    _tell({"output": str(output), "conversations": len(talks), "answer_tokens": answered}, as_json)
 
 
 @train.command()
@@ -126,6 +95,7 @@ def medusa(
     batch_size: Batch = 8,
     accumulate: Accumulate = 1,
     learning_rate: Rate = 1e-3,
+    held_out: HeldOut = None,
     seed: Seed = 0,
     more: More = None,
     dtype: Precision = "bfloat16",
@@ -134,6 +104,10 @@ def medusa(
     """Train Medusa heads (Medusa-1: the target is frozen; with --joint Medusa-2)."""
     if joint:
         need_package("peft", "Medusa-2", "training")
+        if held_out:
+            raise InvalidConfigError("--held-out measures heads on a frozen target, and --joint trains it, too.",
+                                     "Leave one of them out.")  # fmt: skip
+        held_out = 0
     fields = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
     run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
@@ -143,24 +117,28 @@ def medusa(
         **fields,
     )  # fmt: skip
     _name_target(config, base_model_name, path="./model" if joint else None)
-    talks = _conversations(data, model, max_length)
+    talks, apart = _talks(data, model, max_length, held_out)
     heads = MedusaHeads(config)
     _set_vocabulary(heads, talks)
-    training = _training()
+    training = training_package()
     if not joint:
         training.check_same_run(output, training.run_facts(heads, training.MedusaTrainingConfig(), _lengths(talks)))
-    target, tokenizer = _target(model, dtype)
+    target, tokenizer = target_of(model, dtype)
     heads.start_from(target.get_output_embeddings())
     if joint:
         adapted = training.train_medusa2(
             target, heads, talks, run.arguments(), heads_arguments=run.arguments("heads"), resume=True
         )
-        if _is_main():
+        if is_main():
             adapted.merge_and_unload().save_pretrained(output / "model")
             tokenizer.save_pretrained(output / "model")
     else:
-        heads = training.train_medusa(target, heads, run.data(target, talks, (LAST,)), run.arguments(), resume=True)
+        stored, measured = run.data(target, talks, apart, (LAST,))
+        arguments = run.arguments(held_out=bool(apart))
+        heads = training.train_medusa(target, heads, stored, arguments, resume=True, held_out=measured)
     _finish(heads, output, as_json)
+    if apart:
+        _tell_speed(target, heads, measured)
 
 
 @train.command()
@@ -181,6 +159,7 @@ def eagle(
     batch_size: Batch = 8,
     accumulate: Accumulate = 1,
     learning_rate: Rate = 3e-4,
+    held_out: HeldOut = None,
     seed: Seed = 0,
     more: More = None,
     dtype: Precision = "bfloat16",
@@ -197,78 +176,29 @@ def eagle(
     head = _new_eagle(version, target_config, fields) if initial_head is None else _read_eagle(initial_head)
     head.check_sizes(target_config.get_text_config(decoder=True))
     _name_target(head.config, base_model_name)
-    talks = _conversations(data, model, max_length)
+    talks, apart = _talks(data, model, max_length, held_out)
     if initial_head is None:
         _set_vocabulary(head, talks)
-    training = _training()
+    training = training_package()
     recipe = training.EagleTrainingConfig.for_head(head)
     if aligned_steps is not None:
         recipe = recipe.with_steps(aligned_steps)
     training.check_same_run(output, training.run_facts(head, recipe, _lengths(talks)))
-    target, _ = _target(model, dtype)
+    target, _ = target_of(model, dtype)
     if initial_head is None and isinstance(head, Eagle3Head):
         misfits = training.start_from_target(head, target)
         reason = f"at random: of the target's parts {', '.join(misfits)} would not fit"
         parts = "from the target's lm_head, final norm and last layer but one"
-        _note(f"The head starts {reason if misfits else parts}.")
-    stored = run.data(target, talks, tuple(dict.fromkeys((*head.feature_layers, LAST))))
-    head = training.train_eagle(target, head, stored, run.arguments(), recipe, resume=True)
+        note(f"The head starts {reason if misfits else parts}.")
+    stored, measured = run.data(target, talks, apart, tuple(dict.fromkeys((*head.feature_layers, LAST))))
+    arguments = run.arguments(held_out=bool(apart))
+    head = training.train_eagle(target, head, stored, arguments, recipe, resume=True, held_out=measured)
     _finish(head, output, as_json)
-
-
-def tree(
-    drafter: Annotated[str, typer.Option(help="Path or Hub id of the head.")],
-    data: Data,
-    output: Annotated[Path, typer.Option(help="Where to write the head with its tree; may be the head's directory.")],
-    model: Model = None,
-    num_nodes: Annotated[int | None, typer.Option(min=2, help="Size, root included; default: the fastest.")] = None,
-    max_nodes: Annotated[int, typer.Option(min=2, help="Largest size to choose from.")] = 64,
-    num_steps: Annotated[int, typer.Option(min=1, help="Deepest level.")] = 5,
-    top_k: Annotated[int, typer.Option(min=1, help="Candidates measured per node.")] = 10,
-    limit: Annotated[int, typer.Option(min=1, help="Conversations to calibrate on.")] = 200,
-    plot: Annotated[Path | None, typer.Option(help="Draw the tree into this file.")] = None,
-    dtype: Precision = "bfloat16",
-    as_json: Json = False,
-) -> None:
-    """Find the static tree that pays most for a head on this device."""
-    writable_directory(output, "--output")
-    writable_file(plot, "--plot")
-    if plot is not None:
-        need_package("matplotlib", "--plot", "training")
-    head = load_head(drafter)
-    if (output / "config.json").exists() and output.resolve() != Path(drafter).resolve():
-        raise InvalidConfigError(
-            f"--output {output} holds another head, it is not the directory of this head.",
-            "Give a new one, or the head's.",
-        )
-    head.check_sizes(load_config(model).get_text_config(decoder=True))
-    talks = _conversations(data, model, 2048)[:limit]
-    target, _ = _target(model, dtype)
-    head = head.to(target.device, target.dtype)
-    found = _training().search_tree(
-        target, head, talks, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k
-    )
-    head.save_pretrained(output)
-    if plot is not None:
-        viz.save_plot(viz.plot_tree(found.choices, found.acceptance), plot)
-    if not as_json:
-        table = Table("nodes", "expected tau", "verify ms")
-        for size, seconds in found.verify_seconds.items():
-            table.add_row(str(size), f"{found.expected_tau[size]:.2f}", f"{1e3 * seconds:.1f}")
-        if found.verify_seconds:
-            Console().print(table)
-    tau, choices = found.expected_tau[found.num_nodes], [list(path) for path in found.choices]
-    _tell({"output": str(output), "num_nodes": found.num_nodes, "expected_tau": tau, "tree": choices}, as_json)
+    if apart:
+        _tell_speed(target, head, measured)
 
 
 # ----------------------------------------------------------------------------------------------------- what they share
-
-
-def _training() -> Any:
-    """The package that does the work: transformers' Trainer and what it imports, which no other command needs."""
-    from hf_specdec import training
-
-    return training
 
 
 class _Run:
@@ -285,25 +215,45 @@ class _Run:
         self._output, self._features, self._more, self._fields = output, features, more, fields
         self.arguments()
 
-    def arguments(self, below: str = "") -> TrainingArguments:
+    def arguments(self, below: str = "", *, held_out: bool = False) -> TrainingArguments:
         """For the Trainer, with its checkpoints in a directory below the output."""
         from transformers import set_seed
 
         set_seed(self._fields["seed"])
-        arguments: TrainingArguments = _training().head_arguments(self._output / below, self._more, **self._fields)
+        arguments: TrainingArguments = training_package().head_arguments(
+            self._output / below, self._more, held_out=held_out, **self._fields
+        )
         return arguments
 
     def data(
-        self, target: PreTrainedModel, talks: list[Conversation], layers: tuple[int, ...]
-    ) -> FeatureStore | list[Conversation]:
-        """What to train on: captured features, or conversations."""
+        self, target: PreTrainedModel, talks: list[Conversation], apart: list[Conversation], layers: tuple[int, ...]
+    ) -> tuple[TrainingData, TrainingData | None]:
+        """What to train on, and what to measure on: captured features, or conversations."""
         if self._features is None:
-            return talks
-        training = _training()
-        size = training.feature_bytes(target, talks, layers)
-        _note(f"{size / 1e9:.2f} GB of features in {self._features}")
-        captured: FeatureStore = training.capture_features(target, talks, self._features, layers=layers, progress=True)
-        return captured
+            return talks, apart or None
+        training = training_package()
+        size = training.feature_bytes(target, [*talks, *apart], layers)
+        note(f"{size / 1e9:.2f} GB of features in {self._features}")
+        stored = training.capture_features(target, talks, self._features, layers=layers, progress=True)
+        if not apart:
+            return stored, None
+        return stored, training.capture_features(target, apart, self._features / "held-out", layers=layers)
+
+
+def _talks(
+    data: list[str], model: str | None, max_length: int, held_out: int | None
+) -> tuple[list[Conversation], list[Conversation]]:
+    """Conversations to train on, and those held out.
+
+    Raises:
+        InvalidConfigError: There are none, or all would be held out.
+    """
+    talks = conversations_of(data, model, max_length)
+    count = min(len(talks) // SHARE_HELD_OUT, MOST_HELD_OUT) if held_out is None else held_out
+    if count >= len(talks):
+        raise InvalidConfigError(f"--held-out {count} of {len(talks)} conversations leaves none to train on.")
+    kept, apart = training_package().hold_out(talks, count)
+    return kept, apart
 
 
 def _new_eagle(version: int, target_config: Any, fields: dict[str, Any]) -> EagleHead | Eagle3Head:
@@ -330,30 +280,6 @@ def _name_target(config: Any, name: str | None, path: str | None = None) -> None
     config.base_model_name_or_path = name or path or portable_name(config.base_model_name_or_path)
 
 
-def _target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """A target with its tokenizer, on this process's device."""
-    from hf_specdec.training.processes import processes
-
-    target, tokenizer = load_target(name, dtype)
-    return target.to(processes().device).eval(), tokenizer
-
-
-def _is_main() -> bool:
-    from hf_specdec.training.processes import processes
-
-    return bool(processes().is_main_process)
-
-
-def _conversations(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
-    training = _training()
-    talks = training.read_conversations(*data, tokenizer=load_tokenizer(model))
-    cut = [training.Conversation(talk.input_ids[:max_length], talk.loss_mask[:max_length]) for talk in talks]
-    kept = [talk for talk in cut if sum(talk.loss_mask) > 1]
-    if not kept:
-        raise InvalidConfigError(f"{', '.join(data)} holds no answers.", "`hf-specdec distill` makes some.")
-    return kept
-
-
 def _lengths(talks: list[Conversation]) -> list[int]:
     return [len(talk.input_ids) for talk in talks]
 
@@ -361,39 +287,43 @@ def _lengths(talks: list[Conversation]) -> list[int]:
 def _set_vocabulary(head: Head, talks: list[Conversation]) -> None:
     size = head.config.draft_vocab_size
     if size is not None:
-        head.set_hot_token_ids(_training().most_frequent_tokens(talks, size))
+        head.set_hot_token_ids(training_package().most_frequent_tokens(talks, size))
 
 
 def _finish(head: Head, output: Path, as_json: bool) -> None:
     """Store the head and the picture of its run."""
     import torch
 
-    if not _is_main():
+    if not is_main():
         return
     head.to(torch.bfloat16).save_pretrained(output)
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
-        _note("training.png was not drawn: pip install matplotlib.")
+        note("training.png was not drawn: pip install matplotlib.")
     elif rows:
         viz.save_plot(viz.plot_run(log), output / "training.png")
     if head.config.base_model_name_or_path is None:
-        _note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
+        note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
     last = {name: rows[-1][name] for name in rows[-1] if name.startswith(("top1", "predicted"))} if rows else {}
-    _tell({"output": str(output), **last}, as_json)
+    measured = [row for row in log if "eval_tau" in row]
+    best: dict[str, Any] = max(measured, key=lambda row: row["eval_tau"], default={})
+    found = {f"held_out_{name[5:]}": best[name] for name in best if name.startswith(("eval_tau", "eval_accepted"))}
+    tell({"output": str(output), **last, **found}, as_json)
 
 
-def _note(text: str) -> None:
-    """A line for people, on stderr."""
-    if _is_main():
-        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _tell(result: dict[str, Any], as_json: bool) -> None:
-    if not _is_main():
+def _tell_speed(target: PreTrainedModel, head: Head, measured: TrainingData | None) -> None:
+    """What the head is expected to bring on this device, by what is held out; for people."""
+    if not is_main():
         return
-    if as_json:
-        typer.echo(json.dumps(result))
+    head = head.to(target.device, target.dtype)
+    try:
+        found = training_package().find_tree(target, head, measured, max_nodes=32)
+    except InvalidConfigError as error:
+        note(f"Its speed cannot be told: {error}")
         return
-    for name, value in result.items():
-        typer.echo(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+    note(
+        f"On this device a static tree of {found.num_nodes} nodes is expected to accept "
+        f"{found.expected_tau[found.num_nodes]:.2f} tokens per forward, {found.expected_speed_up:.2f}x plain "
+        "decoding; `hf-specdec bench` measures it."
+    )

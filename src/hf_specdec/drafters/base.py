@@ -119,6 +119,17 @@ class Drafter(ABC):
         """
         return self
 
+    def memory(self) -> Any:
+        """A copy of what it has learned in its calls, for `recall`; None where it learns nothing."""
+        return None
+
+    def recall(self, memory: Any) -> None:  # noqa: B027  (most learn nothing)
+        """Know what it knew when a copy was made, and nothing else.
+
+        Args:
+            memory: What `memory()` gave; it is not changed later. None is what a new drafter knows.
+        """
+
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
         """Get ready for a model: check that it is the right one, move and cast weights.
 

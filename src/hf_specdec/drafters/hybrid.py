@@ -9,6 +9,7 @@ that changes its nature brings back what had stopped paying.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,14 @@ class Experience:
         self.asking: dict[tuple[str, int], Asking] = {}
         self._came: dict[int, tuple[float, float]] = {}  # expected and accepted drafts, by the number of rows
 
+    def memory(self) -> dict[str, Any]:
+        """A copy of all of it."""
+        return copy.deepcopy(vars(self))
+
+    def recall(self, memory: dict[str, Any] | None) -> None:
+        """Know what a copy tells, for whoever shares this object; None is nothing."""
+        vars(self).update(copy.deepcopy(memory) if memory is not None else vars(Experience()))
+
     def trust(self, rows: int) -> float:
         """Of the tokens that trees of so many rows were expected to bring, the share that came."""
         expected, accepted = self._came.get(rows, FIRST_DRAFTS)
@@ -98,6 +107,17 @@ class HybridDrafter(Drafter):
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters that are merged."""
         return tuple(self._parts.values())
+
+    def memory(self) -> Any:
+        """See `Drafter.memory`."""
+        return self.experience.memory(), {name: part.memory() for name, part in self._parts.items()}
+
+    def recall(self, memory: Any) -> None:
+        """See `Drafter.recall`."""
+        experience, learned = memory or (None, dict.fromkeys(self._parts))
+        self.experience.recall(experience)
+        for name, part in self._parts.items():
+            part.recall(learned[name])
 
     def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
         """The same drafter, its experience shared, with other forms of its parts."""

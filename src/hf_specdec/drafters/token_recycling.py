@@ -9,6 +9,7 @@ of the accepted path are written last. All of it stays on the device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
@@ -174,6 +175,17 @@ class TokenRecyclingDrafter(Drafter):
         if self.table is not None:
             keys = self.table.keys
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
+
+    def memory(self) -> RecycledTokens | None:
+        """See `Drafter.memory`."""
+        return copy.deepcopy(self.table)
+
+    def recall(self, memory: RecycledTokens | None) -> None:
+        """See `Drafter.recall`."""
+        if memory is None:
+            self.reset()
+        else:
+            self.table = copy.deepcopy(memory)
 
     def save(self, path: str | Path) -> None:
         """Write down what was learned, as safetensors.

@@ -92,6 +92,18 @@ class SpeculationState:
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
+    def memory(self) -> Any:
+        """A copy of what drafters have learned with the model."""
+        drafters = {**self.made, **self.drafters}
+        return self.experience.memory(), {name: drafter.memory() for name, drafter in drafters.items()}
+
+    def recall(self, memory: Any) -> None:
+        """Have all drafters know what they knew when a copy was made; those that came later know nothing."""
+        experience, learned = memory
+        self.experience.recall(experience)
+        for name, drafter in {**self.made, **self.drafters}.items():
+            drafter.recall(learned.get(name))
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,

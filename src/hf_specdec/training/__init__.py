@@ -1,16 +1,17 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
 from hf_specdec.training.arguments import head_arguments
-from hf_specdec.training.conversations import Conversation, most_frequent_tokens, read_conversations
+from hf_specdec.training.conversations import Conversation, hold_out, most_frequent_tokens, read_conversations
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
 from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
 from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes
+from hf_specdec.training.measures import predicted_tau
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
 from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
 from hf_specdec.training.prompts import Prompt, read_prompts
 from hf_specdec.training.runs import check_same_run, run_facts
-from hf_specdec.training.trainer import predicted_tau
-from hf_specdec.training.tree_search import TreeSearch, search_tree
+from hf_specdec.training.servers import ServerVoice
+from hf_specdec.training.tree_search import TreeSearch, find_tree, search_tree
 
 __all__ = [
     "Conversation",
@@ -20,12 +21,15 @@ __all__ = [
     "Medusa2TrainingConfig",
     "MedusaTrainingConfig",
     "Prompt",
+    "ServerVoice",
     "TreeSearch",
     "capture_features",
     "check_same_run",
     "distill",
     "feature_bytes",
+    "find_tree",
     "head_arguments",
+    "hold_out",
     "invented_prompts",
     "most_frequent_tokens",
     "predicted_tau",

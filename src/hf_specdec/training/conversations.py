@@ -169,6 +169,25 @@ def _of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> Conversa
     return Conversation(tuple(ids), tuple(mask))
 
 
+def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
+    """Set some apart, at even distances, so that all sources have their share.
+
+    Args:
+        conversations: All.
+        count: How many to set apart, at most.
+
+    Returns:
+        Those to train on, and those apart.
+
+    Example: of [a, b, c, d, e, f] two apart are [c, f].
+    """
+    number = len(conversations)
+    count = min(count, number)
+    chosen = {number * (place + 1) // count - 1 for place in range(count)}
+    kept = [talk for place, talk in enumerate(conversations) if place not in chosen]
+    return kept, [talk for place, talk in enumerate(conversations) if place in chosen]
+
+
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
     """The `size` most frequent tokens of the answers, ascending; ties and gaps go to the lowest ids.
 

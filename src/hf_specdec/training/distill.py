@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,16 +18,17 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import alone, clear_partials, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.heads.base import portable_name
 from hf_specdec.training.conversations import need_datasets, write_parquet
 from hf_specdec.training.processes import processes
 from hf_specdec.training.prompts import INVENTED, Prompt
+from hf_specdec.training.voices import ModelVoice, Voice
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = ".distill.json"
 """What a directory was made with; hidden, so that `datasets` does not take it for data."""
@@ -43,7 +45,7 @@ class DistillConfig:
         max_new_tokens: Length of an answer at most; one that is cut there is marked `finish_reason="length"`.
         temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weigh it.
         num_turns: User turns per conversation; those that a prompt lacks are invented by the model.
-        batch_size: Rows per `generate()` call.
+        batch_size: Rows per `generate()` call; a server has its own number of requests.
         batches_per_part: Batches between two writes: what an interrupt can cost.
         max_prompt_tokens: Longer prompts are left out; a conversation ends where it grows longer.
         max_invented_tokens: Length of an invented user turn at most.
@@ -99,7 +101,7 @@ def invented_prompts(count: int) -> list[Prompt]:
 
 
 def distill(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Voice,
     tokenizer: Any,
     prompts: Sequence[Prompt | str],
     output_dir: str | Path,
@@ -114,7 +116,7 @@ def distill(
     depend on the number of processes.
 
     Args:
-        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p.
+        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p. Or a `ServerVoice`.
         tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to go on
             with, and there is one turn.
         prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
@@ -129,39 +131,46 @@ def distill(
     Raises:
         InvalidConfigError: The package `datasets` is missing; another process is at work in the directory, or it was
             made with other settings, prompts or weights; no prompts, only ones that are too long, or turns that a
-            model without chat template cannot take.
+            model without chat template cannot take; a server that does not answer, or reads other tokens.
     """
     need_datasets("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
+    voice = model if isinstance(model, Voice) else ModelVoice(model, config.batch_size)
+    voice.check(_encode(tokenizer, [], next(iter(parts[0][0].asked), None)))
     folder = Path(output_dir)
     state = processes()
     with alone(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
-            _claim(folder, _settings(model, config, parts))
-        _answer_parts(model, tokenizer, folder, config, parts, progress=progress)
+            _claim(folder, {**_settings(config, parts), **voice.facts()})
+        _answer_parts(voice, tokenizer, folder, config, parts, progress=progress)
         state.wait_for_everyone()
     return folder
 
 
 def _answer_parts(
-    model: PreTrainedModel, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *,
-    progress: bool,
-) -> None:  # fmt: skip
+    voice: Voice, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *, progress: bool
+) -> None:
     """Answer the share of this process of the parts that are not there yet."""
     state = processes()
     files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
+    nothing = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # a file without rows is not read
     mine = range(state.process_index, len(parts), state.num_processes)
-    left = [index for index in mine if not files[index].exists()]
+    left = [index for index in mine if not (files[index].exists() or nothing[index].exists())]
     silent = not (progress and state.is_main_process)
     tokens, begin = 0, time.perf_counter()
     with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar:
         for index in left:
-            rows = _answer_part(_Speaker(model, tokenizer, config, index), parts[index])
-            write_parquet(rows, files[index])
+            rows = _answer_part(voice, tokenizer, config, parts[index], f"{config.seed}/{index}")
+            if rows:
+                write_parquet(rows, files[index])
+            else:
+                nothing[index].touch()
             tokens += sum(sum(row["loss_mask"]) for row in rows)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
             bar.update()
+    if voice.num_lost:
+        logger.warning("%d answers were given up: their token ids could not be told for sure.", voice.num_lost)
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
@@ -195,16 +204,12 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
     return parts
 
 
-def _settings(model: PreTrainedModel, config: DistillConfig, parts: Sequence[Sequence[_Chat]]) -> dict[str, Any]:
-    """What the result depends on; any difference is another dataset."""
+def _settings(config: DistillConfig, parts: Sequence[Sequence[_Chat]]) -> dict[str, Any]:
+    """What the result depends on beside the target; any difference is another dataset."""
     plan = json.dumps([[(chat.number, chat.source, chat.asked) for chat in part] for part in parts])
-    weights = next(model.parameters()).detach().flatten()[:4096].float().cpu()
     return {
         **asdict(config),
         "temperatures": list(config.temperatures),
-        "model": _model_name(model),
-        "dtype": str(model.dtype),
-        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
         "prompts": hashlib.sha256(plan.encode()).hexdigest()[:16],
     }
 
@@ -233,90 +238,34 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------ one part
 
 
-class _Speaker:
-    """The model's voice for one part: every batch it says is seeded by its place in the work."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, config: DistillConfig, part: int) -> None:
-        self.model, self.tokenizer, self.config, self._part = model, tokenizer, config, part
-        self._eos = _ids(model.generation_config.eos_token_id)
-
-    def say(
-        self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, place: str
-    ) -> list[list[int]]:
-        """Continue token lists, in batches of similar length; what comes back ends with the end token, or was cut.
-
-        Args:
-            prompts: Token ids.
-            temperature: 0 is greedy.
-            max_new_tokens: At most.
-            place: Names this call within the part; it decides the draws.
-        """
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        said: list[list[int]] = [[] for _ in prompts]
-        for start in range(0, len(order), self.config.batch_size):
-            chosen = order[start : start + self.config.batch_size]
-            label = f"{self.config.seed}/{self._part}/{place}/{start}"
-            with torch.random.fork_rng():
-                torch.manual_seed(int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big"))
-                answers = self._continue([prompts[index] for index in chosen], temperature, max_new_tokens)
-            for index, answer in zip(chosen, answers, strict=True):
-                said[index] = answer
-        return said
-
-    def ended(self, answer: Sequence[int]) -> bool:
-        """Whether the model came to an end by itself."""
-        return bool(answer) and answer[-1] in self._eos
-
-    def _continue(self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int) -> list[list[int]]:
-        width = max(map(len, prompts))
-        pad = self._eos[0] if self._eos else 0
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        output = self.model.generate(
-            input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device),
-            max_new_tokens=max_new_tokens, pad_token_id=pad, **(how if temperature else {"do_sample": False}),
-        )  # fmt: skip
-        answers = output[:, width:].tolist()
-        ends = [next((i + 1 for i, token in enumerate(answer) if token in self._eos), None) for answer in answers]
-        return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
-
-
-def _answer_part(speaker: _Speaker, chats: Sequence[_Chat]) -> list[dict[str, Any]]:
+def _answer_part(
+    voice: Voice, tokenizer: Any, config: DistillConfig, chats: Sequence[_Chat], label: str
+) -> list[dict[str, Any]]:
     """Answer every turn of a part's conversations, and return their rows.
 
-    A conversation ends early where an answer was cut, the prompt grew too long, or the model had nothing to invent.
+    A conversation ends early where an answer was cut or given up, the prompt grew too long, or there was nothing to
+    invent.
     """
-    config, tokenizer = speaker.config, speaker.tokenizer
     alive = list(chats)
     for turn in range(config.num_turns):
         silent = [chat for chat in alive if not chat.asked]
         opened = [_encode(tokenizer, chat.messages, None) for chat in silent]
-        invented = speaker.say(opened, config.invention_temperature, config.max_invented_tokens, f"{turn}/user")
+        place = f"{label}/{turn}"
+        invented = voice.say(opened, config.invention_temperature, config.max_invented_tokens, f"{place}/user")
         for chat, words in zip(silent, invented, strict=True):
-            text = tokenizer.decode(words, skip_special_tokens=True).strip()
+            text = tokenizer.decode(words or [], skip_special_tokens=True).strip()
             chat.asked += [text] if text else []
         prompts = {chat.number: _encode(tokenizer, chat.messages, chat.asked[0]) for chat in alive if chat.asked}
         alive = [chat for chat in alive if len(prompts.get(chat.number, ())) in range(1, config.max_prompt_tokens + 1)]
         asked = [prompts[chat.number] for chat in alive]
-        for chat, prompt, answer in zip(
-            alive,
-            asked,
-            speaker.say(asked, chats[0].temperature, config.max_new_tokens, f"{turn}/answer"),
-            strict=True,
-        ):
+        answers = voice.say(asked, chats[0].temperature, config.max_new_tokens, f"{place}/answer")
+        answered = [triple for triple in zip(alive, asked, answers, strict=True) if triple[2] is not None]
+        for chat, prompt, answer in answered:
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            chat.add(prompt, answer, text, "stop" if speaker.ended(answer) else "length")
-        alive = [chat for chat in alive if chat.finish_reason == "stop"]
+            chat.add(prompt, answer or (), text, "stop" if voice.ended(answer or ()) else "length")
+        alive = [chat for chat, _, _ in answered if chat.finish_reason == "stop"]
     names = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-    model = _model_name(speaker.model)
-    return [{"model": model, **{name: getattr(chat, name) for name in names}} for chat in chats if chat.messages]
-
-
-def _model_name(model: PreTrainedModel) -> str:
-    """For the rows: its Hub id, or the last part of a path of this machine."""
-    name = model.config._name_or_path
-    return portable_name(name) or Path(name).name
+    return [{"model": voice.name, **{name: getattr(chat, name) for name in names}} for chat in chats if chat.messages]
 
 
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:
@@ -341,7 +290,3 @@ def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | Non
             "Give prompts.",
         )
     return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)

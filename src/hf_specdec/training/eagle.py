@@ -24,7 +24,8 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import find_backbone, text_config
-from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
+from hf_specdec.training.measures import HeadLoss, Tally
+from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
 
@@ -75,6 +76,7 @@ def train_eagle(
     config: EagleTrainingConfig | None = None,
     *,
     resume: bool = False,
+    held_out: TrainingData | None = None,
 ) -> TrainedHead:
     """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
 
@@ -86,9 +88,10 @@ def train_eagle(
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: The recipe; None is that of the head's version.
         resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
+        held_out: What to measure on while training, and never to train on, see `trainer.fit`.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
-    trained: TrainedHead = fit(objective, model, data, arguments, resume=resume)
+    trained: TrainedHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
 
 
@@ -235,7 +238,7 @@ class EagleObjective(Objective):
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
         hidden, attend = self.head.fuse(read), AlignedAttention()
-        total, right, counted = features.new_zeros((), dtype=torch.float32), [], []
+        total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained, measure)
         for step in range(recipe.aligned_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
@@ -248,8 +251,8 @@ class EagleObjective(Objective):
                 loss = loss + recipe.feature_weight * distance / (count * size)
             total = total + recipe.step_decay**step * loss
             if measure:
-                right.append(self._teacher.count_correct(logits, wanted[trained], measure))
-                counted.append(trained.sum())
+                tally.add(trained, self._teacher.correct(logits, wanted[trained], measure))
+                tally.move_on()
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
             trained = trained & pad(trained[:, :-1], (1, 0))
-        return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)
+        return HeadLoss(total, tally.counts())

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, TrainingData, fit
+from hf_specdec.training.measures import HeadLoss, Tally
+from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def train_medusa(
     config: MedusaTrainingConfig | None = None,
     *,
     resume: bool = False,
+    held_out: TrainingData | None = None,
 ) -> MedusaHeads:
     """Train `heads` in place and return them (under FSDP new ones, see `trainer.fit`).
 
@@ -54,9 +56,10 @@ def train_medusa(
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: The loss.
         resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
+        held_out: What to measure on while training, and never to train on, see `trainer.fit`.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
-    trained: MedusaHeads = fit(objective, model, data, arguments, resume=resume)
+    trained: MedusaHeads = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
 
 
@@ -84,7 +87,7 @@ class MedusaObjective(Objective):
         with torch.no_grad():
             probs = self._teacher.logits(said).softmax(-1) if self.recipe.soft_labels else None
         tokens = self._draft_ids.to(input_ids.device)[input_ids[:, 1:][loss_mask[:, 1:]]]
-        total, right, counted = features.new_zeros((), dtype=torch.float32), [], []
+        total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0], measure)
         for head, drafted in enumerate(logits):
             known = answers[:, head]
             rows = later[known, head]
@@ -92,9 +95,8 @@ class MedusaObjective(Objective):
             loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
             total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
             if measure:
-                right.append(self._teacher.count_correct(drafted[known], said[rows], measure))
-                counted.append(known.sum())
-        return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)
+                tally.add(known, self._teacher.correct(drafted[known], said[rows], measure))
+        return HeadLoss(total, tally.counts())
 
 
 NO_LABEL = -100

@@ -20,8 +20,9 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
-from hf_specdec.training.trainer import HeadLoss, Objective, Teacher, fit
+from hf_specdec.training.trainer import Objective, Teacher, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,12 @@ class Medusa2Objective(Objective):
         drafted = self.head(hidden[places].float(), self._lm_head)
         known, later = known[places], later[places]
         tokens = self._draft_ids.to(input_ids.device)[input_ids[:, 1:][answered]]
-        said, right, counted = hidden[:, :-1][answered].detach(), [], []
+        said, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0], measure)
         for head, logits in enumerate(drafted):
             here = known[:, head]
             rows = later[here, head]
             loss = cross_entropy(logits[here].float(), tokens[rows], reduction="sum", ignore_index=NO_LABEL)
             total = total + weight * recipe.head_decay ** (head + 1) * loss / max(len(rows), 1)
             if measure:
-                right.append(self._teacher.count_correct(logits[here], said[rows], measure))
-                counted.append(here.sum())
-        return HeadLoss(total, torch.stack(right), torch.stack(counted)) if measure else HeadLoss(total)
+                tally.add(here, self._teacher.correct(logits[here], said[rows], measure))
+        return HeadLoss(total, tally.counts())

@@ -36,7 +36,13 @@ class TableCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write the row, and before the first one, and where the columns change, their names."""
         values = {name: value for name, value in (logs or {}).items() if name not in UNTOLD}
-        if self._bar is None or not state.is_world_process_zero or "loss" not in values:
+        if self._bar is None or not state.is_world_process_zero:
+            return
+        if "eval_tau" in values:
+            accepted = [value for name, value in values.items() if name.startswith("eval_accepted_")]
+            depths = " ".join(f"{value:.2f}" for value in accepted)
+            say(f"held out, step {state.global_step}: tau {values['eval_tau']:.2f}, accepted by depth {depths}")
+        if "loss" not in values:
             return
         row = {"step": state.global_step, **values}
         if list(row) != self._names:
@@ -45,7 +51,7 @@ class TableCallback(TrainerCallback):
         self._write(f"{_text(value):>{max(COLUMN, len(short(name)))}}" for name, value in row.items())
 
     def _write(self, cells: Iterable[str]) -> None:
-        self._bar.write("  ".join(cells), file=sys.stderr)  # where the bar is; stdout is for results
+        say("  ".join(cells))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close it."""
@@ -55,6 +61,11 @@ class TableCallback(TrainerCallback):
         """Also where the run ended before its end."""
         if self._bar is not None:
             self._bar.close()
+
+
+def say(text: str) -> None:
+    """A line beside the bar, on stderr: stdout is for results."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def short(name: str) -> str:

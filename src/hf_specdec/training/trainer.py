@@ -12,9 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +22,21 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import EvalPrediction, SchedulerType
 
 from hf_specdec.atomic import alone, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import lm_head_rows, text_config
 from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.estimate import estimate_run
 from hf_specdec.training.features import FeatureStore, collate, features_of
-from hf_specdec.training.progress import show_progress
+from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
+from hf_specdec.training.progress import say, show_progress
 from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, run_facts
 
 TrainingData = FeatureStore | Sequence[Conversation]
 """Captured features, or conversations whose features are made in every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLoss:
-    """What one batch measures."""
-
-    loss: Tensor  # scalar, a mean over the places of the batch
-    # [K, R] how often the r-th best drafted token of each depth is the target's greedy choice
-    right: Tensor | None = None
-    counted: Tensor | None = None  # [K] out of so many
 
 
 class Objective(nn.Module, ABC):
@@ -115,8 +105,8 @@ class Teacher:
         return embeddings
 
     @torch.no_grad()
-    def count_correct(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
-        """`[R]`: how often the r-th best drafted token is the target's greedy choice in its whole vocabulary.
+    def correct(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
+        """`[M, R]`: whether the r-th best drafted token is the target's greedy choice in its whole vocabulary.
 
         Args:
             draft_logits: `[M, Vd]`.
@@ -127,7 +117,7 @@ class Teacher:
         if self._hot_token_ids is not None:
             best = self._hot_token_ids.to(best.device)[best]
         chosen: Tensor = self._whole(features.to(self.dtype)).argmax(-1)
-        return (best == chosen[:, None]).sum(0)
+        return best == chosen[:, None]
 
 
 class _Tokens(Dataset[dict[str, Tensor]]):
@@ -156,20 +146,27 @@ class HeadTrainer(Trainer):
         target: The frozen target; it makes features where `data` has none.
         data: What to train on.
         arguments: transformers' training arguments.
+        held_out: What to measure on and never to train on; the log then has `eval_tau`, the accepted length of greedy
+            chains there, and `eval_accepted_d`, how often they get d tokens far.
     """
 
     def __init__(
-        self, objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments
-    ) -> None:
+        self, objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments,
+        held_out: TrainingData | None = None,
+    ) -> None:  # fmt: skip
         dataset = as_dataset(data)
         if not dataset.lengths:
             raise InvalidConfigError("There are no conversations to train on.")
         arguments = copy.copy(arguments)
         arguments.remove_unused_columns = False  # an objective takes all of them
-        super().__init__(model=objective, args=arguments, train_dataset=dataset, data_collator=collate)
+        super().__init__(
+            model=objective, args=arguments, train_dataset=dataset, data_collator=collate,
+            eval_dataset=None if held_out is None else as_dataset(held_out), compute_metrics=_metrics,
+        )  # fmt: skip
         self.progress = show_progress(self)
         self._objective, self._target = objective, target
-        self._columns = columns_of(data, objective.layers)
+        self._columns = {True: columns_of(data, objective.layers)}
+        self._columns[False] = None if held_out is None else columns_of(held_out, objective.layers)
         self._right: Tensor | float = 0.0
         self._counted: Tensor | float = 0.0
 
@@ -177,14 +174,34 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
         """Complete the batch, and keep count of right tokens where the next log wants it."""
-        inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
+        inputs = with_features(inputs, self._target, self._objective.layers, self._columns[True])
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         outputs: HeadLoss = model(**inputs, measure=int(measure))
-        if outputs.right is not None and outputs.counted is not None:
-            both = self.accelerator.reduce(torch.stack([outputs.right[:, 0], outputs.counted]).float())
+        if outputs.counts is not None:
+            both = self.accelerator.reduce(torch.stack([outputs.counts.right[:, 0], outputs.counts.counted]).float())
             self._right, self._counted = self._right + both[0].cpu(), self._counted + both[1].cpu()
         return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def rehearse(self, numbers: Sequence[int]) -> Tensor:
+        """The loss of a batch of these conversations, outside of training: it leaves nothing but gradients."""
+        batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
+        inputs = with_features(batch, self._target, self._objective.layers, self._columns[True])
+        with torch.random.fork_rng(), self.compute_loss_context_manager():
+            outputs: HeadLoss = self._objective(**inputs)
+        return outputs.loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and counts of a held-out batch, as the Trainer gathers them: `[1, K, 3]`, predictions and labels."""
+        inputs = with_features(self._prepare_inputs(inputs), self._target, self._objective.layers,
+                               self._columns[False])  # fmt: skip
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs: HeadLoss = model(**inputs, measure=1)
+        assert outputs.counts is not None
+        packed = outputs.counts.packed()[None]
+        return outputs.loss.detach(), packed, packed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the accuracies since the last log to its row."""
@@ -237,13 +254,22 @@ class HeadTrainer(Trainer):
         return sampler
 
 
+def _metrics(gathered: EvalPrediction) -> dict[str, float]:
+    """Of held-out conversations, from the counts of all their batches `[N, K, 3]`."""
+    acceptance = Counts.of(torch.as_tensor(gathered.predictions).sum(0)).acceptance
+    return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
+
+
 def fit(
-    objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool
-) -> Any:
+    objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool,
+    held_out: TrainingData | None = None,
+) -> Any:  # fmt: skip
     """Train an objective's head in place, leave the log in `arguments.output_dir`, and return the head.
 
     Args:
-        objective, target, data, arguments: See `HeadTrainer`.
+        objective, target, data, arguments, held_out: See `HeadTrainer`. Where the arguments ask for it
+            (`head_arguments(..., held_out=True)` does), the head is measured on `held_out` as it learns, and the best
+            one is what is returned.
         resume: Go on from the last whole checkpoint in `arguments.output_dir`, if there is one.
 
     Returns:
@@ -260,7 +286,10 @@ def fit(
     facts = run_facts(objective.head, objective.recipe, as_dataset(data).lengths)
     if checkpoint is not None:
         check_same_run(Path(arguments.output_dir), facts)
-    trainer = HeadTrainer(objective, target, data, arguments)
+    trainer = HeadTrainer(objective, target, data, arguments, held_out)
+    if trainer.is_world_process_zero() and not arguments.disable_tqdm and not trainer.is_fsdp_enabled:
+        done = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
+        say(str(estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)))
     if checkpoint is None and trainer.is_world_process_zero():
         write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
     held = alone(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
@@ -283,6 +312,7 @@ def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> d
     arguments = trainer.args
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     accuracies = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
+    measured = [log["eval_tau"] for log in trainer.state.log_history if "eval_tau" in log]
     return {
         "objective": type(objective).__name__,
         "conversations": num_conversations,
@@ -291,15 +321,8 @@ def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> d
         "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
         **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
         **({"predicted tau at the end, on training batches": round(accuracies[-1], 2)} if accuracies else {}),
+        **({"tau of greedy chains on held-out conversations": round(max(measured), 2)} if measured else {}),
     }
-
-
-def predicted_tau(accuracies: Sequence[float]) -> float:
-    """Tokens per target forward of a greedy chain, as if its depths were accepted independently.
-
-    Example: accuracies 0.5, 0.4 give 1 + 0.5 + 0.5 * 0.4 = 1.7.
-    """
-    return 1.0 + sum(accumulate(accuracies, mul))
 
 
 def as_dataset(data: TrainingData) -> FeatureStore | _Tokens:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.target.model import text_config
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import collate
+from hf_specdec.training.measures import Counts
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
 from hf_specdec.tree_growth import Accuracies, likeliest_choices, node_acceptance
@@ -76,21 +78,41 @@ class TreeSearch:
 
 
 def search_tree(
-    model: PreTrainedModel,
-    head: DraftHead,
-    data: TrainingData,
-    *,
-    num_nodes: int | None = None,
-    max_nodes: int = 64,
-    num_steps: int = 5,
-    top_k: int = 10,
-    context: int = 256,
-) -> TreeSearch:
-    """Measure, grow, choose, and write the tree into the head's config (`head.save_pretrained` stores it).
+    model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
+    num_steps: int = 5, top_k: int = 10, context: int = 256,
+) -> TreeSearch:  # fmt: skip
+    """Find the tree (`find_tree`), and write it into the head's config (`head.save_pretrained` stores it).
+
+    Args:
+        model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
+        head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+
+    Raises:
+        InvalidConfigError, DrafterMismatchError: As `find_tree` does.
+    """
+    found = find_tree(
+        model, head, data, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k, context=context
+    )
+    if found.expected_speed_up is not None and found.expected_speed_up < 1:
+        logger.warning(
+            "No tree of this head pays here: the best one, of %d nodes, is expected to run at %.2f of the speed of "
+            "plain decoding. Its first guess is right in %.0f %% of the places; train it further.",
+            found.num_nodes, found.expected_speed_up, 100 * found.accuracies[0][0],
+        )  # fmt: skip
+    head.config.tree = [list(path) for path in found.choices]
+    head.config.num_draft_tokens = found.num_nodes
+    return found
+
+
+def find_tree(
+    model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
+    num_steps: int = 5, top_k: int = 10, context: int = 256,
+) -> TreeSearch:  # fmt: skip
+    """Measure, grow, choose.
 
     Args:
         model: The target.
-        head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+        head: A trained head.
         data: Calibration: answers of the target, captured or not; greedy ones tell best.
         num_nodes: Size of the tree, root included; None chooses what is fastest on this device.
         max_nodes: Largest size to choose from.
@@ -111,7 +133,7 @@ def search_tree(
     size = head.config.draft_vocab_size or head.config.vocab_size
     if top_k > size:
         raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {size} tokens.")
-    accuracies = rank_accuracies(model, head, data, num_steps=num_steps, top_k=top_k)
+    accuracies = count_right(model, head, data, num_steps=num_steps, top_k=top_k).accuracies
     grown = likeliest_choices(accuracies, num_nodes or max_nodes)
     if not grown:
         raise InvalidConfigError("No candidate of this head was ever right on this data.", "Train the head first.")
@@ -126,23 +148,14 @@ def search_tree(
         drafting = {size: forward * head.num_forwards(max(map(len, grown[: size - 1]))) for size in sizes}
         best = max(sizes, key=lambda size: expected[size] / (seconds[size] + drafting[size]))
         grown = grown[: best - 1]
-    found = TreeSearch(tuple(grown), accuracies, expected, seconds, drafting.get(len(grown) + 1, 0.0))
-    if found.expected_speed_up is not None and found.expected_speed_up < 1:
-        logger.warning(
-            "No tree of this head pays here: the best one, of %d nodes, is expected to run at %.2f of the speed of "
-            "plain decoding. Its first guess is right in %.0f %% of the places; train it further.",
-            found.num_nodes, found.expected_speed_up, 100 * accuracies[0][0],
-        )  # fmt: skip
-    head.config.tree = [list(path) for path in found.choices]
-    head.config.num_draft_tokens = found.num_nodes
-    return found
+    return TreeSearch(tuple(grown), accuracies, expected, seconds, drafting.get(len(grown) + 1, 0.0))
 
 
 @torch.no_grad()
-def rank_accuracies(
+def count_right(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
-) -> Accuracies:
-    """How often the r-th candidate of each depth is the target's greedy choice.
+) -> Counts:
+    """How often the r-th candidate of each depth is the target's greedy choice, and how far greedy chains get.
 
     Args:
         model: The target.
@@ -158,14 +171,14 @@ def rank_accuracies(
     objective = OBJECTIVES[type(head)](head, model, num_steps)
     parameter = next(head.parameters())
     columns = columns_of(data, objective.layers)
-    right, counted = torch.zeros(()), torch.zeros(())
+    total: Tensor | float = 0.0
     for batch in DataLoader(as_dataset(data), batch_size=batch_size, collate_fn=collate):
         batch = with_features(batch, model, objective.layers, columns)
         batch = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
         with torch.autocast(parameter.device.type, enabled=parameter.dtype != torch.float32, dtype=parameter.dtype):
-            counts = objective(**batch, measure=top_k)
-        right, counted = right + counts.right.cpu(), counted + counts.counted.cpu()
-    if not bool(counted.sum()):
+            counts = objective(**batch, measure=top_k).counts
+        total = total + counts.packed().cpu()
+    counted = Counts.of(torch.as_tensor(total)[:num_steps])
+    if not bool(counted.counted.sum()):
         raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
-    shares = (right / counted[:, None].clamp(min=1))[:num_steps]
-    return tuple(tuple(row) for row in shares.tolist())
+    return counted

@@ -1,0 +1,99 @@
+"""Free texts to ask about and to translate: two books that Debian packages, paragraph by paragraph.
+
+    python examples/fetch_texts.py texts.jsonl
+
+Needs a Debian or Ubuntu with `apt-get` and `dpkg-deb`; nothing is installed. Rows: `source, licence, language, page,
+text`, in the order of the book, so that neighbours belong together.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+BOOKS = [  # package, licence, where its pages of a language lie
+    ("debian-handbook", "GPL-2+ or CC BY-SA 3.0", {
+        language: f"usr/share/doc/debian-handbook/html/{folder}/"
+        for language, folder in (("en", "en-US"), ("de", "de-DE"), ("fr", "fr-FR"))
+    }),
+    ("anarchism", "GPL-2", {"en": "usr/share/doc/anarchism/html/"}),
+]  # fmt: skip
+LEAST = 60
+"""Characters of a paragraph that is worth keeping."""
+
+
+class Paragraphs(HTMLParser):
+    """Collects the text of paragraphs; what is preformatted is no prose."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self._open, self._skipped = [], None, 0
+
+    def handle_starttag(self, tag, attrs):
+        """Open a paragraph, or begin to skip."""
+        if tag in ("pre", "script", "style", "table"):
+            self._skipped += 1
+        elif tag == "p":
+            self._close()
+            self._open = []
+
+    def handle_endtag(self, tag):
+        """Close a paragraph, or end to skip."""
+        if tag in ("pre", "script", "style", "table"):
+            self._skipped -= 1
+        elif tag in ("p", "div", "body"):
+            self._close()
+
+    def handle_data(self, data):
+        """Read what a paragraph says."""
+        if self._open is not None and not self._skipped:
+            self._open.append(data)
+
+    def _close(self):
+        if self._open is not None:
+            text = re.sub(r"\s+", " ", "".join(self._open)).strip()
+            if len(text) >= LEAST:
+                self.found.append(text)
+        self._open = None
+
+
+def paragraphs_of(html):
+    parser = Paragraphs()
+    parser.feed(html)
+    parser.close()
+    return parser.found
+
+
+def main():
+    rows, seen = [], set()
+    for package, licence, places in BOOKS:
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True)
+            (deb,) = Path(folder).glob("*.deb")
+            with (
+                subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE) as unpacked,
+                tarfile.open(fileobj=unpacked.stdout, mode="r|") as members,
+            ):
+                for member in members:
+                    name = member.name.removeprefix("./")
+                    language = next((lang for lang, place in places.items() if name.startswith(place)), None)
+                    if language is None or not member.isfile() or not name.endswith(".html"):
+                        continue
+                    html = members.extractfile(member).read().decode(errors="replace")
+                    for text in paragraphs_of(html):
+                        if text not in seen:
+                            seen.add(text)
+                            rows.append({"source": package, "licence": licence, "language": language,
+                                         "page": Path(name).stem, "text": text})  # fmt: skip
+    with Path(sys.argv[1]).open("w") as output:
+        for row in rows:
+            output.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(f"{len(rows)} paragraphs")
+
+
+if __name__ == "__main__":
+    main()
