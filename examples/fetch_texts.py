@@ -37,7 +37,7 @@ class Paragraphs(HTMLParser):
         """Open a paragraph, or begin to skip."""
         if tag in ("pre", "script", "style", "table"):
             self._skipped += 1
-        elif tag == "p":
+        elif tag == "p" or (tag == "div" and ("class", "para") in attrs):  # docbook's paragraphs are divisions
             self._close()
             self._open = []
 

@@ -4,10 +4,10 @@
     python examples/make_prompts.py prompts.jsonl --texts texts.jsonl --avoid spec_bench_dev.jsonl
 
 `prompt_lists.json` beside this file has the words. `--texts` (may be repeated) has rows of `text` and `language`, or
-of `messages`, whose answers are taken: a model's own articles, to be summarised by it. `--add` takes ready prompts
-(rows of `prompt`) as they are. Rows come out with `source` and `turns`; with `--turns 2` some conversations go on.
-Another `--seed` makes another draw. `--avoid` names benchmarks: what shares eight words in a row with one of their
-questions, or is one, is left out and counted.
+is what `hf-specdec distill` wrote, whose answers are taken: a model's own articles, to be read by it. `--add` takes
+ready prompts (rows of `prompt`) as they are. Rows come out with `source` and `turns`; with `--turns 2` conversations
+that can go on do. Another `--seed` makes another draw. `--avoid` names benchmarks: what shares eight words in a row
+with one of their questions, or is one, is left out and counted.
 """
 
 import argparse
@@ -17,8 +17,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from hf_specdec.training.conversations import load_rows
+
 LISTS = json.loads(Path(__file__).with_name("prompt_lists.json").read_text())
-SHARED_WORDS = 8
+SHARED_WORDS, LEAST = 8, 600  # words in a row; characters of an answer that is read as a text
 TRANSLATE = {"de": "German", "fr": "French"}
 
 
@@ -27,7 +29,7 @@ class Maker:
 
     Args:
         draw: Source of randomness.
-        texts: Paragraphs by language, neighbours beside each other.
+        texts: Paragraphs by language and source, neighbours beside each other.
     """
 
     def __init__(self, draw, texts):
@@ -37,8 +39,10 @@ class Maker:
         """Up to `count` of the candidates that are new; some with a second turn."""
         fresh = [text for text in dict.fromkeys(candidates) if text not in self.found]
         for text in self.draw.sample(fresh, min(count, len(fresh))):
-            second = [self.draw.choice(follow_ups).replace("{tone}", self.draw.choice(LISTS["tones"]))]
-            self.found[text] = (source, [text, *second] if follow_ups else [text])
+            turns = [text]
+            if follow_ups:
+                turns.append(self.draw.choice(follow_ups).replace("{tone}", self.pick("tones")))
+            self.found[text] = (source, turns)
 
     def pick(self, name):
         """One of a list."""
@@ -102,10 +106,10 @@ class Maker:
         into = [f"Translate German to English: {text}" for text in built]
         self.add("translation", into, round(500 * scale))
         for language, name in TRANSLATE.items():
-            said = [sentence for text in self.texts.get(language, ()) for sentence in sentences(text)]
+            said = self.sentences(language)
             count = round({"de": 1000, "fr": 250}[language] * scale)
             self.add("translation", [f"Translate {name} to English: {text}" for text in said], count)
-        said = [sentence for text in self.texts.get("en", ()) for sentence in sentences(text)]
+        said = self.sentences("en")
         for name, count in (("German", 350), ("French", 150), ("Spanish", 100)):
             self.add("translation", [f"Translate English to {name}: {text}" for text in said], round(count * scale))
         self.add("rewriting", [
@@ -116,8 +120,11 @@ class Maker:
     def readings(self, scale):
         """Summaries of, and questions about, passages of one paragraph to a few pages."""
         longest = (900, 1800, 3600, 6000)
-        passages = [self.passage(place, longest[place % 4]) for place in range(len(self.texts.get("en", ())))]
-        passages = self.draw.sample(passages, len(passages))
+        sources = [
+            [passage(texts, place, longest[place % 4]) for place in range(len(texts))]
+            for texts in self.texts.get("en", {}).values()
+        ]  # fmt: skip
+        passages = self.in_turn(sources)
         summaries = (
             "Summarize: {x}", "Summarize: {x}", "Summarize: {x}",
             "Summarize the following text in two sentences:\n\n{x}",
@@ -145,12 +152,23 @@ class Maker:
                  "Write three questions that this text answers: {x}")  # fmt: skip
         self.add("extraction", [self.draw.choice(forms).replace("{x}", text) for text in short], round(150 * scale))
 
-    def passage(self, place, longest):
-        """Neighbouring paragraphs, as many as fit into so many characters."""
-        texts, taken = self.texts["en"], ""
-        while place < len(texts) and len(taken) + len(texts[place]) < longest:
-            taken, place = f"{taken} {texts[place]}".strip(), place + 1
-        return taken or texts[place][:longest]
+    def sentences(self, language):
+        """Sentences of a language, of each source in turn."""
+        sources = self.texts.get(language, {}).values()
+        return self.in_turn([[one for text in texts for one in sentences(text)] for texts in sources])
+
+    def in_turn(self, sources):
+        """One of each source after the other, in random order, as long as all have some: no book is all there is."""
+        drawn = [self.draw.sample(source, len(source)) for source in sources if source]
+        return [text for texts in zip(*drawn, strict=False) for text in texts]
+
+
+def passage(texts, place, longest):
+    """Neighbouring paragraphs, as many as fit into so many characters."""
+    taken, begin = "", place
+    while place < len(texts) and len(taken) + len(texts[place]) < longest:
+        taken, place = f"{taken} {texts[place]}".strip(), place + 1
+    return taken or texts[begin][:longest]
 
 
 def sentences(text):
@@ -159,17 +177,16 @@ def sentences(text):
     return [one for one in found if 50 <= len(one) <= 240 and not re.search(r"[/_<>{}|=\\]|--", one)]
 
 
-def read_texts(paths):
-    """Paragraphs by language; of conversations the answers, which are English."""
+def read_texts(places):
+    """Paragraphs by language and source; of conversations the answers, which are English."""
     texts = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            if "messages" in row:
-                said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-                texts.setdefault("en", []).extend(re.sub(r"\s+", " ", text) for text in said if len(text) > 300)
-            else:
-                texts.setdefault(row.get("language", "en"), []).append(row["text"])
+    for row in (row for place in places for row in load_rows(place)):
+        if "messages" in row:
+            said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+            found = [re.sub(r"\s+", " ", text) for text in said if len(text) > LEAST]
+            texts.setdefault("en", {}).setdefault("answers", []).extend(found)
+        else:
+            texts.setdefault(row["language"], {}).setdefault(row["source"], []).append(row["text"])
     return texts
 
 
@@ -199,7 +216,7 @@ class Benchmarks:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--texts", type=Path, action="append", default=[])
+    parser.add_argument("--texts", action="append", default=[])
     parser.add_argument("--add", type=Path, action="append", default=[])
     parser.add_argument("--avoid", type=Path, action="append", default=[])
     parser.add_argument("--kinds", nargs="*", default=["conversations", "questions", "translations", "readings"])

@@ -1,4 +1,4 @@
-"""Scripts of `benchmarks/` as modules; their directory is not on the path."""
+"""Scripts of `benchmarks/` and `examples/` as modules; their directories are not on the path."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from types import ModuleType
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def script(name: str) -> ModuleType:
+def script(name: str, folder: Path = BENCHMARKS) -> ModuleType:
     """The module of a script, run as an import runs it.
 
     Args:
-        name: Its path below `benchmarks/`, without the ending.
+        name: Its path below the folder, without the ending.
+        folder: Where it lies.
     """
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{Path(name).name}", BENCHMARKS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_{Path(name).name}", folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -31,7 +31,8 @@ ROWS = {
     "training.measures training.estimate training.trainer training.eagle training.medusa training.medusa2 "
     "training.tree_search",
     6: "generation.auto loading demo bench bench.questions bench.machine bench.methods bench.measuring bench.report "
-    "cli cli.options cli.runs cli.generation cli.bench cli.heads cli.distilling cli.training cli.trees "
+    "bench.diagnosis "
+    "cli cli.options cli.runs cli.generation cli.bench cli.heads cli.distilling cli.training cli.trees cli.machine "
     "__main__",
 }
 """A row imports lower rows, or its own; the graph has no cycle. The public `__init__` is the empty name."""

@@ -181,6 +181,36 @@ def test_inspect_and_convert(
         assert words in shown
 
 
+def test_a_conversation_goes_on_with_what_was_said(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt opens it where one is given; every answer is the one to all that came before; the end is no error."""
+    said = iter(["w8 w9", "  ", "w10"])
+
+    def read(mark: str) -> str:
+        assert mark == "> "
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    options = ["--model", model_path, "--max-new-tokens", 6, "--dtype", "float32"]
+    assert run(monkeypatch, "generate", "w5 w6 w7", "--interactive", *options) == 0
+    streams = capsys.readouterr()
+    answers = streams.out.strip().splitlines()
+    assert len(answers) == streams.err.count("target forwards") == 3
+    text = "w5 w6 w7"
+    for answer, more in zip(answers, ("w8 w9", "w10", ""), strict=True):
+        assert run(monkeypatch, "generate", text, "--method", "plain", "--json", *options) == 0
+        assert json.loads(capsys.readouterr().out)["text"].strip() == answer.strip()
+        text = f"{text} {answer.strip()} {more}"
+    assert run(monkeypatch, "generate", "w5", "--interactive", "--json", *options) == 2
+    assert "not one JSON object" in capsys.readouterr().err
+    assert run(monkeypatch, "generate", *options) == 2
+    assert "The prompt is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["demo", "generate", "bench", "distill", "tree"])
 def test_every_command_has_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

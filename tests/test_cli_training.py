@@ -251,6 +251,47 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
 
 
+def test_a_run_is_told_before_while_and_after(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Time, memory and disk; greedy chains on what is held out; the best head; what it is expected to bring here."""
+    recipe, more = tmp_path / "recipe.json", tmp_path / "more.json"
+    recipe.write_text(json.dumps({"step_decay": 0.5, "soft_tokens": False}))
+    more.write_text(json.dumps({"save_steps": 2, "logging_steps": 1}))
+    command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "head", "--max-steps", 4,
+               "--recipe", recipe, "--arguments", more, "--held-out", 3, "--drop-seen", 1.0, "--json",
+               "--features", tmp_path / "features", "--dtype", "float32"]  # fmt: skip
+    assert run(monkeypatch, *command) == 0
+    streams = capsys.readouterr()
+    told = json.loads(streams.out.strip().splitlines()[-1])
+    assert told["held_out_tau"] == pytest.approx(1 + sum(told[f"held_out_accepted_{depth}"] for depth in range(1, 6)))
+    assert "4 steps of" in streams.err
+    assert "GB of disk for checkpoints" in streams.err
+    assert streams.err.count("held out, step") == 2
+    assert "0 of 21 conversations are left out" in streams.err
+    assert "On this device a static tree of" in streams.err or "Its speed cannot be told" in streams.err
+    head = load_head(tmp_path / "head")
+    assert head.config.recipe["step decay"] == 0.5
+    assert head.config.tau == {"greedy chains on held-out conversations": round(told["held_out_tau"], 2)}
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "(training.png)" in card
+    assert "greedy chains on held-out conversations" in card
+    assert len(FeatureStore(tmp_path / "features" / "held-out")) == 3
+    recipe.write_text(json.dumps({"nose": 1}))
+    for wrong, message in (
+        (["--recipe", recipe], "has no nose"),
+        (["--held-out", 24], "--held-out 24 of 24 conversations leaves none to train on"),
+    ):
+        command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "other", *wrong]
+        assert run(monkeypatch, *command) == 2
+        assert message in capsys.readouterr().err
+    medusa = ["train", "medusa", "--data", talks, "--model", saved, "--output", tmp_path / "other", "--held-out", 3]
+    assert run(monkeypatch, *medusa, "--joint") == 2
+    assert "Leave one of them out" in capsys.readouterr().err
+    assert run(monkeypatch, *medusa, "--max-steps", 2, "--json", "--dtype", "float32") == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["held_out_tau"] >= 1
+
+
 def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     no_model: None,

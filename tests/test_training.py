@@ -28,6 +28,7 @@ from hf_specdec.training import (
     FeatureStore,
     MedusaTrainingConfig,
     capture_features,
+    drop_near_duplicates,
     feature_bytes,
     features,
     head_arguments,
@@ -212,6 +213,8 @@ def slow_eagle_loss(
                 hidden = torch.cat([hidden, output[:, -1:]], dim=1)
             wanted = states[-1][0, last - 1]
             probs = (rows @ wanted).softmax(-1)
+            if not config.soft_tokens:
+                probs = (torch.arange(len(rows)) == (rows @ wanted).argmax()).float()
             logits = head.score(hidden[0, -1], rows.matmul)
             loss = -config.token_weight * (probs * logits.log_softmax(-1)).sum()
             if config.feature_weight:
@@ -241,7 +244,8 @@ OTHER_WIDTH = {"version": 3, "own_embedding": True, "target_hidden_size": 32, "h
     ],
     ids=str,
 )
-def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("soft_tokens", [True, False])
+def test_the_eagle_loss_is_its_definition(fields: dict[str, Any], soft_tokens: bool) -> None:
     """Several turns in one conversation, padding in the batch, gradients included."""
     model = zoo.build("llama")
     ids = torch.randint(3, zoo.VOCAB_SIZE, (16,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -249,7 +253,9 @@ def test_the_eagle_loss_is_its_definition(fields: dict[str, Any]) -> None:
     talk = Conversation(tuple(ids), tuple(mask))
     head = random_head(model, **fields)
     version = fields.get("version", 1)
-    config = EagleTrainingConfig(1.0 if version == 1 else 0.0, 0.3, noise=0.0, aligned_steps=3)
+    config = EagleTrainingConfig(
+        1.0 if version == 1 else 0.0, 0.3, noise=0.0, aligned_steps=3, soft_tokens=soft_tokens
+    )
     objective = EagleObjective(head, model, config)
     states = model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
     seen = torch.cat([states[layer] for layer in objective.layers], dim=-1)[0].detach()
@@ -381,6 +387,17 @@ def test_the_medusa_loss_is_its_definition(fields: dict[str, Any], soft_labels: 
     torch.testing.assert_close(outputs.loss, total, atol=1e-5, rtol=1e-5)
 
 
+def test_a_recipe_with_other_values() -> None:
+    recipe = EagleTrainingConfig(noise=0.0)
+    assert recipe.changed(noise=1, soft_tokens=False) == EagleTrainingConfig(noise=1, soft_tokens=False)
+    for fields, message in (
+        ({"nose": 1.0}, "has no nose"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
+        ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"), ({"noise": -1.0}, ">= 0"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidConfigError, match=message):
+            recipe.changed(**fields)
+
+
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
@@ -414,6 +431,20 @@ def test_some_are_held_out_at_even_distances() -> None:
     assert hold_out(talks, 9) == ([], talks)
 
 
+def test_what_was_said_before_is_left_out() -> None:
+    """Alone the first of its kind stays; what goes round in itself is left out as well; prompts do not count."""
+    said = list(range(10, 30))
+    first, again = Conversation.of([5], said), Conversation.of([6, 7], said)
+    half = Conversation.of([5], [*said[:13], *range(40, 49)])  # of 15 runs 6 were said before
+    round_and_round = Conversation.of([5], [60, 61] * 10)  # of 13 runs two are new
+    short = Conversation.of(said, [70, 71])
+    talks = [first, again, half, round_and_round, short]
+    assert drop_near_duplicates(talks, 0.5) == [first, half, short]
+    assert drop_near_duplicates(talks, 0.3) == [first, short]
+    assert drop_near_duplicates(talks, 0.9) == [first, half, round_and_round, short]
+    assert drop_near_duplicates(talks, 1.0) == talks
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Path) -> None:
     """It is measured before each checkpoint, and the weights at the end are those of the best one."""
@@ -432,7 +463,7 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
     assert sorted(rows) == [2, 4, 6, 7]
     best = max(rows, key=lambda step: (rows[step]["eval_tau"], -step))
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
-    objective = EagleObjective(head, model, EagleTrainingConfig(0.0, 1.0, noise=0.0))
+    objective = EagleObjective(head, model, EagleTrainingConfig(0.0, 1.0, noise=0.0)).eval()
     batch = collate(
         [{"input_ids": torch.tensor(talk.input_ids), "loss_mask": torch.tensor(talk.loss_mask)} for talk in TALKS]
     )
@@ -440,7 +471,7 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
     counts = objective(**batch, features=features, measure=1).counts
     assert counts is not None
     assert rows[best]["eval_tau"] == pytest.approx(1 + sum(counts.acceptance))
-    assert [rows[best][f"eval_accepted_{depth}"] for depth in (1, 2, 3)] == pytest.approx(counts.acceptance)
+    assert [rows[best][f"eval_accepted_{depth}"] for depth in range(1, 6)] == pytest.approx(counts.acceptance)
     assert head.config.recipe["tau of greedy chains on held-out conversations"] == round(rows[best]["eval_tau"], 2)
 
 

@@ -53,18 +53,19 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
 
 
 def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
-    """Loss, and the accuracy of every drafted depth, over the steps of a training run.
+    """Loss, the accuracy of every drafted depth, and tau on what is held out, over the steps of a training run.
 
     Args:
         log_history: Of `trainer_state.json`.
 
     Returns:
-        The two matplotlib axes.
+        The matplotlib axes: two, or three where something was held out.
     """
     from matplotlib import pyplot  # an optional dependency
 
     rows = [row for row in log_history if "loss" in row]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.5))
+    measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
+    figure, (left, right, *more) = pyplot.subplots(1, 2 + bool(measured), figsize=(10 + 5 * bool(measured), 3.5))
     steps = [row["step"] for row in rows]
     left.plot(steps, [float(row["loss"]) for row in rows])
     left.set_ylabel("loss")
@@ -75,10 +76,13 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
     right.set_ylabel("top-1 accuracy")
     if names:
         right.legend()
-    for axes in (left, right):
+    for axes in more:
+        axes.plot(*zip(*measured, strict=True), marker=".")
+        axes.set_ylabel("tau of greedy chains, held out")
+    drawn: Sequence[Axes] = (left, right, *more)
+    for axes in drawn:
         axes.set_xlabel("step")
     figure.tight_layout()
-    drawn: Sequence[Axes] = (left, right)
     return drawn
 
 

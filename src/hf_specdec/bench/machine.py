@@ -36,15 +36,24 @@ def environment(model: Any) -> dict[str, Any]:
     Args:
         model: The model that was measured.
     """
-    device = (
-        _processor() if model.device.type == "cpu" else str(torch.get_device_module(model.device).get_device_name())
-    )
     return {
-        "device": device, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-        "hf_specdec": importlib.metadata.version("hf-specdec"), "commit": commit(),
+        **versions(model.device),
         "model": model.config._name_or_path, "dtype": str(model.dtype).removeprefix("torch."),
         "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions, commit.
+
+    Args:
+        device: What models run on.
+    """
+    name = _processor() if device.type == "cpu" else str(torch.get_device_module(device).get_device_name())
+    return {
+        "device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "hf_specdec": importlib.metadata.version("hf-specdec"), "commit": commit(),
     }  # fmt: skip
 
 

@@ -10,12 +10,12 @@ import transformers
 import typer
 from safetensors import SafetensorError
 
-from hf_specdec.cli import bench, distilling, generation, heads, training, trees
+from hf_specdec.cli import bench, distilling, generation, heads, machine, training, trees
 from hf_specdec.errors import SpeculativeDecodingError
 
 app = typer.Typer(
     help="Lossless speculative decoding for Hugging Face transformers.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )  # fmt: skip
 
 
@@ -34,11 +34,33 @@ def options(
     """Lossless speculative decoding for Hugging Face transformers."""
 
 
-for _command in (
-    generation.demo, generation.generate, bench.bench, heads.inspect, heads.convert, distilling.distill, trees.tree,
-):  # fmt: skip
-    app.command()(_command)
-app.add_typer(training.train, name="train")
+GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Heads of others"
+
+COMMANDS = [
+    (generation.demo, GENERATE, ["hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"]),
+    (generation.generate, GENERATE, [
+        "hf-specdec generate 'Why is the sky blue?'", "hf-specdec generate --interactive --model org/model",
+        "cat question.txt | hf-specdec generate - --json",
+    ]),
+    (machine.doctor, MEASURE, ["hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"]),
+    (bench.bench, MEASURE, [
+        "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+compile",
+    ]),
+    (machine.env, MEASURE, ["hf-specdec env"]),
+    (distilling.distill, TRAIN, [
+        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --temperature 0",
+        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",
+    ]),
+    (trees.tree, TRAIN, ["hf-specdec tree --model org/model --drafter head --data data --output head"]),
+    (heads.inspect, HEADS, ["hf-specdec inspect org/head"]),
+    (heads.convert, HEADS, ["hf-specdec convert head out --format speculators"]),
+]  # fmt: skip
+"""Every command, where the help has it, and how it is called."""
+
+for _command, _panel, _examples in COMMANDS:
+    _lines = "\n\n".join(f"  {example}" for example in _examples)
+    app.command(rich_help_panel=_panel, epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
+app.add_typer(training.train, name="train", rich_help_panel=TRAIN)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from hf_specdec.drafters.registry import method_named
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.loading import default_head, encode, load_model
+from hf_specdec.loading import default_head, encode, encode_chat, load_model
 
 ASSISTANT_METHOD = "draft_model"
 """The method that drafts with an assistant model, which `hf-specdec bench` takes."""
@@ -50,7 +50,7 @@ def demo(
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; '-' reads standard input.")] = None,
     model: Model = None,
     drafter: Head = None,
     method: Annotated[str, typer.Option(help="What to pass as `speculative=`, or 'plain'.")] = "auto",
@@ -64,33 +64,58 @@ def generate(
     seed: Seed = 0,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted depth.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(min=1, help="Nodes per tree, root included.")] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", help="Go on asking, until the input ends.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt, streamed as it comes."""
-    if prompt == "-":
+    """Answer a prompt, streamed as it comes; or have a conversation."""
+    if interactive and as_json:
+        raise InvalidConfigError("A conversation is not one JSON object.", "Leave out --interactive or --json.")
+    if prompt == "-" and not interactive:
         prompt = sys.stdin.read()
-    _check_prompt(prompt)
+    if prompt is not None or not interactive:
+        _check_prompt(prompt or "")
     head = head_for([method], model, drafter)
     lm, tokenizer = load_model(model, head, dtype)
-    inputs = encode(tokenizer, prompt, lm.device)
-    sampling: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "speculative": None}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    speculative = None
+        options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     if method != "plain":
-        speculative = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+        options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
     torch.manual_seed(seed)
+    if interactive:
+        _converse(lm, tokenizer, prompt, options)
+        return
+    inputs = encode(tokenizer, prompt or "", lm.device)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids = lm.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, speculative=speculative, **sampling)[
-        0, inputs["input_ids"].shape[1] :
-    ]
-    stats = None if speculative is None else lm.last_speculation
+    ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+    stats = None if method == "plain" else lm.last_speculation
     if as_json:
         text = tokenizer.decode(ids, skip_special_tokens=True)
         typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(lm),
                                "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
     elif stats is not None:
         typer.echo(f"{stats!r}, weights in {dtype_of(lm)}", err=True)
+
+
+def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
+    """Ask, answer and go on, until the input ends; behind every answer how it was made, on stderr."""
+    texts: list[str] = []
+    while True:
+        if first is None:
+            try:
+                said = input("> ")
+            except EOFError:
+                return
+        else:
+            said, first = first, None
+        if not said.strip():
+            continue
+        inputs = encode_chat(tokenizer, [*texts, said], model.device)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+        texts += [said, tokenizer.decode(ids, skip_special_tokens=True).strip()]
+        if options["speculative"] is not None:
+            typer.echo(repr(model.last_speculation), err=True)
 
 
 def _check_prompt(prompt: str) -> None:

@@ -29,6 +29,7 @@ from hf_specdec.cli.options import (
 from hf_specdec.cli.runs import Data, Output, conversations_of, is_main, note, target_of, tell, training_package
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
+from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
@@ -65,6 +66,15 @@ Fields = Annotated[
     Path | None,
     typer.Option(help="JSON file of further fields of the head's config (fc_norm, intermediate_size, ...)."),
 ]
+Recipe = Annotated[
+    Path | None,
+    typer.Option(help="JSON file of further fields of the recipe (step_decay, soft_tokens, noise, ...)."),
+]
+Seen = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, callback=finite,
+                 help="Leave conversations out of which more than this share is said in others."),
+]  # fmt: skip
 BaseName = Annotated[
     str | None,
     typer.Option(help="Name of the target to write down in the head, where --model is a path: its Hub id."),
@@ -73,10 +83,14 @@ BaseName = Annotated[
 SHARE_HELD_OUT, MOST_HELD_OUT = 20, 64
 """One conversation of so many is held out, and so many of them at most."""
 
+EXAMPLE = (
+    "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
+)
+
 train = typer.Typer(help="Train a draft head for a model from its own answers.", no_args_is_help=True)
 
 
-@train.command()
+@train.command(epilog=EXAMPLE.replace("KIND", "medusa"))
 def medusa(
     data: Data,
     output: Output,
@@ -96,6 +110,7 @@ def medusa(
     accumulate: Accumulate = 1,
     learning_rate: Rate = 1e-3,
     held_out: HeldOut = None,
+    drop_seen: Seen = None,
     seed: Seed = 0,
     more: More = None,
     dtype: Precision = "bfloat16",
@@ -117,7 +132,7 @@ def medusa(
         **fields,
     )  # fmt: skip
     _name_target(config, base_model_name, path="./model" if joint else None)
-    talks, apart = _talks(data, model, max_length, held_out)
+    talks, apart = _talks(data, model, max_length, held_out, drop_seen)
     heads = MedusaHeads(config)
     _set_vocabulary(heads, talks)
     training = training_package()
@@ -141,7 +156,7 @@ def medusa(
         _tell_speed(target, heads, measured)
 
 
-@train.command()
+@train.command(epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
 def eagle(
     data: Data,
     output: Output,
@@ -149,7 +164,9 @@ def eagle(
     base_model_name: BaseName = None,
     version: Annotated[int, typer.Option(min=1, max=3, help="1 (also drafts EAGLE-2's trees) or 3.")] = 3,
     aligned_steps: Annotated[int | None, typer.Option(min=1, help="Drafted levels per step of training.")] = None,
+    recipe: Recipe = None,
     initial_head: Annotated[str | None, typer.Option(help="Go on from this head.")] = None,
+    random_start: Annotated[bool, typer.Option(help="Begin with random weights, not with the target's.")] = False,
     draft_vocab_size: Vocabulary = None,
     head_fields: Fields = None,
     features: Features = None,
@@ -160,6 +177,7 @@ def eagle(
     accumulate: Accumulate = 1,
     learning_rate: Rate = 3e-4,
     held_out: HeldOut = None,
+    drop_seen: Seen = None,
     seed: Seed = 0,
     more: More = None,
     dtype: Precision = "bfloat16",
@@ -176,23 +194,22 @@ def eagle(
     head = _new_eagle(version, target_config, fields) if initial_head is None else _read_eagle(initial_head)
     head.check_sizes(target_config.get_text_config(decoder=True))
     _name_target(head.config, base_model_name)
-    talks, apart = _talks(data, model, max_length, held_out)
+    talks, apart = _talks(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
         _set_vocabulary(head, talks)
     training = training_package()
-    recipe = training.EagleTrainingConfig.for_head(head)
-    if aligned_steps is not None:
-        recipe = recipe.with_steps(aligned_steps)
-    training.check_same_run(output, training.run_facts(head, recipe, _lengths(talks)))
+    steps = {} if aligned_steps is None else {"aligned_steps": aligned_steps}
+    config = training.EagleTrainingConfig.for_head(head).changed(**{**read_object(recipe, "--recipe"), **steps})
+    training.check_same_run(output, training.run_facts(head, config, _lengths(talks)))
     target, _ = target_of(model, dtype)
-    if initial_head is None and isinstance(head, Eagle3Head):
+    if initial_head is None and not random_start and isinstance(head, Eagle3Head):
         misfits = training.start_from_target(head, target)
         reason = f"at random: of the target's parts {', '.join(misfits)} would not fit"
         parts = "from the target's lm_head, final norm and last layer but one"
         note(f"The head starts {reason if misfits else parts}.")
     stored, measured = run.data(target, talks, apart, tuple(dict.fromkeys((*head.feature_layers, LAST))))
     arguments = run.arguments(held_out=bool(apart))
-    head = training.train_eagle(target, head, stored, arguments, recipe, resume=True, held_out=measured)
+    head = training.train_eagle(target, head, stored, arguments, config, resume=True, held_out=measured)
     _finish(head, output, as_json)
     if apart:
         _tell_speed(target, head, measured)
@@ -241,9 +258,9 @@ class _Run:
 
 
 def _talks(
-    data: list[str], model: str | None, max_length: int, held_out: int | None
+    data: list[str], model: str | None, max_length: int, held_out: int | None, drop_seen: float | None
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Conversations to train on, and those held out.
+    """Conversations to train on, and those held out; the latter do not depend on what is left out of the others.
 
     Raises:
         InvalidConfigError: There are none, or all would be held out.
@@ -253,6 +270,9 @@ def _talks(
     if count >= len(talks):
         raise InvalidConfigError(f"--held-out {count} of {len(talks)} conversations leaves none to train on.")
     kept, apart = training_package().hold_out(talks, count)
+    if drop_seen is not None:
+        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen)
+        note(f"{before - len(kept)} of {before} conversations are left out: more than {drop_seen:.0%} is in others.")
     return kept, apart
 
 
@@ -291,24 +311,26 @@ def _set_vocabulary(head: Head, talks: list[Conversation]) -> None:
 
 
 def _finish(head: Head, output: Path, as_json: bool) -> None:
-    """Store the head and the picture of its run."""
+    """Store the head with the picture and the figures of its run."""
     import torch
 
     if not is_main():
         return
-    head.to(torch.bfloat16).save_pretrained(output)
     log = json.loads((output / "trainer_state.json").read_text())["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
-        note("training.png was not drawn: pip install matplotlib.")
+        note(f"{RUN_PICTURE} was not drawn: pip install matplotlib.")
     elif rows:
-        viz.save_plot(viz.plot_run(log), output / "training.png")
-    if head.config.base_model_name_or_path is None:
-        note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
+        viz.save_plot(viz.plot_run(log), output / RUN_PICTURE)
     last = {name: rows[-1][name] for name in rows[-1] if name.startswith(("top1", "predicted"))} if rows else {}
     measured = [row for row in log if "eval_tau" in row]
     best: dict[str, Any] = max(measured, key=lambda row: row["eval_tau"], default={})
     found = {f"held_out_{name[5:]}": best[name] for name in best if name.startswith(("eval_tau", "eval_accepted"))}
+    if found:
+        head.config.tau = {"greedy chains on held-out conversations": round(found["held_out_tau"], 2)}
+    head.to(torch.bfloat16).save_pretrained(output)
+    if head.config.base_model_name_or_path is None:
+        note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
     tell({"output": str(output), **last, **found}, as_json)
 
 

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from hf_specdec.atomic import beside, move_into
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.attention import attend_over
-from hf_specdec.heads.card import CARD_NAME, model_card
+from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
 from hf_specdec.heads.schema import Rule, checked
 from hf_specdec.heads.vocabulary import HotTokens
 
@@ -132,7 +132,8 @@ class DraftHead(HotTokens, PreTrainedModel):
             super().save_pretrained(made, *args, **kwargs)
             if is_main:
                 if not (folder / CARD_NAME).exists():
-                    (made / CARD_NAME).write_text(model_card(self.config, self.method))
+                    picture = RUN_PICTURE if (folder / RUN_PICTURE).exists() else None
+                    (made / CARD_NAME).write_text(model_card(self.config, self.method, picture=picture))
                 move_into(made, folder, first="config.json", stale=WEIGHT_PATTERNS)
         if is_main and push_to_hub:
             self.push_to_hub(repo_id, **upload, **kwargs)

@@ -7,6 +7,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 CARD_NAME = "README.md"
+RUN_PICTURE = "training.png"
+"""Beside the card: what a training run looked like."""
 
 TITLES = {
     "hf_specdec_eagle": "EAGLE head",
@@ -16,13 +18,14 @@ TITLES = {
 }
 
 
-def model_card(config: Any, method: str, repo: str | None = None) -> str:
+def model_card(config: Any, method: str, repo: str | None = None, picture: str | None = None) -> str:
     """The text of a card.
 
     Args:
         config: The head's; `base_model_name_or_path`, `recipe` and `tau` are read.
         method: What the head is called in `speculative=`.
         repo: Its Hub id, where it is known.
+        picture: File beside the card that shows the training run, if there is one.
     """
     base = config.base_model_name_or_path
     parts = [
@@ -47,6 +50,8 @@ model.generate(**inputs, speculative="{method}")
         parts += ["## Measured", _table(("tokens per target forward (tau)", ""), config.tau)]
     if config.recipe:
         parts += ["## Training", _table(("", ""), config.recipe)]
+    if picture:
+        parts.append(f"![Loss and accuracy over the steps of the run]({picture})")
     return "\n\n".join(parts) + "\n"
 
 

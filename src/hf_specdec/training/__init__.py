@@ -1,7 +1,13 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
 from hf_specdec.training.arguments import head_arguments
-from hf_specdec.training.conversations import Conversation, hold_out, most_frequent_tokens, read_conversations
+from hf_specdec.training.conversations import (
+    Conversation,
+    drop_near_duplicates,
+    hold_out,
+    most_frequent_tokens,
+    read_conversations,
+)
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
 from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
 from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes
@@ -26,6 +32,7 @@ __all__ = [
     "capture_features",
     "check_same_run",
     "distill",
+    "drop_near_duplicates",
     "feature_bytes",
     "find_tree",
     "head_arguments",

@@ -169,6 +169,34 @@ def _of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> Conversa
     return Conversation(tuple(ids), tuple(mask))
 
 
+RUN_OF_TOKENS = 8
+"""Tokens in a row that are compared where conversations are told to be alike."""
+
+
+def drop_near_duplicates(conversations: Sequence[Conversation], most_seen: float) -> list[Conversation]:
+    """Leave out what earlier conversations have said already, and what goes round in itself.
+
+    Args:
+        conversations: All; the first of those that are alike stays.
+        most_seen: Of an answer's runs of eight tokens, the share that may stand in answers that were kept, or have
+            stood in itself before.
+
+    Example: of two equal conversations the second one is left out whatever the share, unless it is 1.
+    """
+    kept, seen = [], set[int]()
+    for talk in conversations:
+        runs = [
+            hash(talk.input_ids[start : start + RUN_OF_TOKENS])
+            for start in range(len(talk.input_ids) - RUN_OF_TOKENS + 1)
+            if all(talk.loss_mask[start : start + RUN_OF_TOKENS])
+        ]
+        fresh = set(runs) - seen
+        if not runs or len(runs) - len(fresh) <= most_seen * len(runs):
+            kept.append(talk)
+            seen |= fresh
+    return kept
+
+
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
     """Set some apart, at even distances, so that all sources have their share.
 

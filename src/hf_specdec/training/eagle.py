@@ -9,11 +9,12 @@ entropy over the draft vocabulary, through several drafted steps (training-time 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad, smooth_l1_loss
+from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
@@ -42,6 +43,7 @@ class EagleTrainingConfig:
             before, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766; EAGLE-3's
             training-time test). 1 is EAGLE-1's paper, 7 EAGLE-3's.
         step_decay: Weight of each aligned step relative to the one before.
+        soft_tokens: Learn the target's distribution; False learns its best token alone.
     """
 
     feature_weight: float = 1.0
@@ -49,6 +51,7 @@ class EagleTrainingConfig:
     noise: float = 0.2
     aligned_steps: int = 3
     step_decay: float = 0.8
+    soft_tokens: bool = True
 
     def __post_init__(self) -> None:
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
@@ -63,9 +66,23 @@ class EagleTrainingConfig:
             return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=3, step_decay=0.6)
         return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=4)
 
-    def with_steps(self, aligned_steps: int) -> EagleTrainingConfig:
-        """The same recipe over another number of steps."""
-        return replace(self, aligned_steps=aligned_steps)
+    def changed(self, **fields: Any) -> EagleTrainingConfig:
+        """The same recipe with other values.
+
+        Raises:
+            InvalidConfigError: Fields that a recipe has not, or values that mean nothing.
+        """
+        known = asdict(self)
+        wrong = [name for name in fields if name not in known]
+        if wrong:
+            raise InvalidConfigError(
+                f"A recipe of EAGLE training has no {', '.join(wrong)}.", f"It has {', '.join(known)}."
+            )
+        for name, value in fields.items():
+            expected = (float, int) if type(known[name]) is float else (type(known[name]),)
+            if type(value) not in expected:
+                raise InvalidConfigError(f"`{name}` of a recipe is {known[name]!r} or the like, got {value!r}.")
+        return replace(self, **fields)
 
 
 def train_eagle(
@@ -193,6 +210,10 @@ def _take_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
     return torch.allclose(theirs(second.to(parameter)).to(weight), own(second), atol=0.05, rtol=0.05)
 
 
+MEASURED_STEPS = 5
+"""Depths that are measured where nothing is trained, at least: recipes of fewer steps can be compared."""
+
+
 class EagleObjective(Objective):
     """Sum over aligned steps j of `decay^j` times the losses of step j.
 
@@ -233,13 +254,15 @@ class EagleObjective(Objective):
             read = read + (torch.rand_like(read) - 0.5) * recipe.noise
         trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers
         with torch.no_grad():
-            probs = self._teacher.logits(wanted[trained]).softmax(-1)
+            scores = self._teacher.logits(wanted[trained])
+            probs = scores.softmax(-1) if recipe.soft_tokens else one_hot(scores.argmax(-1), scores.shape[-1]).float()
         rows = torch.zeros_like(trained, dtype=torch.long)  # which of them is whose
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
         hidden, attend = self.head.fuse(read), AlignedAttention()
         total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained, measure)
-        for step in range(recipe.aligned_steps):
+        num_steps = recipe.aligned_steps if self.training else max(recipe.aligned_steps, MEASURED_STEPS)
+        for step in range(num_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
             logits = self.head.score(drafted, self._teacher.logits).float()
@@ -249,7 +272,8 @@ class EagleObjective(Objective):
             if recipe.feature_weight:
                 distance = smooth_l1_loss(drafted.float(), wanted[trained].float(), reduction="sum")
                 loss = loss + recipe.feature_weight * distance / (count * size)
-            total = total + recipe.step_decay**step * loss
+            if step < recipe.aligned_steps:
+                total = total + recipe.step_decay**step * loss
             if measure:
                 tally.add(trained, self._teacher.correct(logits, wanted[trained], measure))
                 tally.move_on()

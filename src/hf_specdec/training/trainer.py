@@ -165,8 +165,8 @@ class HeadTrainer(Trainer):
         )  # fmt: skip
         self.progress = show_progress(self)
         self._objective, self._target = objective, target
-        self._columns = {True: columns_of(data, objective.layers)}
-        self._columns[False] = None if held_out is None else columns_of(held_out, objective.layers)
+        self._columns = columns_of(data, objective.layers)
+        self._held_out_columns = None if held_out is None else columns_of(held_out, objective.layers)
         self._right: Tensor | float = 0.0
         self._counted: Tensor | float = 0.0
 
@@ -174,7 +174,7 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
         """Complete the batch, and keep count of right tokens where the next log wants it."""
-        inputs = with_features(inputs, self._target, self._objective.layers, self._columns[True])
+        inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         outputs: HeadLoss = model(**inputs, measure=int(measure))
@@ -186,7 +186,7 @@ class HeadTrainer(Trainer):
     def rehearse(self, numbers: Sequence[int]) -> Tensor:
         """The loss of a batch of these conversations, outside of training: it leaves nothing but gradients."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
-        inputs = with_features(batch, self._target, self._objective.layers, self._columns[True])
+        inputs = with_features(batch, self._target, self._objective.layers, self._columns)
         with torch.random.fork_rng(), self.compute_loss_context_manager():
             outputs: HeadLoss = self._objective(**inputs)
         return outputs.loss
@@ -195,8 +195,8 @@ class HeadTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and counts of a held-out batch, as the Trainer gathers them: `[1, K, 3]`, predictions and labels."""
-        inputs = with_features(self._prepare_inputs(inputs), self._target, self._objective.layers,
-                               self._columns[False])  # fmt: skip
+        batch, layers = self._prepare_inputs(inputs), self._objective.layers
+        inputs = with_features(batch, self._target, layers, self._held_out_columns)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs: HeadLoss = model(**inputs, measure=1)
         assert outputs.counts is not None

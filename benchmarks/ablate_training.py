@@ -1,0 +1,96 @@
+"""What each choice of the EAGLE-3 recipe is worth: the same small budget, one thing changed at a time.
+
+    python benchmarks/ablate_training.py --data data --features features --work runs --json ablations.json
+
+Every variant is one `hf-specdec train eagle` of `--steps` optimiser steps, on the same conversations and measured on
+the same held-out ones: tau of greedy chains of five tokens there, the best of the run. Features are captured once. A
+variant that is in the JSON file is not run again, so an interrupted run goes on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+VARIANTS = {
+    "the recipe": {},
+    "hard tokens": {"recipe": {"soft_tokens": False}},
+    "depths weigh the same": {"recipe": {"step_decay": 1.0}},
+    "depths weigh 0.6 of the one before": {"recipe": {"step_decay": 0.6}},
+    "1 aligned step": {"flags": ["--aligned-steps", "1"]},
+    "2 aligned steps": {"flags": ["--aligned-steps", "2"]},
+    "5 aligned steps": {"flags": ["--aligned-steps", "5"]},
+    "noise 0.1": {"recipe": {"noise": 0.1}},
+    "random start": {"flags": ["--random-start"]},
+    "draft vocabulary 4k": {"vocabulary": 4096},
+    "draft vocabulary 16k": {"vocabulary": 16384},
+    "MLP half as wide": {"head": {"intermediate_size": 768}},
+    "MLP twice as wide": {"head": {"intermediate_size": 3072}},
+    "no norms (SGLang)": {"head": {"fc_norm": False, "norm_before_residual": False, "norm_output": False}},
+    "learning rate falls linearly": {"arguments": {"lr_scheduler_type": "linear"}},
+    "learning rate stays": {"arguments": {"lr_scheduler_type": "constant_with_warmup"}},
+    "half the learning rate": {"flags": ["--learning-rate", "5e-4"]},
+    "twice the learning rate": {"flags": ["--learning-rate", "2e-3"]},
+    "in random order, not by length": {"arguments": {"train_sampling_strategy": "random"}},
+    "near duplicates left out": {"flags": ["--drop-seen", "0.5"]},
+}
+"""What is changed: fields of the recipe, of the head's config and of the Trainer's arguments; flags of the command."""
+
+HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
+"""Of the shipped head; see docs/heads.md."""
+
+
+def run(name, change, options):
+    """Train one variant, and tell what it came to."""
+    folder = options.work / name.replace(" ", "-").replace(",", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for kind, fields in {
+        "head-fields": {**HEAD, **change.get("head", {})},
+        "recipe": change.get("recipe", {}),
+        "arguments": {"bf16": True, "save_steps": options.steps // 2, "max_grad_norm": 1.0,
+                      **change.get("arguments", {})},
+    }.items():  # fmt: skip
+        files[kind] = folder / f"{kind}.json"
+        files[kind].write_text(json.dumps(fields))
+    data = [word for place in options.data for word in ("--data", place)]
+    features = ["--features", options.features] if "--drop-seen" not in change.get("flags", []) else []
+    command = [
+        sys.executable, "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run", "--json",
+        "--max-steps", options.steps, "--batch-size", 4, "--learning-rate", 1e-3, "--aligned-steps", 3,
+        "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out, "--max-length", 1024,
+        *(word for kind, path in files.items() for word in (f"--{kind}", path)), *change.get("flags", []),
+    ]  # fmt: skip
+    begin = time.perf_counter()
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    depths = [found[key] for key in sorted(found) if key.startswith("held_out_accepted")]
+    return {"variant": name, "tau": found["held_out_tau"], "accepted": depths, "seconds": time.perf_counter() - begin}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", action="append", required=True)
+    parser.add_argument("--features", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--held-out", type=int, default=64)
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    for name in options.variants:
+        if name not in {row["variant"] for row in rows}:
+            rows.append(run(name, VARIANTS[name], options))
+            options.json.write_text(json.dumps(rows, indent=1))
+    print("| variant | tau of greedy chains, held out | accepted by depth | minutes |")
+    print("|---|---|---|---|")
+    for row in rows:
+        depths = " ".join(f"{share:.2f}" for share in row["accepted"])
+        print(f"| {row['variant']} | {row['tau']:.2f} | {depths} | {row['seconds'] / 60:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

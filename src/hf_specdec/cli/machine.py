@@ -1,0 +1,91 @@
+"""What this machine and a model can do: `hf-specdec env | doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_specdec.bench.diagnosis import diagnose
+from hf_specdec.bench.machine import versions
+from hf_specdec.cli.generation import dtype_of, head_for
+from hf_specdec.cli.options import Head, Json, NewTokens, Precision
+from hf_specdec.drafters.registry import methods as known_methods
+from hf_specdec.loading import PACKAGE, load_model
+from hf_specdec.target.graphs import RECORDERS
+
+PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
+            "openai")  # fmt: skip
+"""Whose versions a bug report needs, beside torch's and transformers'."""
+
+
+def env(as_json: Json = False) -> None:
+    """Show versions, devices and what is supported here; for a bug report."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    found: dict[str, Any] = {
+        **versions(device or torch.device("cpu")),
+        **{name: _version(name) for name in PACKAGES},
+        "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+        'compile="compile"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) is found",
+        'compile="cuda_graph"': "yes" if device is not None and device.type in RECORDERS else "not on this device",
+        "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
+        "methods": ", ".join(known_methods()),
+    }
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name}: {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _compiler() -> str | None:
+    """What inductor would compile with."""
+    return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Path or Hub id; default: the packaged SmolLM2-135M-Instruct.")
+    ] = None,
+    drafter: Head = None,
+    max_new_tokens: NewTokens = 64,
+    dtype: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Tell whether a model takes trees, what a forward costs here, and which method pays on three prompts."""
+    head = head_for(["auto"], model, drafter)
+    lm, tokenizer = load_model(model, head, dtype)
+    methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
+    found = diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
+    if as_json:
+        typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
+        return
+    what = "trees" if found.branches else f"chains only, because {found.chain_only_reason}"
+    typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {what}")
+    costs, one = Table("tokens in a forward", "milliseconds", "of one token's"), found.forward_seconds[1]
+    for width, seconds in found.forward_seconds.items():
+        costs.add_row(str(width), f"{1000 * seconds:.1f}", f"{seconds / one:.2f}")
+    tried = Table("method", "x plain", "worst of three", "tau")
+    for method, ratio in found.speed_up.items():
+        tried.add_row(method, f"{ratio:.2f}", f"{found.worst[method]:.2f}", f"{found.tau[method]:.2f}")
+    console = Console()
+    console.print(costs, tried)
+    if found.best == "plain":
+        typer.echo("None of these pays here; speculative='auto' takes plain steps where nothing does.")
+    else:
+        typer.echo(f"Fastest here: speculative={found.best!r}.")

@@ -1,0 +1,75 @@
+"""`hf-specdec env` and `doctor` on a tiny model: what they tell, and that it is so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import zoo
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
+from hf_specdec.bench.diagnosis import WIDTHS, Diagnosis, diagnose
+from hf_specdec.cli import machine
+from test_cli import run
+
+
+def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "env", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["transformers"] == transformers.__version__
+    assert {"device", "python", "accelerate", "methods", "commit"} <= found.keys()
+    assert "prompt_lookup" in found["methods"]
+    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
+    monkeypatch.setattr(machine, "_version", lambda name: "not installed" if name == "peft" else "1")
+    assert run(monkeypatch, "env") == 0
+    text = capsys.readouterr().out
+    assert 'compile="compile": no C++ compiler' in text
+    assert "peft: not installed" in text
+
+
+def test_doctor_tells_what_pays(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["doctor", saved, "--max-new-tokens", 12, "--dtype", "float32"]
+    assert run(monkeypatch, *command, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["branches"]
+    assert list(found["forward_seconds"]) == [str(width) for width in WIDTHS]
+    assert list(found["speed_up"]) == ["plain", "prompt_lookup", "auto"]
+    assert found["speed_up"]["plain"] == found["tau"]["plain"] == 1
+    assert found["best"] in found["speed_up"]
+    assert run(monkeypatch, *command) == 0
+    text = capsys.readouterr().out
+    assert "LlamaForCausalLM, weights in float32: verifies trees" in text
+    assert "prompt_lookup" in text
+    assert run(monkeypatch, "doctor", "/nowhere/at/all") == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_model_of_chains_and_one_of_neither() -> None:
+    tokenizer = zoo.chat_tokenizer()
+    chains = SpeculativeGenerationMixin.attach(zoo.build("bloom"))
+    found = diagnose(chains, tokenizer, ["prompt_lookup"], max_new_tokens=8)
+    assert not found.branches
+    assert "position_ids" in found.chain_only_reason
+    broken: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+
+    class Unsteady(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(()).add(0.5)
+
+    broken.model.layers[0].mlp = Unsteady()
+    with pytest.raises(UnsupportedModelError):
+        diagnose(broken, tokenizer, ["prompt_lookup"], max_new_tokens=8)
+
+
+def test_the_best_is_plain_where_nothing_pays() -> None:
+    slow = Diagnosis(True, "", False, {1: 1.0}, {"plain": 1.0, "auto": 0.9}, {}, {})
+    assert slow.best == "plain"
+    assert Diagnosis(True, "", False, {1: 1.0}, {"plain": 1.0, "auto": 1.1}, {}, {}).best == "auto"
