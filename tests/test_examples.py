@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark_script import script
+from hf_specdec import EagleConfig, EagleHead
+from hf_specdec.loading import encode_chat
 from hf_specdec.training import read_conversations, read_prompts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -101,3 +104,66 @@ def test_paragraphs_are_prose() -> None:
     html = f"<body><h1>Title</h1><p>{long}</p><p>Short.</p><pre><p>{long} x</p></pre>" \
            f'<div class="para">{long[:-1]} <em>indeed</em>.</div></body>'  # fmt: skip
     assert module.paragraphs_of(html) == [long, f"{long[:-1]} indeed."]
+
+
+# ------------------------------------------------------------------------------------------------------ generating
+
+
+def plain(saved: Path, texts: list[str], count: int) -> list[str]:
+    """What the model alone says to each, as its user's only turn."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    said = []
+    for text in texts:
+        inputs = encode_chat(tokenizer, [text], model.device)
+        ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        said.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+    return said
+
+
+def test_a_file_is_answered_and_an_interrupted_run_goes_on(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["w05 w06", "w07 w08 w09", "w10", "w11 w12 w13 w14", "w15"]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"prompt": text, "id": text[1:3]}) for text in prompts))
+    files = [tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
+    command = [*files, "--model", saved, "--batch-size", 2, "--dtype", "float32", "--max-new-tokens", 9]
+    run("answer_file", monkeypatch, *command)
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["answer"] for line in lines] == plain(saved, prompts, 9)
+    assert [json.loads(line)["id"] for line in lines] == ["05", "07", "10", "11", "15"]
+    (tmp_path / "out.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    capsys.readouterr()
+    run("answer_file", monkeypatch, *command)
+    assert [json.loads(line)["answer"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+        json.loads(line)["answer"] for line in lines
+    ]
+    assert capsys.readouterr().out.splitlines()[0].startswith("4 of 5")
+
+
+def test_a_chat_on_one_cache(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = iter(["w05 w06", "w07 w08", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9, "--dtype", "float32")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.startswith("    [tau ") for line in lines] == [False, True, False, True]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    first = plain(saved, ["w05 w06"], 9)[0]
+    assert lines[0].strip() == first
+    inputs = encode_chat(tokenizer, ["w05 w06", first, "w07 w08"], model.device)
+    ids = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert lines[2].strip() == tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def test_an_adapter_and_a_head(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    EagleHead(EagleConfig.for_target(model.config)).save_pretrained(tmp_path / "head")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, "--adapter", tmp_path / "adapter",
+        "--drafter", tmp_path / "head", "--max-new-tokens", 8)  # fmt: skip
+    text = capsys.readouterr().out
+    assert "with the adapter: tau 1." in text
+    assert "without: tau 1." in text

@@ -1,0 +1,51 @@
+"""Chat in the terminal: streamed, one cache for the whole conversation, and tau behind every answer.
+
+    python examples/chat.py --model org/model --drafter org/head
+
+Later turns read only what is new: the cache of the turns before is handed in. Where the chat template rewrites earlier
+turns, the conversation is read anew. An empty line ends it.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+
+from hf_specdec import SpeculativeGenerationMixin
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--dtype", default="auto")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if options.drafter:
+        model.load_drafter(options.drafter)
+    messages, cache, read = [], DynamicCache(config=model.config), []
+    while said := input("> ").strip():
+        messages.append({"role": "user", "content": said})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        prompt = inputs["input_ids"][0].tolist()
+        if prompt[: len(read)] != read:
+            cache = DynamicCache(config=model.config)
+        ids = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=options.max_new_tokens, speculative="auto",
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )[0].tolist()  # fmt: skip
+        read = ids[:-1]  # the last token has not been read yet
+        messages.append(
+            {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}
+        )
+        stats = model.last_speculation
+        print(f"    [tau {stats.mean_accepted_length:.2f}, {stats.tokens_per_second:.0f} tokens/s]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+#!/bin/sh
+# The shipped heads from their answers, each in one command with one seed. Run again, it goes on where it was interrupted.
+#
+#   examples/shipped_heads.sh WORK [ANSWERS]
+#
+# ANSWERS: what `pack_answers.py` wrote, by default the answers in heads/data. The runs and the captured features go to
+# WORK (some 30 GB); what comes out is in WORK/eagle3 and WORK/medusa.
+set -eu
+WORK=$1
+HERE=$(cd "$(dirname "$0")/.." && pwd)
+ANSWERS=${2:-$HERE/heads/data/answers.parquet}
+BASE=HuggingFaceTB/SmolLM2-135M-Instruct
+mkdir -p "$WORK"
+printf '{"bf16": true, "max_grad_norm": 1.0}' > "$WORK/arguments.json"
+printf '{"fc_norm": true, "norm_before_residual": true, "norm_output": true}' > "$WORK/norms.json"
+
+hf-specdec train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3" --base-model-name $BASE \
+    --draft-vocab-size 8192 --aligned-steps 3 --head-fields "$WORK/norms.json" --arguments "$WORK/arguments.json" \
+    --epochs 2 --batch-size 4 --learning-rate 1e-3 --max-length 1536 --held-out 64
+
+hf-specdec train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
+    --arguments "$WORK/arguments.json" --epochs 2 --batch-size 4 --learning-rate 1e-3 --max-length 1536 --held-out 64
