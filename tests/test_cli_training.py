@@ -255,6 +255,8 @@ def test_a_run_is_told_before_while_and_after(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Time, memory and disk; greedy chains on what is held out; the best head; what it is expected to bring here."""
+    rows = [{"prompt_ids": [5, 6, number], "response_ids": [8, 9, number, 11, 12, 13]} for number in range(30, 54)]
+    talks.write_text("\n".join(map(json.dumps, rows)))
     recipe, more = tmp_path / "recipe.json", tmp_path / "more.json"
     recipe.write_text(json.dumps({"step_decay": 0.5, "soft_tokens": False}))
     more.write_text(json.dumps({"save_steps": 2, "logging_steps": 1}))
@@ -278,9 +280,12 @@ def test_a_run_is_told_before_while_and_after(
     assert "greedy chains on held-out conversations" in card
     assert len(FeatureStore(tmp_path / "features" / "held-out")) == 3
     recipe.write_text(json.dumps({"nose": 1}))
+    wrong_steps = tmp_path / "wrong.json"
+    wrong_steps.write_text(json.dumps({"eval_steps": 70}))
     for wrong, message in (
         (["--recipe", recipe], "has no nose"),
         (["--held-out", 24], "--held-out 24 of 24 conversations leaves none to train on"),
+        (["--arguments", wrong_steps], "multiple"),
     ):
         command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "other", *wrong]
         assert run(monkeypatch, *command) == 2
@@ -319,13 +324,15 @@ def test_every_command_has_help(
 
 def train_command(saved: Path, talks: Path, output: Path, more: Path) -> list[str]:
     options = ["--model", saved, "--data", talks, "--output", output, "--max-steps", 30, "--dtype", "float32",
-               "--batch-size", 2, "--arguments", more]  # fmt: skip
+               "--batch-size", 2, "--arguments", more, "--held-out", 0]  # fmt: skip
     return ["train", "eagle", *map(str, options)]
 
 
 @pytest.mark.slow
 def test_a_killed_training_goes_on_with_the_same_losses(saved: Path, talks: Path, tmp_path: Path) -> None:
-    """Kill -9 after a checkpoint, run again: every logged loss and the weights are those of an undisturbed run."""
+    """Kill -9 after a checkpoint of the second epoch, run again: every logged loss and the weights are those of an
+    undisturbed run.
+    """
     more = tmp_path / "more.json"
     more.write_text(json.dumps({"logging_steps": 1, "save_steps": 5}))
     whole = [*CLI, *train_command(saved, talks, tmp_path / "whole", more)]
@@ -333,7 +340,7 @@ def test_a_killed_training_goes_on_with_the_same_losses(saved: Path, talks: Path
     cut = [*CLI, *train_command(saved, talks, tmp_path / "cut", more)]
     running = subprocess.Popen(cut, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "cut").glob("checkpoint-1*/trainer_state.json")) and running.poll() is None:
+    while not list((tmp_path / "cut").glob("checkpoint-15/trainer_state.json")) and running.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     running.send_signal(signal.SIGKILL)
@@ -388,6 +395,9 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
     alone = capture_features(model, read_conversations(talks), tmp_path / "alone", layers=layers)
     together = FeatureStore(folder)
     assert len(together) == len(alone) == 24
+    command = train_command(saved, talks, tmp_path / "measured", more)
+    told = launch(*command, "--max-steps", "1", "--held-out", "2")
+    assert told.count("held_out_tau") == 1  # told once, and both end well
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         torch.testing.assert_close(one["features"], other["features"])

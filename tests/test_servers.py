@@ -24,6 +24,10 @@ pytest.importorskip("openai")
 CONFIG = DistillConfig(max_new_tokens=40, batch_size=4, batches_per_part=1, temperatures=(0.0,))
 
 
+class Refusal(Exception):
+    """The server answers 400."""
+
+
 class Served:
     """What the server does; a test bends one of these.
 
@@ -43,7 +47,7 @@ class Served:
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             self.requests.append(request)
-            torch.manual_seed(request["seed"])
+            torch.manual_seed(request.get("seed") or 0)
             ids = torch.tensor([request["prompt"]])
             how = {"do_sample": True, "temperature": request["temperature"], "top_k": 0}
             output = self.model.generate(
@@ -74,11 +78,14 @@ def serving(served: Served) -> Iterator[str]:
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._reply(served.complete(request))
+            try:
+                self._reply(served.complete(request))
+            except Refusal:
+                self._reply({"error": {"message": "too long", "type": "BadRequestError"}}, 400)
 
-        def _reply(self, body: dict[str, Any]) -> None:
+        def _reply(self, body: dict[str, Any], status: int = 200) -> None:
             data = json.dumps(body).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -133,7 +140,12 @@ def test_turns_are_invented_and_an_interrupted_run_goes_on(talker: Any, tmp_path
         distill(voice, tokenizer, given, tmp_path / "out", config, progress=False)
         rows = rows_of(tmp_path / "out")
         assert {len(row["messages"]) for row in rows} >= {2, 4}
-        assert len({request["seed"] for request in served.requests}) > len(served.requests) // 2
+        sampled = [request for request in served.requests if request["temperature"]]
+        assert len({request["seed"] for request in sampled}) == len(sampled)
+        assert not any(request["seed"] for request in served.requests if not request["temperature"])
+        unseeded = ServerVoice(url, tokenizer, seeded=False)
+        unseeded.say([[5, 6]], 0.9, 4, "label")
+        assert served.requests.pop()["seed"] is None
         (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
         before = len(served.requests)
         distill(voice, tokenizer, given, tmp_path / "out", config, progress=False)
@@ -211,6 +223,60 @@ class Forgetful:
 
     def __call__(self, text: str, **options: Any) -> Any:
         return self._tokenizer(text[1:], **options)
+
+
+def test_how_an_answer_ends(talker: Any) -> None:
+    """Told ids are believed; behind a text stands the end that is told, or the only one that there is."""
+    tokenizer, served = chat_tokenizer(), Served(talker)
+    ended: dict[str, Any] = {"index": 0, "text": " w05 w06", "logprobs": None, "finish_reason": "stop"}
+    made: dict[str, Any] = {}
+
+    def complete(request: dict[str, Any]) -> dict[str, Any]:
+        served.requests.append(request)
+        usage = {"prompt_tokens": 2, "completion_tokens": made["counted"], "total_tokens": 9}
+        return {"id": "1", "object": "text_completion", "created": 0, "model": "x", "choices": [made["choice"]],
+                "usage": usage}  # fmt: skip
+
+    served.complete = complete  # type: ignore[method-assign]
+    served.names = ["/home/somebody/models/tiny"]
+    with serving(served) as url:
+        for choice, counted, end_ids, wanted in (
+            ({**ended, "token_ids": [5, 6, 77]}, 3, None, [5, 6, 77]),  # an end that the tokenizer does not name
+            (ended, 3, None, [5, 6, END]),
+            (ended, 2, None, [5, 6, END]),
+            (ended, 4, None, None),
+            (ended, 3, [77, 78], None),  # which one?
+            ({**ended, "matched_stop": 78}, 3, [77, 78], [5, 6, 78]),
+            ({**ended, "stop_reason": 77}, 2, [77, 78], [5, 6, 77]),
+            ({**ended, "finish_reason": "length"}, 2, None, [5, 6]),
+            ({**ended, "finish_reason": "length"}, 3, None, None),
+        ):
+            made.update(choice=choice, counted=counted)
+            voice = ServerVoice(url, tokenizer, end_ids=end_ids)
+            (answer,) = voice.say([[5, 6]], 0.0, 4, "label")
+            assert answer == wanted, (choice, counted)
+            if answer is not None:
+                assert voice.ended(answer) == (choice["finish_reason"] == "stop")
+        assert voice.name == "tiny"
+        assert served.requests[-1]["model"] == "/home/somebody/models/tiny"
+
+
+def test_a_prompt_that_a_server_refuses_is_given_up(talker: Any, tmp_path: Path) -> None:
+    served = Served(talker)
+    original = served.complete
+
+    def complete(request: dict[str, Any]) -> dict[str, Any]:
+        if len(request["prompt"]) > 6:
+            raise Refusal
+        return original(request)
+
+    served.complete = complete  # type: ignore[method-assign]
+    with serving(served) as url:
+        voice = ServerVoice(url, chat_tokenizer())
+        distill(voice, chat_tokenizer(), PROMPTS, tmp_path / "out", CONFIG, progress=False)
+    kept = rows_of(tmp_path / "out")
+    assert voice.num_lost == len(PROMPTS) - len(kept) > 0
+    assert {len(row["messages"][0]["content"].split()) for row in kept} == {2, 3}
 
 
 def test_the_command(

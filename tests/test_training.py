@@ -199,9 +199,10 @@ def slow_eagle_loss(
     hot = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(zoo.VOCAB_SIZE)
     rows, right = model.lm_head.weight[hot], []
     total = torch.zeros(())
-    chains = set(range(1, len(talk.input_ids)))  # roots from which all was right so far
+    # roots from which all was right so far, and from which the text is what the target would have said
+    sure, greedy = set(range(1, len(talk.input_ids))), set(range(1, len(talk.input_ids)))
     for step in range(config.aligned_steps):
-        losses, agreed, whole = [], [], set()
+        losses, agreed, chains, followed = [], [], set(), set()
         for root in range(1, len(talk.input_ids)):
             last = root + step + 1  # the token that this step's node is to say
             if last >= len(talk.input_ids) or not all(talk.loss_mask[root : last + 1]):
@@ -220,10 +221,13 @@ def slow_eagle_loss(
             if config.feature_weight:
                 loss = loss + config.feature_weight * torch.nn.functional.smooth_l1_loss(hidden[0, -1], wanted)
             losses.append(loss)
-            agreed.append(bool(hot[logits.argmax()] == (model.lm_head.weight @ wanted).argmax()))
-            whole |= {root} & chains if agreed[-1] else set()
-        chains = whole
-        right.append((sum(agreed), len(agreed), len(chains)))
+            chosen = int((model.lm_head.weight @ wanted).argmax())
+            agreed.append(int(hot[logits.argmax()]) == chosen)
+            sure -= set() if agreed[-1] else {root}
+            chains |= {root} & greedy
+            followed |= {root} if talk.input_ids[last] == chosen else set()
+        right.append((sum(agreed), len(agreed), len(chains & sure), len(chains)))
+        greedy &= chains & followed
         total = total + config.step_decay**step * sum(losses) / max(len(losses), 1)
     return total, right
 
@@ -248,7 +252,9 @@ OTHER_WIDTH = {"version": 3, "own_embedding": True, "target_hidden_size": 32, "h
 def test_the_eagle_loss_is_its_definition(fields: dict[str, Any], soft_tokens: bool) -> None:
     """Several turns in one conversation, padding in the batch, gradients included."""
     model = zoo.build("llama")
-    ids = torch.randint(3, zoo.VOCAB_SIZE, (16,), generator=torch.Generator().manual_seed(3)).tolist()
+    begin = torch.randint(3, zoo.VOCAB_SIZE, (1, 3), generator=torch.Generator().manual_seed(3))
+    ids = model.generate(begin, attention_mask=torch.ones_like(begin), max_new_tokens=13, do_sample=False)[0].tolist()
+    ids[9] = 7 if ids[9] != 7 else 8
     mask = [False, False, True, True, True, True, False, False, True, True, True, True, True, False, False, True]
     talk = Conversation(tuple(ids), tuple(mask))
     head = random_head(model, **fields)
@@ -265,9 +271,9 @@ def test_the_eagle_loss_is_its_definition(fields: dict[str, Any], soft_tokens: b
     torch.testing.assert_close(outputs.loss, wanted, atol=1e-5, rtol=1e-5)
     assert outputs.counts is not None
     counts = outputs.counts
-    assert (
-        list(zip(*(x.tolist() for x in (counts.right[:, 0], counts.counted, counts.accepted)), strict=True)) == right
-    )
+    each = (counts.right[:, 0], counts.counted, counts.accepted, counts.chains)
+    assert list(zip(*(tensor.tolist() for tensor in each), strict=True)) == right
+    assert right[1][1] > right[1][3] > 0  # some of the text is what the target would have said, and some is not
     first: Any = head.eh_proj if version == "mtp" else head.fc
     gradients = [torch.autograd.grad(loss, first.weight)[0] for loss in (outputs.loss, wanted)]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
@@ -402,23 +408,26 @@ def test_a_recipe_with_other_values() -> None:
 
 
 def test_a_tally_by_hand() -> None:
-    """Two depths whose places are one to the right of each other; a chain that broke stays broken."""
-    first, second = torch.tensor([[1, 1, 0, 1]]).bool(), torch.tensor([[0, 1, 1, 0]]).bool()
+    """Two depths whose places are one to the right of each other: a chain that broke stays broken, and a greedy one
+    ends where the text is none.
+    """
+    first, second = torch.tensor([[1, 1, 0, 1, 0]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
     tally = Tally(first, 2)
-    tally.add(first, torch.tensor([[1, 0], [0, 1], [1, 0]]).bool())
+    tally.add(first, torch.tensor([[1, 0], [0, 1], [1, 0]]).bool(), torch.tensor([True, True, False]))
     tally.move_on()
-    tally.add(second, torch.tensor([[1, 0], [1, 0]]).bool())
+    tally.add(second, torch.tensor([[1, 0], [1, 0], [1, 0]]).bool(), torch.tensor([True, True, True]))
     counts = tally.counts()
     assert counts is not None
-    assert counts.right.tolist() == [[2, 1], [2, 0]]
-    assert counts.counted.tolist() == [3, 2]
-    assert counts.accepted.tolist() == [2, 1]  # of the second depth the one whose root was right, too
+    assert counts.right.tolist() == [[2, 1], [3, 0]]
+    assert counts.counted.tolist() == [3, 3]
+    assert counts.chains.tolist() == [3, 2]  # behind the third place the text is not the target's choice
+    assert counts.accepted.tolist() == [2, 1]  # of these two the one whose root was right, too
     assert counts.acceptance == pytest.approx([2 / 3, 1 / 2])
     assert counts.accuracies[0] == pytest.approx((2 / 3, 1 / 3))
     assert counts.accuracies[1] == (1.0, 0.0)
     again = Counts.of(counts.packed() + counts.packed())
     assert again.accuracies == counts.accuracies
-    assert again.accepted.tolist() == [4, 2]
+    assert (again.accepted.tolist(), again.chains.tolist()) == ([4, 2], [6, 4])
     assert Tally(first, 0).counts() is None
 
 
@@ -429,6 +438,7 @@ def test_some_are_held_out_at_even_distances() -> None:
     assert [talk.input_ids[1] for talk in kept] == [0, 1, 3, 4]
     assert hold_out(talks, 0) == (talks, [])
     assert hold_out(talks, 9) == ([], talks)
+    assert hold_out([*talks, talks[5]], 1) == (talks[:5], [talks[5]])  # no copy of it is trained on
 
 
 def test_what_was_said_before_is_left_out() -> None:
@@ -443,13 +453,15 @@ def test_what_was_said_before_is_left_out() -> None:
     assert drop_near_duplicates(talks, 0.3) == [first, short]
     assert drop_near_duplicates(talks, 0.9) == [first, half, round_and_round, short]
     assert drop_near_duplicates(talks, 1.0) == talks
+    assert drop_near_duplicates(talks, 0.5, [again]) == [half, short]
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Path) -> None:
     """It is measured before each checkpoint, and the weights at the end are those of the best one."""
     model = zoo.build("llama")
-    data: list[Any] = [TALKS * 4, TALKS]
+    others = [Conversation.of([5, number], [8, 9, number, 11]) for number in range(30, 42)]
+    data: list[Any] = [others, TALKS]
     if captured:
         data = [capture_features(model, talks, tmp_path / str(len(talks))) for talks in data]
     head = random_head(model, version=1)
@@ -472,7 +484,8 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
     assert counts is not None
     assert rows[best]["eval_tau"] == pytest.approx(1 + sum(counts.acceptance))
     assert [rows[best][f"eval_accepted_{depth}"] for depth in range(1, 6)] == pytest.approx(counts.acceptance)
-    assert head.config.recipe["tau of greedy chains on held-out conversations"] == round(rows[best]["eval_tau"], 2)
+    assert head.config.tau == {"greedy chains on held-out conversations": round(rows[best]["eval_tau"], 2)}
+    assert head.config.recipe["weights of step"] == best
 
 
 def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:

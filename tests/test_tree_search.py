@@ -53,29 +53,33 @@ def test_accuracies_are_what_enumeration_finds(llama: Any, tmp_path: Path) -> No
     heads = random_medusa(llama)
     ids = torch.randint(3, zoo.VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(1))
     talks = [Conversation.of(ids[:6].tolist(), ids[6:].tolist()), Conversation.of(ids[:3].tolist(), ids[3:9].tolist())]
-    right, count, chains = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2)
+    right, count, accepted, chains = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2), torch.zeros(2)
     hot = heads.hot_token_ids
     assert hot is not None
     for talk in talks:
         tokens = torch.tensor(talk.input_ids)
         states = llama(input_ids=tokens[None], output_hidden_states=True, use_cache=False).hidden_states[-1][0]
         chosen = llama.lm_head(states).argmax(-1)
-        whole = False
+        whole = greedy = False
         for place, head in itertools.product(range(len(tokens)), range(2)):
             if place + 2 + head < len(tokens) and talk.loss_mask[place + 2 + head]:
                 logits = llama.lm_head.weight[hot] @ _hidden(heads, head, states[place])
                 ranked = hot[logits.argsort(descending=True)][:4]
                 right[head] += ranked == chosen[place + 1 + head]
                 count[head] += 1
-                whole = bool(ranked[0] == chosen[place + 1 + head]) and (not head or whole)
-                chains[head] += whole
+                greedy = greedy or not head  # as long as the text is the target's own choice
+                whole = bool(ranked[0] == chosen[place + 1 + head]) and (whole or not head)
+                chains[head] += greedy
+                accepted[head] += whole and greedy
+                greedy = greedy and bool(tokens[place + 2 + head] == chosen[place + 1 + head])
     wanted = right / count[:, None]
     store = capture_features(llama, talks, tmp_path)
     for data in (talks, store):
         found = count_right(llama, heads, data, num_steps=5, top_k=4)
         torch.testing.assert_close(torch.tensor(found.accuracies), wanted)
         assert found.counted.tolist() == count.tolist()
-        assert found.accepted.tolist() == chains.tolist()
+        assert found.chains.tolist() == chains.tolist()
+        assert found.accepted.tolist() == accepted.tolist()
 
 
 def _hidden(heads: MedusaHeads, head: int, feature: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,19 @@ def load_tokenizer(name: str | None) -> Any:
         raise _not_loaded(source, error) from error
 
 
+def end_tokens(name: str | None) -> list[int] | None:
+    """What ends a model's answers by its generation config, without loading the model; None where it has none.
+
+    Args:
+        name: As for `load_tokenizer`.
+    """
+    try:
+        found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
+    except OSError:
+        return None
+    return None if found is None else [found] if isinstance(found, int) else list(found)
+
+
 def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
     """See that a model's configuration does not have transformers fetch code of a repository that nobody named.
 

@@ -49,7 +49,8 @@ def versions(device: torch.device) -> dict[str, Any]:
     Args:
         device: What models run on.
     """
-    name = _processor() if device.type == "cpu" else str(torch.get_device_module(device).get_device_name())
+    named = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    name = _processor() if device.type == "cpu" else device.type if named is None else str(named())
     return {
         "device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),

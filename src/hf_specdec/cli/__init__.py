@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import transformers
@@ -36,7 +37,7 @@ def options(
 
 GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Heads of others"
 
-COMMANDS = [
+COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     (generation.demo, GENERATE, ["hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"]),
     (generation.generate, GENERATE, [
         "hf-specdec generate 'Why is the sky blue?'", "hf-specdec generate --interactive --model org/model",

@@ -9,7 +9,7 @@ import typer
 from hf_specdec.cli.options import Json, Model, Precision, Seed, finite, need_package, writable_directory
 from hf_specdec.cli.runs import Output, target_of, tell, training_package
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.loading import load_tokenizer
+from hf_specdec.loading import end_tokens, load_tokenizer
 
 
 def distill(
@@ -29,6 +29,9 @@ def distill(
         str | None, typer.Option(help="URL of a server (vLLM, SGLang) that answers; --model is its tokenizer then.")
     ] = None,
     server_model: Annotated[str | None, typer.Option(help="What that server calls the model.")] = None,
+    unseeded: Annotated[
+        bool, typer.Option("--unseeded", help="Send a server no seeds (vLLM on a CPU fails with some).")
+    ] = False,
     seed: Seed = 0,
     dtype: Precision = "bfloat16",
     as_json: Json = False,
@@ -36,8 +39,9 @@ def distill(
     """Let a model answer prompts, and keep prompts and answers to train heads on."""
     if prompts is None and not invent:
         raise InvalidConfigError("There is nothing to answer.", "Give --prompts, or --invent N.")
-    if server_model is not None and server is None:
-        raise InvalidConfigError("--server-model names a model of a server.", "Give --server URL, or leave it out.")
+    if server is None and (server_model is not None or unseeded):
+        option = "--unseeded" if server_model is None else "--server-model"
+        raise InvalidConfigError(f"{option} is for a server.", "Give --server URL, or leave it out.")
     need_package("datasets", "Distilling", "training")
     if server is not None:
         need_package("openai", "Distilling from a server", "training")
@@ -52,7 +56,9 @@ def distill(
         target, tokenizer = target_of(model, dtype)
     else:
         tokenizer = load_tokenizer(model)
-        target = training.ServerVoice(server, tokenizer, server_model, num_requests=batch_size)
+        target = training.ServerVoice(
+            server, tokenizer, server_model, num_requests=batch_size, seeded=not unseeded, end_ids=end_tokens(model)
+        )
     training.distill(target, tokenizer, [*asked, *training.invented_prompts(invent)], output, config)
     talks = training.read_conversations(output)
     answered = sum(sum(talk.loss_mask) for talk in talks)

@@ -43,6 +43,13 @@ def is_main() -> bool:
     return bool(processes().is_main_process)
 
 
+def wait_for_all() -> None:
+    """A process that ends takes those that still work with it."""
+    from hf_specdec.training.processes import processes
+
+    processes().wait_for_everyone()
+
+
 def conversations_of(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
     """What to learn from, cut to a length.
 

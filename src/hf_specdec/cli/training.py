@@ -26,8 +26,18 @@ from hf_specdec.cli.options import (
     read_object,
     writable_directory,
 )
-from hf_specdec.cli.runs import Data, Output, conversations_of, is_main, note, target_of, tell, training_package
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.cli.runs import (
+    Data,
+    Output,
+    conversations_of,
+    is_main,
+    note,
+    target_of,
+    tell,
+    training_package,
+    wait_for_all,
+)
+from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
@@ -154,6 +164,7 @@ def medusa(
     _finish(heads, output, as_json)
     if apart:
         _tell_speed(target, heads, measured)
+    wait_for_all()
 
 
 @train.command(epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
@@ -213,6 +224,7 @@ def eagle(
     _finish(head, output, as_json)
     if apart:
         _tell_speed(target, head, measured)
+    wait_for_all()
 
 
 # ----------------------------------------------------------------------------------------------------- what they share
@@ -230,7 +242,7 @@ class _Run:
                 "Give another directory.",
             )
         self._output, self._features, self._more, self._fields = output, features, more, fields
-        self.arguments()
+        self.arguments(held_out=True)  # whatever transformers refuses is refused here
 
     def arguments(self, below: str = "", *, held_out: bool = False) -> TrainingArguments:
         """For the Trainer, with its checkpoints in a directory below the output."""
@@ -267,11 +279,11 @@ def _talks(
     """
     talks = conversations_of(data, model, max_length)
     count = min(len(talks) // SHARE_HELD_OUT, MOST_HELD_OUT) if held_out is None else held_out
-    if count >= len(talks):
-        raise InvalidConfigError(f"--held-out {count} of {len(talks)} conversations leaves none to train on.")
     kept, apart = training_package().hold_out(talks, count)
+    if not kept:
+        raise InvalidConfigError(f"--held-out {count} of {len(talks)} conversations leaves none to train on.")
     if drop_seen is not None:
-        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen)
+        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen, apart)
         note(f"{before - len(kept)} of {before} conversations are left out: more than {drop_seen:.0%} is in others.")
     return kept, apart
 
@@ -323,11 +335,9 @@ def _finish(head: Head, output: Path, as_json: bool) -> None:
     elif rows:
         viz.save_plot(viz.plot_run(log), output / RUN_PICTURE)
     last = {name: rows[-1][name] for name in rows[-1] if name.startswith(("top1", "predicted"))} if rows else {}
-    measured = [row for row in log if "eval_tau" in row]
-    best: dict[str, Any] = max(measured, key=lambda row: row["eval_tau"], default={})
-    found = {f"held_out_{name[5:]}": best[name] for name in best if name.startswith(("eval_tau", "eval_accepted"))}
-    if found:
-        head.config.tau = {"greedy chains on held-out conversations": round(found["held_out_tau"], 2)}
+    step = (head.config.recipe or {}).get("weights of step")
+    measured: dict[str, Any] = next((row for row in log if "eval_tau" in row and row["step"] == step), {})
+    found = {f"held_out_{name[5:]}": measured[name] for name in measured if name.startswith(("eval_tau", "eval_acc"))}
     head.to(torch.bfloat16).save_pretrained(output)
     if head.config.base_model_name_or_path is None:
         note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
@@ -341,7 +351,7 @@ def _tell_speed(target: PreTrainedModel, head: Head, measured: TrainingData | No
     head = head.to(target.device, target.dtype)
     try:
         found = training_package().find_tree(target, head, measured, max_nodes=32)
-    except InvalidConfigError as error:
+    except SpeculativeDecodingError as error:
         note(f"Its speed cannot be told: {error}")
         return
     note(

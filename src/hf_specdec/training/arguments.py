@@ -44,10 +44,11 @@ def head_arguments(
         "ddp_timeout": int(PATIENCE.total_seconds()), "use_cpu": not torch.accelerator.is_available(),
         **fields, **more,
     }  # fmt: skip
-    if held_out and given.get("save_strategy", "steps") != "no":
-        measured = {"eval_strategy": given.get("save_strategy", "steps"), "eval_steps": given["save_steps"],
+    if held_out:
+        saved = given.get("save_strategy", "steps")
+        measured = {"eval_strategy": "epoch" if saved == "epoch" else "steps", "eval_steps": given["save_steps"],
                     "per_device_eval_batch_size": given.get("per_device_train_batch_size", 8),
-                    "load_best_model_at_end": True, "metric_for_best_model": "tau"}  # fmt: skip
+                    "load_best_model_at_end": saved != "no", "metric_for_best_model": "tau"}  # fmt: skip
         given = {**measured, **given}
     try:
         arguments = TrainingArguments(**given)

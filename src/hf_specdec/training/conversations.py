@@ -173,28 +173,36 @@ RUN_OF_TOKENS = 8
 """Tokens in a row that are compared where conversations are told to be alike."""
 
 
-def drop_near_duplicates(conversations: Sequence[Conversation], most_seen: float) -> list[Conversation]:
+def drop_near_duplicates(
+    conversations: Sequence[Conversation], most_seen: float, besides: Sequence[Conversation] = ()
+) -> list[Conversation]:
     """Leave out what earlier conversations have said already, and what goes round in itself.
 
     Args:
         conversations: All; the first of those that are alike stays.
         most_seen: Of an answer's runs of eight tokens, the share that may stand in answers that were kept, or have
             stood in itself before.
+        besides: What is said elsewhere, in what is held out, say.
 
     Example: of two equal conversations the second one is left out whatever the share, unless it is 1.
     """
-    kept, seen = [], set[int]()
+    kept, seen = [], {run for talk in besides for run in _runs(talk)}
     for talk in conversations:
-        runs = [
-            hash(talk.input_ids[start : start + RUN_OF_TOKENS])
-            for start in range(len(talk.input_ids) - RUN_OF_TOKENS + 1)
-            if all(talk.loss_mask[start : start + RUN_OF_TOKENS])
-        ]
+        runs = _runs(talk)
         fresh = set(runs) - seen
         if not runs or len(runs) - len(fresh) <= most_seen * len(runs):
             kept.append(talk)
             seen |= fresh
     return kept
+
+
+def _runs(talk: Conversation) -> list[int]:
+    """A number for every run of tokens in its answers."""
+    return [
+        hash(talk.input_ids[start : start + RUN_OF_TOKENS])
+        for start in range(len(talk.input_ids) - RUN_OF_TOKENS + 1)
+        if all(talk.loss_mask[start : start + RUN_OF_TOKENS])
+    ]
 
 
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -205,15 +213,15 @@ def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Co
         count: How many to set apart, at most.
 
     Returns:
-        Those to train on, and those apart.
+        Those to train on, without copies of what is apart, and those apart.
 
     Example: of [a, b, c, d, e, f] two apart are [c, f].
     """
     number = len(conversations)
     count = min(count, number)
-    chosen = {number * (place + 1) // count - 1 for place in range(count)}
-    kept = [talk for place, talk in enumerate(conversations) if place not in chosen]
-    return kept, [talk for place, talk in enumerate(conversations) if place in chosen]
+    apart = [conversations[number * (place + 1) // count - 1] for place in range(count)]
+    known = {talk.input_ids for talk in apart}
+    return [talk for talk in conversations if talk.input_ids not in known], apart
 
 
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:

@@ -251,11 +251,13 @@ class EagleObjective(Objective):
         with torch.no_grad():
             embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device).float()
             read = features[:, :-1, : self._width].float()
-            read = read + (torch.rand_like(read) - 0.5) * recipe.noise
+            if self.training:
+                read = read + (torch.rand_like(read) - 0.5) * recipe.noise
         trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers
         with torch.no_grad():
             scores = self._teacher.logits(wanted[trained])
             probs = scores.softmax(-1) if recipe.soft_tokens else one_hot(scores.argmax(-1), scores.shape[-1]).float()
+        following = pad(input_ids[:, 2:], (0, 1))
         rows = torch.zeros_like(trained, dtype=torch.long)  # which of them is whose
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
@@ -275,7 +277,7 @@ class EagleObjective(Objective):
             if step < recipe.aligned_steps:
                 total = total + recipe.step_decay**step * loss
             if measure:
-                tally.add(trained, self._teacher.correct(logits, wanted[trained], measure))
+                tally.add(trained, *self._teacher.correct(logits, wanted[trained], following[trained], measure))
                 tally.move_on()
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
             trained = trained & pad(trained[:, :-1], (1, 0))

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -91,7 +90,8 @@ def num_steps_of(arguments: TrainingArguments, num_conversations: int) -> int:
 
 def memory_in_use(device: torch.device) -> int:
     """Bytes of this process, or of its accelerator."""
-    if device.type == "cpu":
-        resident: Any = psutil.Process().memory_info().rss
-        return int(resident)
-    return int(torch.accelerator.memory_allocated(device))
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    for name in ("memory_allocated", "current_allocated_memory"):  # the latter is Apple's
+        if hasattr(module, name):
+            return int(getattr(module, name)())
+    return int(psutil.Process().memory_info().rss)

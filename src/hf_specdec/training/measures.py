@@ -18,16 +18,17 @@ class Counts:
 
     right: Tensor  # [K, R] how often the r-th best token of each depth is the target's greedy choice
     counted: Tensor  # [K] out of so many
-    accepted: Tensor  # [K] how often, of these, the best tokens of all depths up to it are
+    accepted: Tensor  # [K] how often the best tokens of all depths up to it are
+    chains: Tensor  # [K] out of so many: where the text is the target's greedy choice all along
 
     @classmethod
     def of(cls, packed: Tensor) -> Counts:
         """From `packed()`."""
-        return cls(packed[:, 2:], packed[:, 0], packed[:, 1])
+        return cls(packed[:, 3:], packed[:, 0], packed[:, 1], packed[:, 2])
 
     def packed(self) -> Tensor:
-        """`[K, 2 + R]`: all of it as one tensor."""
-        return torch.cat([self.counted[:, None], self.accepted[:, None], self.right], dim=1)
+        """`[K, 3 + R]`: all of it as one tensor."""
+        return torch.cat([torch.stack([self.counted, self.accepted, self.chains], dim=1), self.right], dim=1)
 
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
@@ -37,7 +38,7 @@ class Counts:
     @property
     def acceptance(self) -> list[float]:
         """How often a greedy chain gets so far, by depth."""
-        shares: list[float] = (self.accepted / self.counted.clamp(min=1)).tolist()
+        shares: list[float] = (self.accepted / self.chains.clamp(min=1)).tolist()
         return shares
 
 
@@ -59,22 +60,27 @@ class Tally:
 
     def __init__(self, places: Tensor, ranks: int) -> None:
         self.ranks = ranks
-        self._chain = torch.ones_like(places)  # whether all that was drafted here so far is right
+        self._right = torch.ones_like(places)  # whether all that was drafted here so far is right
+        self._greedy = torch.ones_like(places)  # whether the text here is what the target would have said greedily
         self._rows: list[Tensor] = []
 
-    def add(self, known: Tensor, correct: Tensor) -> None:
+    def add(self, known: Tensor, correct: Tensor, follows: Tensor) -> None:
         """The next depth.
 
         Args:
             known: Places like `places`: where the target's choice is known.
             correct: `[M, R]` at these.
+            follows: `[M]` whether the text goes on with that choice; a greedy chain ends where it does not.
         """
-        self._chain = self._chain & torch.zeros_like(known).masked_scatter(known, correct[:, 0])
-        self._rows.append(torch.cat([known.sum()[None], self._chain.sum()[None], correct.sum(0)]))
+        here = torch.zeros_like(known)
+        self._right = self._right & here.masked_scatter(known, correct[:, 0])
+        chains = known & self._greedy
+        self._rows.append(torch.stack([known.sum(), (chains & self._right).sum(), chains.sum(), *correct.sum(0)]))
+        self._greedy = chains & here.masked_scatter(known, follows)
 
     def move_on(self) -> None:
         """Where the next depth's places are one to the right: what was drafted at t - 1 goes on at t."""
-        self._chain = pad(self._chain[:, :-1], (1, 0))
+        self._right, self._greedy = (pad(places[:, :-1], (1, 0)) for places in (self._right, self._greedy))
 
     def counts(self) -> Counts | None:
         """None where nothing was to be counted."""

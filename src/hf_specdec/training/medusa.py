@@ -86,7 +86,8 @@ class MedusaObjective(Objective):
         said = features[:, :-1][loss_mask[:, 1:]]
         with torch.no_grad():
             probs = self._teacher.logits(said).softmax(-1) if self.recipe.soft_labels else None
-        tokens = self._draft_ids.to(input_ids.device)[input_ids[:, 1:][loss_mask[:, 1:]]]
+        following = input_ids[:, 1:][loss_mask[:, 1:]]
+        tokens = self._draft_ids.to(input_ids.device)[following]
         total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0], measure)
         for head, drafted in enumerate(logits):
             known = answers[:, head]
@@ -95,7 +96,7 @@ class MedusaObjective(Objective):
             loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
             total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
             if measure:
-                tally.add(known, self._teacher.correct(drafted[known], said[rows], measure))
+                tally.add(known, *self._teacher.correct(drafted[known], said[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())
 
 

@@ -140,7 +140,8 @@ class Medusa2Objective(Objective):
         places = known.any(-1)
         drafted = self.head(hidden[places].float(), self._lm_head)
         known, later = known[places], later[places]
-        tokens = self._draft_ids.to(input_ids.device)[input_ids[:, 1:][answered]]
+        following = input_ids[:, 1:][answered]
+        tokens = self._draft_ids.to(input_ids.device)[following]
         said, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0], measure)
         for head, logits in enumerate(drafted):
             here = known[:, head]
@@ -148,5 +149,5 @@ class Medusa2Objective(Objective):
             loss = cross_entropy(logits[here].float(), tokens[rows], reduction="sum", ignore_index=NO_LABEL)
             total = total + weight * recipe.head_decay ** (head + 1) * loss / max(len(rows), 1)
             if measure:
-                tally.add(here, self._teacher.correct(logits[here], said[rows], measure))
+                tally.add(here, *self._teacher.correct(logits[here], said[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())

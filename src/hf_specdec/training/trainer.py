@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -105,19 +105,23 @@ class Teacher:
         return embeddings
 
     @torch.no_grad()
-    def correct(self, draft_logits: Tensor, features: Tensor, ranks: int) -> Tensor:
-        """`[M, R]`: whether the r-th best drafted token is the target's greedy choice in its whole vocabulary.
+    def correct(self, draft_logits: Tensor, features: Tensor, following: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Compare drafted tokens, and the text, with the target's greedy choice in its whole vocabulary.
 
         Args:
             draft_logits: `[M, Vd]`.
             features: `[M, D]` post-final-norm features at the same places.
+            following: `[M]` what the text says there.
             ranks: R.
+
+        Returns:
+            `[M, R]`: whether the r-th best drafted token is the choice. `[M]`: whether the text is.
         """
         best = draft_logits.topk(ranks, dim=-1).indices
         if self._hot_token_ids is not None:
             best = self._hot_token_ids.to(best.device)[best]
         chosen: Tensor = self._whole(features.to(self.dtype)).argmax(-1)
-        return best == chosen[:, None]
+        return best == chosen[:, None], following == chosen
 
 
 class _Tokens(Dataset[dict[str, Tensor]]):
@@ -133,6 +137,25 @@ class _Tokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         conversation = self._conversations[index]
         return {"input_ids": torch.tensor(conversation.input_ids), "loss_mask": torch.tensor(conversation.loss_mask)}
+
+
+class _ByLength(LengthGroupedSampler):
+    """transformers' sampler of similar lengths, in an order that follows from seed and epoch: a run that is resumed
+    in a later epoch goes on in the same one.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the DataLoader before each epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order: Iterator[int] = super().__iter__()
+        return order
 
 
 class HeadTrainer(Trainer):
@@ -187,14 +210,14 @@ class HeadTrainer(Trainer):
         """The loss of a batch of these conversations, outside of training: it leaves nothing but gradients."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
         inputs = with_features(batch, self._target, self._objective.layers, self._columns)
-        with torch.random.fork_rng(), self.compute_loss_context_manager():
+        with torch.random.fork_rng(), self.accelerator.autocast():
             outputs: HeadLoss = self._objective(**inputs)
         return outputs.loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and counts of a held-out batch, as the Trainer gathers them: `[1, K, 3]`, predictions and labels."""
+        """Loss and counts of a held-out batch, as the Trainer gathers them: `[1, K, 4]`, predictions and labels."""
         batch, layers = self._prepare_inputs(inputs), self._objective.layers
         inputs = with_features(batch, self._target, layers, self._held_out_columns)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -249,13 +272,13 @@ class HeadTrainer(Trainer):
         """The lengths are known: the Trainer would read every feature to find them."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return LengthGroupedSampler(size, lengths=self.train_dataset.lengths)
+            return _ByLength(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)
         sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
         return sampler
 
 
 def _metrics(gathered: EvalPrediction) -> dict[str, float]:
-    """Of held-out conversations, from the counts of all their batches `[N, K, 3]`."""
+    """Of held-out conversations, from the counts of all their batches `[N, K, 4]`."""
     acceptance = Counts.of(torch.as_tensor(gathered.predictions).sum(0)).acceptance
     return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
 
@@ -297,6 +320,8 @@ def fit(
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
+    row = _measured(trainer)
+    objective.head.config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
     if not trainer.is_fsdp_enabled:
         return objective.head
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
@@ -307,12 +332,23 @@ def fit(
     return head
 
 
+HELD_OUT_TAU = "greedy chains on held-out conversations"
+"""What a head's config says of the head that a run has returned."""
+
+
+def _measured(trainer: Trainer) -> dict[str, Any]:
+    """The log's row of the head that is returned: the best one where it was loaded, else the last; empty if none."""
+    rows = [row for row in trainer.state.log_history if "eval_tau" in row]
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+        rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows
+    return rows[-1] if rows else {}
+
+
 def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
     """What the head's card tells of a run; of several runs in a row, of the last."""
     arguments = trainer.args
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     accuracies = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
-    measured = [log["eval_tau"] for log in trainer.state.log_history if "eval_tau" in log]
     return {
         "objective": type(objective).__name__,
         "conversations": num_conversations,
@@ -321,7 +357,7 @@ def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> d
         "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
         **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
         **({"predicted tau at the end, on training batches": round(accuracies[-1], 2)} if accuracies else {}),
-        **({"tau of greedy chains on held-out conversations": round(max(measured), 2)} if measured else {}),
+        **({"weights of step": row["step"]} if (row := _measured(trainer)) else {}),
     }
 
 
