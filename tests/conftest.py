@@ -44,6 +44,11 @@ def sure_llama() -> Any:
     return model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests, minutes in a process of their own, begin first: at the end nobody waits for one of them."""
+    items.sort(key=lambda item: "test_simulated_device" not in item.nodeid)
+
+
 @pytest.fixture
 def talker() -> Any:
     """A tiny model that ends its answers now and then."""
