@@ -4,8 +4,8 @@
 
 Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run
 that was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one
-part off at a time, `--set methods` has every way to draft alone. A drafter keeps what it has learned from question to
-question, as it does for a user.
+part off at a time, `--set methods` has every way to draft alone. Drafters keep what they have learned from question to
+question, as they do for a user, each row its own.
 """
 
 import argparse
@@ -24,19 +24,27 @@ from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 
-COMPILED = {"compile": "compile"}
 HEADS = Path(__file__).parents[1] / "heads"
+FREE = ["prompt_lookup", "token_recycling"]
+COMPILED = {"compile": "compile"}
 SETTINGS = {
-    "fixed width": {"adaptive": False, "num_draft_tokens": 12}, "eagle, compiled": {"method": "eagle", **COMPILED},
-    "auto, no head, compiled": COMPILED, "auto, compiled": COMPILED,
-}  # fmt: skip
+    "auto, no head": {"method": "hybrid", "methods": FREE},
+    "eagle, compiled": {"method": "eagle", **COMPILED},
+    "auto, no head, compiled": {"method": "hybrid", "methods": FREE, **COMPILED},
+    "auto, compiled": {"method": "auto", **COMPILED},
+    "recycling off": {"method": "hybrid", "methods": ["eagle", "prompt_lookup"]},
+    "lookup off": {"method": "hybrid", "methods": ["eagle", "token_recycling"]},
+    "calibration off": {"method": "uncalibrated"},
+    "switching": {"method": "switching"},
+    "fixed width": {"method": "hybrid", "methods": ["eagle", *FREE], "adaptive": False, "num_draft_tokens": 12},
+}
+"""What `speculative=` is for the rows that are not called as they are asked for."""
+
 MAIN = [
-    "transformers_prompt_lookup", "prompt_lookup", "eagle", "auto, no head", "auto with all", "eagle, compiled",
+    "transformers_prompt_lookup", "prompt_lookup", "eagle", "auto, no head", "auto", "eagle, compiled",
     "auto, no head, compiled", "auto, compiled",
 ]  # fmt: skip
-ABLATIONS = [
-    "auto with all", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width",
-]  # fmt: skip
+ABLATIONS = ["auto", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width"]
 
 METHODS = [
     "transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "medusa", "lookahead", "early_exit",
@@ -84,30 +92,16 @@ class SwitchingDrafter(HybridDrafter):
 
 
 def add_drafters(model):
-    """Each with a memory of its own: the methods answer the same questions one after the other."""
-    eagle, lookup = model.drafters["eagle"], PromptLookupDrafter()
-    uncalibrated = Experience()
-    uncalibrated.calibration = Uncalibrated()
+    """Merging with a part of it replaced."""
 
     def parts():
-        return {"eagle": eagle, "prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}
+        return {"eagle": model.drafters["eagle"], "prompt_lookup": PromptLookupDrafter(),
+                "token_recycling": TokenRecyclingDrafter()}  # fmt: skip
 
-    for name, drafter in {
-        "token_recycling": TokenRecyclingDrafter(),
-        "auto with all": HybridDrafter(parts()),
-        "auto, no head": HybridDrafter({"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}),
-        "auto, compiled": HybridDrafter(parts()),
-        "auto, no head, compiled": HybridDrafter(
-            {"prompt_lookup": lookup, "token_recycling": TokenRecyclingDrafter()}
-        ),
-        "recycling off": HybridDrafter({"eagle": eagle, "prompt_lookup": lookup}),
-        "lookup off": HybridDrafter({"eagle": eagle, "token_recycling": TokenRecyclingDrafter()}),
-        "calibration off": HybridDrafter(parts(), uncalibrated),
-        "switching": SwitchingDrafter(parts()),
-        "fixed width": HybridDrafter(parts()),
-    }.items():
-        model.add_drafter(drafter, name)
-        SETTINGS[name] = {**SETTINGS.get(name, {}), "method": name}
+    uncalibrated = Experience()
+    uncalibrated.calibration = Uncalibrated()
+    model.add_drafter(HybridDrafter(parts(), uncalibrated), "uncalibrated")
+    model.add_drafter(SwitchingDrafter(parts()), "switching")
 
 
 def main():
@@ -130,20 +124,18 @@ def main():
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}
     known = {row["question_id"] for row in done["measurements"]}
     questions = bench.read_questions(options.prompts, per_category=options.per_category)
-    for question in questions:
-        if question.question_id in known:
+    left = [question for question in questions if question.question_id not in known]
+    rows = []
+    for row in bench.measure(
+        model, tokenizer, left, methods, max_new_tokens=options.max_new_tokens, rounds=options.rounds,
+        settings={name: SETTINGS[name] for name in methods if name in SETTINGS},
+    ):  # fmt: skip
+        rows.append(asdict(row))
+        if row.method != methods[-1]:
             continue
-        rows = bench.measure(
-            model,
-            tokenizer,
-            [question],
-            methods,
-            max_new_tokens=options.max_new_tokens,
-            rounds=options.rounds,
-            settings=SETTINGS,
-        )
-        done["measurements"] += [asdict(row) for row in rows]
-        measured = [bench.Measurement(**row) for row in done["measurements"]]
+        done["measurements"] += rows
+        rows = []
+        measured = [bench.Measurement(**one) for one in done["measurements"]]
         done["environment"], done["summary"] = bench.environment(model), bench.summarise(measured)
         options.json.write_text(json.dumps(done, indent=1))
     report(done["summary"], ["plain", *methods])

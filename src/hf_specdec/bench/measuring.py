@@ -193,14 +193,6 @@ class _Caller:
         self.warm_up_seconds: dict[str, float] = {}
         self.memories: dict[str, Any] = {}  # what drafters have learned in each method's own calls
 
-    def remembering(self, method: str, inputs: Any) -> _Answer:
-        """One call, timed, of a method that knows its own earlier calls and no others."""
-        state = state_of(self.model)
-        state.recall(self.memories[method])
-        answer = self.answer(inputs, method)
-        self.memories[method] = state.memory()
-        return answer
-
     def encode(self, texts: Sequence[str]) -> Any:
         """A conversation as inputs of `generate()`."""
         return encode_chat(self.tokenizer, texts, self.model.device)
@@ -210,10 +202,15 @@ class _Caller:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
 
-    @property
-    def unlearned(self) -> set[str]:
-        """Methods that none of our drafters take part in."""
-        return {*PEERS, *self.externals}
+    def ask(self, inputs: Any, method: str) -> _Answer:
+        """One call, timed, of a method whose drafters know its own earlier calls and no others."""
+        if method in PEERS or method in self.externals:
+            return self.answer(inputs, method)
+        state = state_of(self.model)
+        state.recall(self.memories[method])
+        answer = self.answer(inputs, method)
+        self.memories[method] = state.memory()
+        return answer
 
     def warm_up(self, method: str, question: Question) -> None:
         """Call a method until a call compiles nothing.
@@ -325,7 +322,7 @@ def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
     """One answer, and what it adds to the conversation."""
     seen.texts.append(turn)
     inputs = caller.encode(seen.texts)
-    answer = caller.answer(inputs, method) if method in caller.unlearned else caller.remembering(method, inputs)
+    answer = caller.ask(inputs, method)
     seen.prompts.append(inputs)
     seen.answers.append(answer)
     seen.texts.append(caller.text_of(answer.ids))
