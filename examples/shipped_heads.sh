@@ -11,12 +11,17 @@ HERE=$(cd "$(dirname "$0")/.." && pwd)
 ANSWERS=${2:-$HERE/heads/data/answers.parquet}
 BASE=HuggingFaceTB/SmolLM2-135M-Instruct
 mkdir -p "$WORK"
-printf '{"bf16": true, "max_grad_norm": 1.0}' > "$WORK/arguments.json"
+printf '{"bf16": true, "max_grad_norm": 1.0, "save_steps": 250}' > "$WORK/arguments.json"
 printf '{"fc_norm": true, "norm_before_residual": true, "norm_output": true}' > "$WORK/norms.json"
+printf '{"growing": 0.6}' > "$WORK/recipe.json"
 
-hf-specdec train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3" --base-model-name $BASE \
-    --draft-vocab-size 8192 --aligned-steps 3 --head-fields "$WORK/norms.json" --arguments "$WORK/arguments.json" \
-    --epochs 2 --batch-size 4 --learning-rate 1e-3 --max-length 1536 --held-out 64
+train() { # one process per core: two threads of one process wait for each other wherever anything else runs
+    ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 -m hf_specdec train "$@"
+}
 
-hf-specdec train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
-    --arguments "$WORK/arguments.json" --epochs 2 --batch-size 4 --learning-rate 1e-3 --max-length 1536 --held-out 64
+train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3" --base-model-name $BASE \
+    --draft-vocab-size 12288 --aligned-steps 3 --recipe "$WORK/recipe.json" --head-fields "$WORK/norms.json" --arguments "$WORK/arguments.json" \
+    --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
+
+train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
+    --arguments "$WORK/arguments.json" --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64

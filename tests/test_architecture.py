@@ -9,11 +9,11 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
-    0: "config errors atomic host_sync",
-    1: "tree draft tree_growth transcript stats target.model target.masks heads.card",
+    0: "config errors atomic host_sync palette",
+    1: "tree draft tree_growth transcript target.model target.masks heads.card",
     2: "acceptance accept target target.cache target.chain_cache target.features target.target "
     "target.memory target.attention target.runners target.graphs target.graph_forward target.tree_target "
-    "target.chain_target step "
+    "target.chain_target step trace stats "
     "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa heads.mtp "
     "heads.native_mtp heads.compiled heads.captured",
     3: "outputs target.fingerprint target.probe target.compiling target.partial "
@@ -24,7 +24,7 @@ ROWS = {
     "drafters.suffix_automaton drafters.draft_layer "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
     "drafters.mtp drafters.draft_model drafters.last_logits drafters.lookahead drafters.early_exit drafters.hybrid",
-    4: "drafters.registry drafters.compatibility decode viz",
+    4: "drafters.registry drafters.compatibility decode viz viz.text viz.trees viz.steps viz.runs",
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "
     "training.prompts training.voices training.servers training.distill training.features "
@@ -109,8 +109,7 @@ def test_imports_stand_at_the_top() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     assert deferred == {
-        ("stats", "matplotlib"),
-        ("viz", "matplotlib"),
+        ("palette", "matplotlib"),
         ("bench.report", "matplotlib.figure"),
         ("training.conversations", None),
         ("cli.runs", "hf_specdec"),  # the packages of training, which no other command needs

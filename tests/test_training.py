@@ -399,9 +399,24 @@ def test_a_recipe_with_other_values() -> None:
     for fields, message in (
         ({"nose": 1.0}, "has no nose"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
         ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"), ({"noise": -1.0}, ">= 0"),
+        ({"growing": 1.5}, "a share of the run"),
     ):  # fmt: skip
         with pytest.raises(InvalidConfigError, match=message):
             recipe.changed(**fields)
+
+
+def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) -> None:
+    recipe = EagleTrainingConfig(aligned_steps=3, growing=0.5)
+    assert [recipe.steps_at(tenth / 10) for tenth in range(11)] == [1, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert [EagleTrainingConfig(aligned_steps=3).steps_at(share) for share in (0.0, 1.0)] == [3, 3]
+    _, _, talks = answered(llama, 4, 12)
+    head = random_head(llama, version=3)
+    config = EagleTrainingConfig.for_head(head).changed(aligned_steps=3, growing=0.5)
+    options = arguments(tmp_path, 8, learning_rate=1e-3, per_device_train_batch_size=4, logging_steps=1)
+    train_eagle(llama, head, talks, options, config)
+    rows = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    depths = [sum(name.startswith("top1_accuracy") for name in row) for row in rows if "loss" in row]
+    assert depths == [1, 1, 2, 2, 3, 3, 3, 3]
 
 
 # ------------------------------------------------------------------------------------------------------ measuring

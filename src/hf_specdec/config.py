@@ -178,6 +178,7 @@ class SpeculativeConfig(_Fields):
         max_cache_length: Slots of the static cache, allocated at once; None is what prompt, answer and tree come to
             need, moved to larger memory where a text outgrows it.
         methods: What `"hybrid"` merges: names of methods or drafters; None is what is loaded and what is free.
+        trace: Keep what every step drafted and what the target said to it, in `stats.trace`; for pictures (`viz`).
     """
 
     method: str = "auto"
@@ -192,6 +193,7 @@ class SpeculativeConfig(_Fields):
     compile: Compile = "auto"
     max_cache_length: int | None = None
     methods: tuple[str, ...] | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
@@ -202,6 +204,7 @@ class SpeculativeConfig(_Fields):
         for name, choices in (("acceptance", get_args(Acceptance)), ("compile", get_args(Compile))):
             value = getattr(self, name)
             _require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
+        _require(isinstance(self.trace, bool), "True or False", "trace", self.trace)
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
             _require(_is_number(value) and 0 < value <= 1, "a number in (0, 1]", name, value)
@@ -232,8 +235,10 @@ class SpeculativeConfig(_Fields):
         _require(self.method in COMBINED, "None where `method` is not 'hybrid'", "methods", self.methods)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-serialisable; `methods` only where it is given."""
+        """Plain values, JSON-serialisable; `methods` and `trace` only where they are given."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.trace:
+            del values["trace"]
         if values.pop("methods") is not None:
             values["methods"] = list(self.methods or ())
         if isinstance(self.tree, tuple):

@@ -6,6 +6,7 @@ Knows no drafter, rule, cache or model by name. Called by: `generation/mixin.py`
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from hf_specdec.stats import SpeculationStats
 from hf_specdec.step import Step, StepSeconds
 from hf_specdec.target.model import text_config
 from hf_specdec.target.target import Target, Verification
+from hf_specdec.trace import TracedStep
 from hf_specdec.transcript import Transcript
 
 
@@ -73,10 +75,14 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
             session = call.drafter.start(target, _context(call, prefill, roots), call.config)
         stack.callback(session.close)
         del prefill
+        begin = time.perf_counter()
         while call.has_unfinished(all(transcript.finished)):
             # a last token needs no draft
             budget = call.controller.next() if transcript.num_remaining > 1 else PLAIN_STEP
+            begun = time.perf_counter() - begin
             step, seconds = _step(call, session, budget, roots, transcript, stats, layers)
+            if call.config.trace:
+                stats.trace.append(TracedStep.of(step, call.drafter.method, begun, seconds))
             roots = step.acceptance.next_token
             transcript.stream(call.streamer)
             if not all(transcript.finished):

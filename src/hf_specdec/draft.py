@@ -67,6 +67,7 @@ class Draft:
     tree: TokenTree
     log_probs: Tensor | None = None  # [B, N] of each node given its parent, uncalibrated; None: not told
     bucket: Tensor | None = None  # [B, N] long, calibration class of each node; None: one class
+    sources: tuple[tuple[str, ...], ...] | None = None  # whose idea each node of each row is; None: its drafter's
 
     @classmethod
     def plain(cls, roots: Tensor) -> Draft:

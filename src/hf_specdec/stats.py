@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from hf_specdec.palette import PALETTE, drawing
+from hf_specdec.trace import TracedStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +37,7 @@ class SpeculationStats:
         num_drafted_tokens: Verified nodes of all unfinished rows; neither roots nor what pads a row's tree.
         accepted_per_step: One list per row: accepted drafted tokens + 1 for each target forward the row took part in.
         control: What decided how much was drafted, and what it decided.
+        trace: Every step, where `SpeculativeConfig(trace=True)` asked for it.
     """
 
     method: str = ""
@@ -41,6 +46,7 @@ class SpeculationStats:
     num_drafted_tokens: int = 0
     accepted_per_step: list[list[int]] = field(default_factory=list)
     control: dict[str, Any] = field(default_factory=dict)
+    trace: list[TracedStep] = field(default_factory=list, repr=False)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -111,18 +117,28 @@ class SpeculationStats:
         )
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks."""
+        """A small table for notebooks: what came, how deep it was accepted, where the time went."""
+        shares = self.acceptance_by_depth
+        stages = {"prompt": self.prefill_seconds, "draft": self.draft_seconds, "verify": self.verify_seconds,
+                  "accept and commit": self.accept_seconds + self.commit_seconds}  # fmt: skip
+        whole = self.total_seconds or 1.0
+        deep = "".join(_bar(f"{share:.0%}", share, PALETTE[0]) for share in shares) or "-"
+        spent = "".join(
+            _bar(f"{name} {seconds:.2f} s", seconds / whole, PALETTE[number])
+            for number, (name, seconds) in enumerate(stages.items())
+        )
         rows = {
-            "tokens": self.num_generated_tokens,
-            "target forwards": self.num_target_forwards,
+            "tokens": f"{self.num_generated_tokens} in {self.num_target_forwards} target forwards",
             "tau": shown_tau(self.mean_accepted_length),
-            "tokens/s": f"{self.tokens_per_second:.1f}",
-            "acceptance by depth": " ".join(f"{share:.2f}" for share in self.acceptance_by_depth),
-            "draft / verify / accept / total": f"{self.draft_seconds:.2f} / {self.verify_seconds:.2f} / "
-            f"{self.accept_seconds:.2f} / {self.total_seconds:.2f} s",
+            "tokens/s": f"{self.tokens_per_second:.1f}, {self.total_seconds:.2f} s in all",
+            "accepted, by depth": deep,
+            "time": spent,
         }
-        body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
-        return f"<table><caption>{self.method}</caption>{body}</table>"
+        cell = "text-align:left;vertical-align:top"
+        body = "".join(
+            f'<tr><th style="{cell}">{name}</th><td style="{cell}">{value}</td></tr>' for name, value in rows.items()
+        )
+        return f"<table><caption>{html.escape(self.method)}</caption>{body}</table>"
 
     def plot(self) -> Axes:
         """Histogram of accepted lengths; needs matplotlib (`pip install hf-specdec[notebooks]`).
@@ -130,12 +146,17 @@ class SpeculationStats:
         Returns:
             The matplotlib axes.
         """
-        from matplotlib import pyplot  # an optional dependency, used here alone
-
         steps = [length for row in self.accepted_per_step for length in row]
-        axes: Axes = pyplot.figure(figsize=(5, 3)).gca()
-        axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
-        axes.set_xlabel("tokens per target forward")
-        axes.set_ylabel("forwards")
-        axes.set_title(f"{self.method}: tau = {shown_tau(self.mean_accepted_length)}")
+        with drawing() as pyplot:
+            axes: Axes = pyplot.figure(figsize=(5, 3)).gca()
+            axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
+            axes.set_xlabel("tokens per target forward")
+            axes.set_ylabel("forwards")
+            axes.set_title(f"{self.method}: tau = {shown_tau(self.mean_accepted_length)}")
         return axes
+
+
+def _bar(label: str, share: float, color: str) -> str:
+    """A line of HTML: a bar as long as the share, and what it says."""
+    bar = f"display:inline-block;height:0.7em;width:{max(share, 0.0) * 12:.2f}em;background:{color};margin-right:0.4em"
+    return f'<div style="white-space:nowrap"><span style="{bar}"></span>{html.escape(label)}</div>'

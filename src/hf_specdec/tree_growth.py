@@ -40,6 +40,22 @@ Expand = Callable[[Tensor, Level, Tensor, Tensor, int], Level]
 """
 
 
+def scored(features: Tensor, logits: Tensor, top_k: int, hot_token_ids: Tensor | None) -> Level:
+    """The level of K nodes with features `[B, K, D]` and logits `[B, K, Vd]` over a draft vocabulary, or all of V."""
+    log_probs, ids = best_children(logits, top_k)
+    return Level(features, log_probs, ids if hot_token_ids is None else hot_token_ids.to(ids.device)[ids])
+
+
+def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids `[..., count]` of the likeliest tokens by logits `[..., V]`, best first.
+
+    The logarithm of the sum is taken by way of `log_softmax`, one pass on any device where `logsumexp` takes several.
+    """
+    ids = logits.topk(count, dim=-1).indices
+    # at most 0 also after rounding: no child may score above its parent
+    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids).clamp(max=0), ids
+
+
 # ----------------------------------------------------------------------------------------------- dynamic trees
 
 
@@ -122,6 +138,7 @@ class StaticStep:
 class StaticLevels:
     """A choice list as index tensors, level by level."""
 
+    choices: tuple[Choice, ...]
     node_parents: Tensor  # [N] of the whole tree
     steps: tuple[StaticStep, ...]
     top_k: int  # children that are looked at: one more than the largest rank
@@ -142,7 +159,13 @@ class StaticLevels:
                 )
             )
             expanded = inner
-        return cls(torch.tensor(choice_parents(choices), device=device), tuple(steps), limits_of(choices).top_k)
+        parents = torch.tensor(choice_parents(choices), device=device)
+        return cls(tuple(choices), parents, tuple(steps), limits_of(choices).top_k)
+
+    @property
+    def num_entries(self) -> int:
+        """Nodes that are expanded below the root: what a draft layer reads."""
+        return sum(len(step.expanded) for step in self.steps)
 
 
 def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels) -> Draft:
@@ -196,6 +219,17 @@ def limits_of(choices: Sequence[Choice]) -> Budget:
     """What a whole choice list takes."""
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     return Budget(len(choices) + 1, deepest, widest + 1)
+
+
+Plan = Budget | StaticLevels
+"""How a tree grows: a dynamic one within a budget, or a static one."""
+
+
+def grow(roots: Tensor, root: Level, expand: Expand, plan: Plan) -> Draft:
+    """`grow_static` or `grow_dynamic`."""
+    if isinstance(plan, StaticLevels):
+        return grow_static(roots, root, expand, plan)
+    return grow_dynamic(roots, root, expand, plan)
 
 
 # ----------------------------------------------------------------------------------------------- likeliest ranks

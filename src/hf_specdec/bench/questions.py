@@ -21,7 +21,7 @@ class Question:
     turns: tuple[str, ...]
 
 
-def read_questions(path: Path, *, limit: int | None = None, per_category: int | None = None) -> list[Question]:
+def read_questions(path: str | Path, *, limit: int | None = None, per_category: int | None = None) -> list[Question]:
     """Read a prompt file.
 
     Args:
@@ -33,7 +33,7 @@ def read_questions(path: Path, *, limit: int | None = None, per_category: int | 
         InvalidConfigError: A file or line that is none of that.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise InvalidConfigError(f"The prompt file {path} cannot be read: {error}.") from error
     questions = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 from typing import Any, NamedTuple
 
@@ -139,6 +139,7 @@ class Child(NamedTuple):
 
     token: int
     probability: float
+    source: int = 0  # the number of the one that was surest
 
 
 def merge_children(sources: Sequence[Candidates], places: Sequence[Any], probability: Probability) -> list[Child]:
@@ -165,7 +166,7 @@ def merge_children(sources: Sequence[Candidates], places: Sequence[Any], probabi
         value = min(value * (1.0 - elsewhere), left)
         taken[index] += value
         left -= value
-        children.append(Child(token, value))
+        children.append(Child(token, value, index))
     return children
 
 
@@ -177,6 +178,7 @@ class Merged:
     parents: list[int]
     values: list[float]  # probability of the path to each node; 1 of the root
     edges: list[float]  # of each node given its parent; 1 of the root
+    sources: list[int] = field(default_factory=list)  # who was surest of each node; 0 of the root
 
 
 def merge(
@@ -190,36 +192,37 @@ def merge(
         probability: Of an edge of a class.
         num_nodes, num_steps, top_k: The most nodes (root included), levels below the root, children of a node.
     """
-    tokens, parents, values, edges, depths = [root], [ROOT_PARENT], [1.0], [1.0], [0]
-    # (minus the path's probability, order of being found, parent, token, edge, the parent's places)
-    heap: list[tuple[float, int, int, int, float, tuple[Any, ...]]] = []
+    tokens, parents, values, edges, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
+    # (minus the path's probability, order of being found, parent, its child, the parent's places)
+    heap: list[tuple[float, int, int, Child, tuple[Any, ...]]] = []
     found = 0
 
     def open_node(node: int, places: tuple[Any, ...]) -> None:
         nonlocal found
         if depths[node] == num_steps:
             return
-        for token, edge in merge_children(sources, places, probability)[:top_k]:
-            value = values[node] * edge
+        for child in merge_children(sources, places, probability)[:top_k]:
+            value = values[node] * child.probability
             if value < LEAST_PROBABILITY:
                 break
-            heapq.heappush(heap, (-value, found, node, token, edge, places))
+            heapq.heappush(heap, (-value, found, node, child, places))
             found += 1
 
     open_node(0, tuple(source.start for source in sources))
     while heap and len(tokens) < num_nodes:
-        value, _, parent, token, edge, places = heapq.heappop(heap)
-        tokens.append(token)
+        value, _, parent, child, places = heapq.heappop(heap)
+        tokens.append(child.token)
         parents.append(parent)
         values.append(-value)
-        edges.append(edge)
+        edges.append(child.probability)
+        named.append(child.source)
         depths.append(depths[parent] + 1)
         after = (
-            None if place is None else source.follow(place, token)
+            None if place is None else source.follow(place, child.token)
             for source, place in zip(sources, places, strict=True)
         )
         open_node(len(tokens) - 1, tuple(after))
-    return Merged(tokens, parents, values, edges)
+    return Merged(tokens, parents, values, edges, named)
 
 
 @dataclass(frozen=True, slots=True)

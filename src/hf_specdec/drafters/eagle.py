@@ -23,7 +23,7 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs,
 from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.captured import GraphDraftLayer
+from hf_specdec.heads.captured import GraphDraftLayer, Growing
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
@@ -32,7 +32,16 @@ from hf_specdec.target.masks import committed_slots
 from hf_specdec.target.model import lm_head_rows
 from hf_specdec.target.runners import Form
 from hf_specdec.target.target import Target
-from hf_specdec.tree_growth import Level, StaticLevels, choices_within, grow_dynamic, grow_static, growable, limits_of
+from hf_specdec.tree_growth import (
+    Level,
+    Plan,
+    StaticLevels,
+    choices_within,
+    grow,
+    growable,
+    limits_of,
+    scored,
+)
 
 RESERVED_SLOTS = 512
 """Of the draft layer's cache, behind the text."""
@@ -203,17 +212,25 @@ class EagleSession(DraftSession):
         if budget.is_plain:
             return Draft.plain(self._roots)
         budget = budget.within(self._shape.limits)
-        levels = None if self._shape.choices is None else self._levels(self._shape.choices, budget)
-        top_k = budget.top_k if levels is None else levels.top_k
-        root = self._read_committed(top_k)
+        plan: Plan = growable(budget)
+        if self._shape.choices is not None:
+            plan = self._levels(self._shape.choices, budget)
+        return self._grow(self._read_committed(), plan)
+
+    def _grow(self, last: Tensor, plan: Plan) -> Draft:
+        """Grow a tree behind the committed entries, the last of which has the features `[B, 1, D]`."""
+        if isinstance(self._head, GraphDraftLayer):
+            lengths = self._cache.lengths_on(self._roots.device, len(last))
+            committed = committed_slots(lengths, self._cache.start, self._padding)
+            growing = Growing(self._roots, last, self._first_positions(len(last)), lengths, committed)
+            draft = self._head.grow(growing, plan, self._cache, self._embedding)
+            if draft is not None:
+                return draft
 
         def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-            return self._expand(tokens, above, parent_index, seen, depth, top_k)
+            return self._expand(tokens, above, parent_index, seen, depth, plan.top_k)
 
-        if levels is None:
-            draft = grow_dynamic(self._roots, root, expand, growable(budget))
-        else:
-            draft = grow_static(self._roots, root, expand, levels)
+        draft = grow(self._roots, self._score(last, plan.top_k), expand, plan)
         self._cache.rollback()
         return draft
 
@@ -249,15 +266,15 @@ class EagleSession(DraftSession):
 
     # ------------------------------------------------------------------------------------------- the draft layer
 
-    def _read_committed(self, top_k: int) -> Level:
-        """Append the entries of what was committed, from true features; the last scores the root's children."""
+    def _read_committed(self) -> Tensor:
+        """Append the entries of what was committed, from true features; the last one's features `[B, 1, D]`."""
         last = None
         if self._prompt is not None:
             last, self._prompt = self._read_prompt(self._prompt), None
         if self._pending:
             last, self._pending = self._read_steps(Entries.joined(self._pending)), []
         assert last is not None
-        return self._score(last, top_k)
+        return last
 
     def _read_prompt(self, prompt: Entries) -> Tensor:
         """The layer's features `[B, 1, D]` of the prompt's last entry; all of it is appended."""
@@ -330,11 +347,7 @@ class EagleSession(DraftSession):
     def _score(self, features: Tensor, top_k: int) -> Level:
         """Score the children of K nodes by the target's own lm_head."""
         logits = self._head.score(features.to(self._head.device, self._head.dtype), self._lm_head).to(features.device)
-        best, ids = logits.topk(top_k, dim=-1)
-        # at most 0 also after rounding: no child may score above its parent
-        log_probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)
-        tokens = ids if self._hot_token_ids is None else self._hot_token_ids.to(ids.device)[ids]
-        return Level(features, log_probs, tokens)
+        return scored(features, logits, top_k, self._hot_token_ids)
 
     def _expand(
         self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int, top_k: int

@@ -26,7 +26,7 @@ from hf_specdec.step import Step
 from hf_specdec.target.model import execution_device, find_backbone
 from hf_specdec.target.partial import GrowingTree, SkippedLayers, skippable, without_layers
 from hf_specdec.target.target import Target
-from hf_specdec.tree_growth import Level, grow_dynamic, growable
+from hf_specdec.tree_growth import Level, best_children, grow_dynamic, growable
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 1
@@ -149,9 +149,7 @@ def _affordable(budget: Budget) -> Budget:
 
 def _level(logits: Tensor, top_k: int) -> Level:
     """The best children of K nodes with logits `[B, K, V]`."""
-    best, ids = logits.topk(top_k, dim=-1)
-    # at most 0 also after rounding: no child may score above its parent
-    log_probs = (best.float() - logits.float().logsumexp(-1, keepdim=True)).clamp(max=0)
+    log_probs, ids = best_children(logits, top_k)
     return Level(ids, log_probs, ids)
 
 

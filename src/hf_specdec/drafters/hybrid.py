@@ -298,15 +298,18 @@ class _HybridSession(DraftSession):
         if num_nodes == 1:
             return Draft.plain(self._roots)
         rows: list[tuple[list[int], list[int]]] = [([token], [-1]) for token in self._tokens]
-        edges = [[0.0] for _ in self._tokens]
+        edges, heard = [[0.0] for _ in self._tokens], list(self._heard)
+        sources: list[tuple[str, ...]] = [()] * len(rows)
         for row, tree in zip(self._going, trees, strict=True):
             rows[row] = tree.tokens[:num_nodes], tree.parents[:num_nodes]
             edges[row] = [log(edge) for edge in tree.edges[:num_nodes]]
+            sources[row] = tuple(heard[source] for source in tree.sources[:num_nodes])
         width = max(map(len, edges))
         if width == 1:
             return Draft.plain(self._roots)
         padded = [row + [0.0] * (width - len(row)) for row in edges]
-        return Draft(stack_trees(rows, self._roots.device), torch.tensor(padded, device=self._roots.device))
+        told = torch.tensor(padded, device=self._roots.device)
+        return Draft(stack_trees(rows, self._roots.device), told, sources=tuple(sources))
 
     # ------------------------------------------------------------------------------------------- learning
 

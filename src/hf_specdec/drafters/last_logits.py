@@ -67,9 +67,8 @@ class _LastLogitsSession(DraftSession):
         """Log-probabilities and ids `[B, count]`, the likeliest first, the roots not among them."""
         if self._logits is None or self._logits.shape[-1] <= count:
             return None
-        total = self._logits.float().logsumexp(-1, keepdim=True)
-        scores, ids = self._logits.scatter(1, self._roots[:, None], -torch.inf).topk(count, dim=-1)
-        return scores.float() - total, ids
+        ids = self._logits.scatter(1, self._roots[:, None], -torch.inf).topk(count, dim=-1).indices
+        return self._logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids), ids
 
     def propose(self, budget: Budget) -> Draft:
         found = None if budget.is_plain else self._runners_up(min(budget.num_nodes - 1, budget.top_k))

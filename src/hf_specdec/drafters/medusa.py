@@ -25,7 +25,7 @@ from hf_specdec.target.features import LAST
 from hf_specdec.target.model import lm_head_rows
 from hf_specdec.target.target import Target
 from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import choice_parents, choices_within, limits_of
+from hf_specdec.tree_growth import best_children, choice_parents, choices_within, limits_of
 
 DEFAULT_NUM_NODES = 24
 
@@ -148,8 +148,7 @@ class _MedusaSession(DraftSession):
         if tree is None:
             return Draft.plain(self._roots)
         logits = self._heads(self._features.to(self._heads.device, self._heads.dtype), self._lm_head)
-        best, ids = logits.topk(tree.top_k, dim=-1)  # [heads, B, top_k]
-        log_probs = best.float() - logits.float().logsumexp(-1, keepdim=True)
+        log_probs, ids = best_children(logits, tree.top_k)  # [heads, B, top_k]
         ids, log_probs = ids.to(self._roots.device), log_probs.to(self._roots.device)
         hot = self._heads.hot_token_ids
         drafted = ids[tree.depths, :, tree.ranks].T  # [B, N - 1]

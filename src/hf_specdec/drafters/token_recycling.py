@@ -30,7 +30,7 @@ from hf_specdec.step import Step
 from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.target import Target
 from hf_specdec.tree import ROOT_PARENT, TokenTree
-from hf_specdec.tree_growth import Level, grow_dynamic, growable
+from hf_specdec.tree_growth import Level, best_children, grow_dynamic, growable
 
 DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
@@ -100,8 +100,7 @@ class RecycledTokens:
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids `[..., W]` of the best tokens by raw logits `[..., V]`."""
-        scores, ids = logits[..., : self.vocab_size].topk(self.ids[0].shape[1], dim=-1)
-        log_probs = scores.float() - logits.float().logsumexp(-1, keepdim=True)
+        log_probs, ids = best_children(logits[..., : self.vocab_size], self.ids[0].shape[1])
         return log_probs.to(self.keys.device), ids.to(self.keys.device)
 
     def write(self, previous: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, kept: Tensor) -> None:

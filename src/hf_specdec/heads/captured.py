@@ -1,29 +1,44 @@
-"""A draft layer as device graphs: reading new entries, and scoring them, each recorded once per shape.
+"""A draft layer as device graphs: reading what was committed, and growing a whole tree, each recorded once per shape.
 
 As in `target/graphs.py` what crosses a graph's boundary lies in buffers that stay, and the layer's cache in memory
-that is kept from call to call; another call at the same moment reads without graphs. Growing the tree between two
-readings is a dozen small operations, which are not recorded. Called by: `drafters/eagle.py`.
+that is kept from call to call; another call at the same moment drafts without graphs. A tree is one graph: all its
+levels with their masks and positions, and the choice of its nodes. Called by: `drafters/eagle.py`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from hf_specdec.config import Choice
+from hf_specdec.draft import Budget, Draft
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.compiled import CompiledDraftLayer, LayerInOtherForm
 from hf_specdec.target.cache import TreeCache, TreeLayer
 from hf_specdec.target.graphs import WIDTHS, BucketLayer, KeptMemory, Recorder, Recordings, Shape, bucket_of, width_for
+from hf_specdec.tree import TokenTree
+from hf_specdec.tree_growth import Level, Plan, StaticLevels, grow, scored
 
 Layer = EagleFamilyHead | CompiledDraftLayer
 
 
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """What a tree grows from."""
+
+    roots: Tensor  # [B]
+    last: Tensor  # [B, 1, D] the layer's features of each row's last entry
+    positions: Tensor  # [B, 1] of the entries behind it
+    lengths: Tensor  # [B] entries of each row, padding included
+    committed: Tensor  # [B, start] bool, which of them are no padding
+
+
 class GraphDraftLayer(LayerInOtherForm):
-    """A draft layer that reads and scores by graphs; everything else is its own.
+    """A draft layer that reads, and grows trees, by graphs; everything else is its own.
 
     Args:
         inner: The layer.
@@ -34,8 +49,9 @@ class GraphDraftLayer(LayerInOtherForm):
     def __init__(self, inner: Layer, lm_head: nn.Module | None, recorder: Recorder) -> None:
         super().__init__(inner)
         self._inner, self._lm_head = inner, lm_head
-        self._memory, self._scoring = KeptMemory(), threading.Lock()
-        self._readings, self._scorings = Recordings(recorder, "The draft layer"), Recordings(recorder, "Its scoring")
+        self._memory = KeptMemory()
+        self._readings, self._growths = Recordings(recorder, "The draft layer"), Recordings(recorder, "Its trees")
+        self._static: dict[tuple[Choice, ...], int] = {}  # a number for every static tree
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
@@ -78,18 +94,112 @@ class GraphDraftLayer(LayerInOtherForm):
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """See `DraftLayer`; the lm_head is the one that it was made with."""
-        rows, num_entries, _ = hidden.shape
-        if num_entries > WIDTHS[-1] or not self._scoring.acquire(blocking=False):  # another call is at it
-            return self._inner.score(hidden, self._lm_head)
-        try:
-            key = rows, width_for(num_entries)
-            shape = self._scorings.shape(key, 0, lambda: _Scoring(key, self._inner, self._lm_head, hidden))
-            assert isinstance(shape, _Scoring)
-            shape.fill(hidden)
-            (logits,) = self._scorings.run(shape)
-            return logits[:, :num_entries].clone()
-        finally:
-            self._scoring.release()
+        return self._inner.score(hidden, self._lm_head)
+
+    def grow(self, growing: Growing, plan: Plan, cache: TreeCache, embedding: nn.Module) -> Draft | None:
+        """Grow a tree behind a cache that ends with the last committed entry, and leave that as it is.
+
+        Args:
+            growing: What from.
+            plan: Its shape; one that stops where levels promise too little reads the device.
+            cache: The layer's.
+            embedding: Of tokens, as the layer reads them.
+
+        Returns:
+            The draft; None where it has to grow without a graph.
+        """
+        stops = isinstance(plan, Budget) and plan.least > 0
+        if stops or not self._memory.owns(cache) or growing.roots.device != self.device:
+            return None
+        rows, start, number = len(growing.roots), cache.start, 0
+        if isinstance(plan, StaticLevels):
+            number = self._static.setdefault(plan.choices, len(self._static)) + 1
+            num_nodes, num_steps, num_entries = 1 + len(plan.choices), len(plan.steps), plan.num_entries
+        else:
+            num_nodes, num_steps = plan.num_nodes, plan.num_steps
+            num_entries = plan.top_k * (num_steps - 1)
+        cache.store.make_room(start + num_entries)
+        bucket = min(bucket_of(start + num_entries), cache.capacity)
+        key = rows, num_nodes, bucket, num_steps, plan.top_k, number
+        (layer,) = cache.layers
+        shape = self._growths.shape(
+            key, self._memory.moves, lambda: _Growth(self, plan, layer, embedding, growing, (num_entries, bucket))
+        )
+        assert isinstance(shape, _Growth)
+        shape.fill(growing, start)
+        log_probs, tokens, parents = (output.clone() for output in self._growths.run(shape))
+        return Draft(TokenTree(tokens, parents, max_depth=num_steps), log_probs)
+
+    def forms(self) -> tuple[Layer, nn.Module | None]:
+        """The layer that is recorded, and the lm_head that it was made with."""
+        return self._inner, self._lm_head
+
+
+class _Growth(Shape):
+    """A tree of one shape, grown behind a bucket of slots.
+
+    Args:
+        layer: Whose trees.
+        plan: How it grows.
+        cached: The layer's cache.
+        embedding: Of tokens.
+        growing: What it grows from, as an example of sizes.
+        sizes: Entries that it appends, and slots of the bucket.
+    """
+
+    def __init__(
+        self, layer: GraphDraftLayer, plan: Plan, cached: TreeLayer, embedding: nn.Module, growing: Growing,
+        sizes: tuple[int, int],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        (self._inner, self._lm_head), (num_entries, bucket) = layer.forms(), sizes
+        self._hot_token_ids, self._window = layer.hot_token_ids, layer.config.sliding_window
+        self._plan, self._embedding = plan, embedding
+        self._cached, self._bucket = cached, bucket
+        with torch.inference_mode(False):  # such buffers could not be written to outside of it
+            self._roots, self._last, self._positions, self._lengths = (
+                torch.zeros_like(given) for given in (growing.roots, growing.last, growing.positions, growing.lengths)
+            )
+            self._slots = torch.zeros(num_entries, dtype=torch.long, device=self._roots.device)
+            self._committed = torch.zeros(len(self._roots), bucket, dtype=torch.bool, device=self._roots.device)
+
+    def fill(self, growing: Growing, start: int) -> None:
+        """Give it what to grow from; entries are appended from slot `start` on."""
+        self._roots.copy_(growing.roots)
+        self._last.copy_(growing.last)
+        self._positions.copy_(growing.positions)
+        self._lengths.copy_(growing.lengths)
+        self._slots.copy_(torch.arange(start, start + len(self._slots), device=self._slots.device))
+        self._committed.zero_()[:, :start] = growing.committed
+
+    def compute(self) -> Sequence[Tensor]:
+        """See `Shape`."""
+        draft = grow(self._roots, self._score(self._last), self._expand, self._plan)
+        assert draft.log_probs is not None
+        return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
+
+    def _expand(self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
+        """See `tree_growth.Expand`."""
+        num_nodes, appended = seen.shape[1:]
+        index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
+        committed = self._committed
+        if self._window is not None:  # it is longer than a tree is deep
+            behind = self._lengths[:, None] + (depth - 1) - torch.arange(self._bucket, device=committed.device)
+            committed = committed & (behind < self._window)
+        mask = committed[:, None].expand(-1, num_nodes, -1).index_copy(2, self._slots[:appended], seen)[:, None]
+        slots = self._slots[appended - num_nodes : appended]
+        return self._score(
+            self._inner.read(
+                self._embedding(tokens).to(self._inner.dtype),
+                above.features.gather(1, index),
+                (self._positions + (depth - 1)).expand(-1, num_nodes),
+                Cache(layers=[BucketLayer(self._cached, slots, self._bucket)]),
+                mask,
+            )
+        )
+
+    def _score(self, features: Tensor) -> Level:
+        return scored(features, self._inner.score(features, self._lm_head), self._plan.top_k, self._hot_token_ids)
 
 
 class _Reading(Shape):
@@ -125,21 +235,3 @@ class _Reading(Shape):
     def compute(self) -> Sequence[Tensor]:
         """See `Shape`."""
         return [self._inner.read(self._embeddings, self._hidden, self._positions, self._cache, self._mask)]
-
-
-class _Scoring(Shape):
-    """So many entries of so many rows scored."""
-
-    def __init__(self, key: tuple[int, int], inner: Layer, lm_head: nn.Module | None, hidden: Tensor) -> None:
-        super().__init__()
-        self._inner, self._lm_head = inner, lm_head
-        with torch.inference_mode(False):
-            self._hidden = torch.zeros(*key, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-
-    def fill(self, hidden: Tensor) -> None:
-        """Give it features `[B, T, D]`."""
-        self._hidden[:, : hidden.shape[1]] = hidden
-
-    def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
-        return [self._inner.score(self._hidden, self._lm_head)]

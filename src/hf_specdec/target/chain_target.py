@@ -59,7 +59,7 @@ class ChainTarget(Target):
         """The chain of first children; what its drafter told of other nodes is dropped with them."""
         if draft.tree.num_nodes == 1:
             return draft
-        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None)
+        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None, sources=None)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Cut the chain back; a recurrent state is restored, and the kept nodes are run again."""

@@ -44,6 +44,8 @@ class EagleTrainingConfig:
             training-time test). 1 is EAGLE-1's paper, 7 EAGLE-3's.
         step_decay: Weight of each aligned step relative to the one before.
         soft_tokens: Learn the target's distribution; False learns its best token alone.
+        growing: Share of the run over which the aligned steps grow from one to all. The first step teaches the most
+            and costs the least.
     """
 
     feature_weight: float = 1.0
@@ -52,10 +54,19 @@ class EagleTrainingConfig:
     aligned_steps: int = 3
     step_decay: float = 0.8
     soft_tokens: bool = True
+    growing: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
+        if not 0.0 <= self.growing <= 1.0:
+            raise InvalidConfigError(f"`growing` is a share of the run, 0 to 1, got {self.growing}.")
+
+    def steps_at(self, progress: float) -> int:
+        """How many aligned steps are trained when this share of the run is done."""
+        if progress >= self.growing:
+            return self.aligned_steps
+        return 1 + int((self.aligned_steps - 1) * progress / self.growing)
 
     @classmethod
     def for_head(cls, head: TrainedHead) -> EagleTrainingConfig:
@@ -263,7 +274,7 @@ class EagleObjective(Objective):
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
         hidden, attend = self.head.fuse(read), AlignedAttention()
         total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained, measure)
-        num_steps = recipe.aligned_steps if self.training else max(recipe.aligned_steps, MEASURED_STEPS)
+        num_steps = recipe.steps_at(self.progress) if self.training else max(recipe.aligned_steps, MEASURED_STEPS)
         for step in range(num_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]

@@ -210,6 +210,7 @@ class HeadTrainer(Trainer):
         """The loss of a batch of these conversations, outside of training: it leaves nothing but gradients."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
         inputs = with_features(batch, self._target, self._objective.layers, self._columns)
+        self._objective.progress = 1.0  # no step takes longer than the last; training sets it again
         with torch.random.fork_rng(), self.accelerator.autocast():
             outputs: HeadLoss = self._objective(**inputs)
         return outputs.loss
@@ -389,8 +390,7 @@ def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
     """Which columns of captured features an objective reads; None is all of them."""
     if not wanted or not isinstance(data, FeatureStore) or tuple(data.layers) == tuple(wanted):
         return None
-    missing = [layer for layer in wanted if layer not in data.layers]
-    if missing:
+    if any(layer not in data.layers for layer in wanted):
         raise InvalidConfigError(
             f"The captured features are of the layers {list(data.layers)}, this head reads {list(wanted)}.",
             f"Capture them with layers={list(wanted)}.",

@@ -1,0 +1,95 @@
+"""What one generation did, step by step; made of `stats.trace`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hf_specdec.palette import INK, PALETTE, drawing
+from hf_specdec.stats import SpeculationStats
+from hf_specdec.trace import TracedStep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STAGES = ("draft", "verify", "rest")
+
+
+def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
+    """How often at least 1, 2, ... drafted tokens were accepted; the shares of one generation add up to tau - 1.
+
+    Args:
+        stats: Generations by name, of `model.last_speculation`.
+
+    Returns:
+        The matplotlib axes.
+    """
+    with drawing() as pyplot:
+        axes: Axes = pyplot.figure(figsize=(6, 3)).gca()
+        width = 0.8 / max(len(stats), 1)
+        for number, (name, one) in enumerate(stats.items()):
+            shares = one.acceptance_by_depth
+            places = [depth + (number - (len(stats) - 1) / 2) * width for depth in range(1, len(shares) + 1)]
+            axes.bar(places, shares, width, label=f"{name}: tau {one.mean_accepted_length:.2f}")
+        axes.set_xlabel("drafted tokens")
+        axes.set_ylabel("share of steps that accepted so many")
+        axes.set_xticks(range(1, 1 + max((len(one.acceptance_by_depth) for one in stats.values()), default=0)))
+        axes.set_ylim(0, 1)
+        axes.legend()
+    return axes
+
+
+def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
+    """When each step drafted, verified, and did the rest; above each stands how many tokens it gave (first row).
+
+    Args:
+        trace: Of `stats.trace`; on an accelerator a stage's work may end in a later one.
+
+    Returns:
+        The matplotlib axes.
+    """
+    with drawing() as pyplot:
+        axes: Axes = pyplot.figure(figsize=(9, 2.2)).gca()
+        for lane, stage in enumerate(STAGES):
+            spans = []
+            for step in trace:
+                begin = step.begin + sum(getattr(step, f"{before}_seconds") for before in STAGES[:lane])
+                spans.append((1000 * begin, 1000 * getattr(step, f"{stage}_seconds")))
+            axes.broken_barh(spans, (len(STAGES) - lane - 0.9, 0.8), color=PALETTE[lane], label=stage)
+        for step in trace:
+            axes.annotate(str(len(step.rows[0].emitted)), (1000 * step.begin, len(STAGES) + 0.05), fontsize=7)
+        axes.set_yticks([len(STAGES) - lane - 0.5 for lane in range(len(STAGES))], STAGES)
+        axes.set_ylim(0, len(STAGES) + 0.5)
+        axes.set_xlabel("milliseconds since the prompt was read; numbers are tokens that a step gave")
+    return axes
+
+
+def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
+    """Upwards how many nodes each step drafted, by whose idea they were; downwards how many of them were accepted.
+
+    Args:
+        trace: Of `stats.trace`.
+        row: Of the batch.
+
+    Returns:
+        The matplotlib axes.
+    """
+    rows = [step.rows[row] for step in trace]
+    counts = [Counter(name for name, parent in zip(one.sources, one.parents, strict=True) if parent >= 0)
+              for one in rows]  # fmt: skip
+    places = range(1, len(rows) + 1)
+    with drawing() as pyplot:
+        axes: Axes = pyplot.figure(figsize=(9, 2.6)).gca()
+        bottom = [0] * len(rows)
+        for number, name in enumerate(sorted({name for count in counts for name in count})):
+            heights = [count[name] for count in counts]
+            axes.bar(places, heights, 0.85, bottom, color=PALETTE[number % len(PALETTE)], label=name)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=INK, label="accepted")
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{abs(value):g}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("tokens")
+        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return axes

@@ -1,0 +1,88 @@
+"""A generated text, coloured by the step that gave each token: HTML in notebooks, ANSI in terminals."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_specdec.palette import PALETTE
+from hf_specdec.trace import TracedStep
+
+RESET = "\x1b[0m"
+
+
+def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
+    """A token as a picture shows it: spaces and line ends are visible, long ones are cut. None: its id."""
+    if tokenizer is None:
+        return str(token)
+    text = str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step gave."""
+
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColoredText:
+    """A text in pieces, one per step. A notebook shows it in colours by itself; in a terminal `print` does.
+
+    Pieces of one token stay plain: such a step gave no more than plain decoding does.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    def __str__(self) -> str:
+        parts, number = [], 0
+        for piece in self.pieces:
+            if piece.num_tokens > 1:
+                red, green, blue = (int(PALETTE[number % len(PALETTE)][place : place + 2], 16) for place in (1, 3, 5))
+                # a colour does not run over the end of a line, where some terminals would paint to the margin
+                lines = [f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in piece.text.split("\n")]
+                parts.append("\n".join(lines))
+                number += 1
+            else:
+                parts.append(piece.text)
+        return "".join(parts)
+
+    def _repr_html_(self) -> str:
+        parts, number = [], 0
+        for step, piece in enumerate(self.pieces):
+            text = html.escape(piece.text)
+            if piece.num_tokens > 1:
+                color = PALETTE[number % len(PALETTE)]
+                style = f"background:{color}40;border-bottom:2px solid {color};border-radius:2px"
+                text = f'<span style="{style}" title="step {step}: {piece.num_tokens} tokens">{text}</span>'
+                number += 1
+            parts.append(text)
+        return f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
+
+
+def colored_text(trace: Sequence[TracedStep], tokenizer: Any, *, row: int = 0) -> ColoredText:
+    """The text of one generation, in the pieces in which it came.
+
+    Args:
+        trace: Of `stats.trace`.
+        tokenizer: Of the model.
+        row: Of the batch.
+    """
+    steps = [step.rows[row] for step in trace]
+    tokens = steps[0].tokens[:1] if steps else []  # the prompt's forward gave the first root
+    pieces, text = [Piece("", 0)], ""
+    for emitted in (tokens, *(step.emitted for step in steps)):
+        if emitted is not tokens:
+            tokens = [*tokens, *emitted]
+        # the whole text is decoded again: what a token looks like depends on those before it
+        longer = str(tokenizer.decode(tokens, skip_special_tokens=True))
+        if longer.endswith("�"):  # half a letter: the step that brings the rest shows it
+            longer = longer[:-1]
+        new = longer[len(text) :] if longer.startswith(text) else ""
+        pieces.append(Piece(new, len(emitted)))
+        text = longer if longer.startswith(text) else text
+    return ColoredText(tuple(piece for piece in pieces if piece.text))

@@ -1,0 +1,141 @@
+"""Trees from left to right: a static one with its ranks, and the one that a step drafted with what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hf_specdec.config import Choice
+from hf_specdec.palette import INK, PALETTE, drawing
+from hf_specdec.trace import TracedRow, TracedStep
+from hf_specdec.tree import ROOT_PARENT
+from hf_specdec.viz.text import shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Node = TypeVar("Node", bound=Hashable)
+
+INCHES_PER_LEVEL, INCHES_PER_LEAF = 1.5, 0.34
+"""Size of the picture of a step."""
+LABEL = 0.6
+"""Of a level's width: what a node's label may take."""
+VERDICT = -1
+"""In the place of a node: the target's own token."""
+
+
+def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None) -> Axes:
+    """A static tree; the likelier a node is to be accepted, the heavier its line.
+
+    Args:
+        choices: The paths of the drafted nodes; parents are among them.
+        acceptance: Probability that a node is accepted, by its path.
+
+    Returns:
+        The matplotlib axes.
+    """
+    children: dict[Choice, list[Choice]] = {}
+    for path in sorted(choices):
+        children.setdefault(path[:-1], []).append(path)
+    heights, leaves = _heights((), children)
+    with drawing() as pyplot:
+        axes: Axes = pyplot.figure(figsize=(7, max(2.0, 0.2 * leaves))).gca()
+        for path, height in heights.items():
+            if path:
+                weight = 1.0 if acceptance is None else max(acceptance.get(path, 0.0), 0.02)
+                ends = [len(path) - 1, len(path)], [heights[path[:-1]], height]
+                axes.plot(*ends, color=PALETTE[0], linewidth=0.5 + 4 * weight, alpha=0.3 + 0.7 * weight)
+                axes.text(len(path) + 0.03, height, str(path[-1]), fontsize=7, va="center")
+        axes.set_xlabel("depth")
+        axes.set_yticks([])
+        axes.set_title(f"{len(choices) + 1} nodes, {max(map(len, choices), default=0)} deep; numbers are ranks")
+    return axes
+
+
+def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
+    """The tree that a step drafted: kept nodes are filled, lines as heavy as the drafter was sure, coloured by source.
+
+    Under every token stand the probability that its drafter gave it, and the one that the target gives it there. The
+    token in a box is the target's own: a correction, or the bonus behind a path that was accepted to its end.
+
+    Args:
+        step: Of `stats.trace`.
+        tokenizer: What shows tokens as text; None shows ids.
+        row: Of the batch.
+
+    Returns:
+        The matplotlib axes.
+    """
+    seen = step.rows[row]
+    nodes = [node for node, parent in enumerate(seen.parents) if node == 0 or parent != ROOT_PARENT]
+    children: dict[int, list[int]] = {}
+    depths = {0: 0}
+    for node in nodes[1:]:
+        children.setdefault(seen.parents[node], []).append(node)
+        depths[node] = depths[seen.parents[node]] + 1
+    if seen.path:  # the target's own token stands on a line of its own
+        children.setdefault(seen.path[-1], []).append(VERDICT)
+        depths[VERDICT] = depths[seen.path[-1]] + 1
+    heights, leaves = _heights(0, children)
+    places = {node: (float(depths[node]), height) for node, height in heights.items()}
+    sources = list(dict.fromkeys(seen.sources[node] for node in nodes[1:]))
+    colors = {source: PALETTE[number % len(PALETTE)] for number, source in enumerate(sources)}
+    deepest = max(depths.values())
+    with drawing() as pyplot:
+        size = 1.2 + INCHES_PER_LEVEL * deepest, 0.8 + INCHES_PER_LEAF * leaves
+        axes: Axes = pyplot.figure(figsize=size).gca()
+        for node in nodes:
+            if node:
+                sure = 0.5 if seen.draft_probs is None else seen.draft_probs[node]
+                axes.plot(*_edge(places[seen.parents[node]], places[node]), color=colors[seen.sources[node]],
+                          linewidth=0.6 + 3.4 * sure, alpha=0.95 if node in seen.path else 0.45)  # fmt: skip
+            _draw_node(axes, seen, node, places[node], INK if node == 0 else colors[seen.sources[node]], tokenizer)
+        if seen.path:
+            axes.plot(*_edge(places[seen.path[-1]], places[VERDICT]), color=INK, linewidth=1, linestyle="--")
+            axes.annotate(shown(tokenizer, seen.emitted[-1]), places[VERDICT], (4, 0), textcoords="offset points",
+                          fontsize=8, fontweight="bold", va="center",
+                          bbox={"boxstyle": "round,pad=0.25", "facecolor": "none", "edgecolor": INK})  # fmt: skip
+        for source in sources:
+            axes.plot([], [], color=colors[source], linewidth=3, label=source)
+        if sources:
+            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(sources), borderaxespad=0.2)
+        accepted = max(len(seen.emitted) - 1, 0)
+        axes.set_title(f"{seen.num_drafted} drafted, {accepted} accepted", loc="right")
+        axes.set_xlim(-0.1, deepest + LABEL)
+        axes.set_ylim(min(heights.values()) - 0.6, max(heights.values()) + 0.6)
+        axes.set_axis_off()
+    return axes
+
+
+def _edge(parent: tuple[float, float], child: tuple[float, float]) -> tuple[list[float], list[float]]:
+    """From behind the parent's label to the child."""
+    return [parent[0] + LABEL, child[0]], [parent[1], child[1]]
+
+
+def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float], color: str, tokenizer: Any) -> None:
+    """A dot with its token above and its probabilities below."""
+    kept = node in row.path
+    axes.plot(*place, marker="o", markersize=5, color=color, fillstyle="full" if kept else "none")
+    axes.annotate(shown(tokenizer, row.tokens[node]), place, (5, 1), textcoords="offset points", fontsize=8,
+                  fontweight="bold" if kept else "normal", va="bottom")  # fmt: skip
+    if node:
+        told = "" if row.draft_probs is None else f"{row.draft_probs[node]:.2f} / "
+        axes.annotate(f"{told}{row.target_probs[node]:.2f}", place, (5, -1), textcoords="offset points",
+                      fontsize=6, va="top")  # fmt: skip
+
+
+def _heights(root: Node, children: Mapping[Node, Sequence[Node]]) -> tuple[dict[Node, float], int]:
+    """Where nodes stand, each leaf on a line of its own and parents in the middle of their children; and the lines."""
+    heights: dict[Node, float] = {}
+    leaves = 0
+
+    def place(node: Node) -> float:
+        nonlocal leaves
+        below = [place(child) for child in children.get(node, ())]
+        if not below:
+            leaves += 1
+        heights[node] = sum(below) / len(below) if below else float(-leaves)
+        return heights[node]
+
+    place(root)
+    return heights, leaves
