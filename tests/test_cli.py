@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_generate_streams(
     streams = capsys.readouterr()
     assert len(streams.out.split()) == 6
     assert "tau" in streams.err
+
+
+def test_generate_shows_its_steps_in_colours(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", model_path, "--max-new-tokens", 40, "--dtype", "float32"]
+    prompt = "w5 w6 w7 w5 w6 w7 w5 w6"
+    assert run(monkeypatch, "generate", prompt, "--method", "plain", *options) == 0
+    plain = capsys.readouterr().out
+    assert run(monkeypatch, "generate", prompt, "--colors", *options) == 0
+    streams = capsys.readouterr()
+    assert re.sub("\x1b\\[[0-9;]*m", "", streams.out).split() == plain.split()
+    assert "tau" in streams.err
+    for wrong in (["--json"], ["--interactive"], ["--method", "plain"]):
+        assert run(monkeypatch, "generate", prompt, "--colors", *options, *wrong) == 2
+        assert "--colors shows one answer" in capsys.readouterr().err
 
 
 def test_bench_measures_and_writes(

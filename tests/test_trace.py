@@ -69,7 +69,7 @@ def test_sources_of_a_merged_tree_are_its_parts(llama: Any) -> None:
     for _ in range(2):  # what the first call leaves behind, the second one recycles
         llama.generate(ids, max_new_tokens=40, do_sample=False, speculative={"method": "auto", "trace": True})
     named = {name for step in llama.last_speculation.trace for name in step.rows[0].sources[1:]}
-    assert named <= {"eagle", "prompt_lookup", "token_recycling"}
+    assert named <= {"eagle3", "prompt_lookup", "token_recycling"}
     assert "token_recycling" in named
 
 

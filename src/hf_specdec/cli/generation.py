@@ -19,6 +19,7 @@ from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.loading import default_head, encode, encode_chat, load_model
+from hf_specdec.viz.text import colored_text
 
 ASSISTANT_METHOD = "draft_model"
 """The method that drafts with an assistant model, which `hf-specdec bench` takes."""
@@ -65,11 +66,13 @@ def generate(
     num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted depth.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(min=1, help="Nodes per tree, root included.")] = None,
     interactive: Annotated[bool, typer.Option("--interactive", help="Go on asking, until the input ends.")] = False,
+    colors: Annotated[
+        bool, typer.Option("--colors", help="Not streamed: in a colour per step that gave several tokens.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt, streamed as it comes; or have a conversation."""
-    if interactive and as_json:
-        raise InvalidConfigError("A conversation is not one JSON object.", "Leave out --interactive or --json.")
+    _check_shown(method, interactive=interactive, colors=colors, as_json=as_json)
     if prompt == "-" and not interactive:
         prompt = sys.stdin.read()
     if prompt is not None or not interactive:
@@ -80,13 +83,14 @@ def generate(
     if temperature > 0:
         options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     if method != "plain":
-        options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens}
+        options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens,
+                                  "trace": colors}  # fmt: skip
     torch.manual_seed(seed)
     if interactive:
         _converse(lm, tokenizer, prompt, options)
         return
     inputs = encode(tokenizer, prompt or "", lm.device)
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = None if as_json or colors else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
     stats = None if method == "plain" else lm.last_speculation
     if as_json:
@@ -94,6 +98,8 @@ def generate(
         typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(lm),
                                "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
     elif stats is not None:
+        if colors:
+            typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
         typer.echo(f"{stats!r}, weights in {dtype_of(lm)}", err=True)
 
 
@@ -116,6 +122,15 @@ def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, 
         texts += [said, tokenizer.decode(ids, skip_special_tokens=True).strip()]
         if options["speculative"] is not None:
             typer.echo(repr(model.last_speculation), err=True)
+
+
+def _check_shown(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:
+    if interactive and as_json:
+        raise InvalidConfigError("A conversation is not one JSON object.", "Leave out --interactive or --json.")
+    if colors and (interactive or as_json or method == "plain"):
+        raise InvalidConfigError(
+            "--colors shows one answer in the steps that drafting took.", "Leave out --interactive, --json, plain."
+        )
 
 
 def _check_prompt(prompt: str) -> None:
