@@ -5,6 +5,7 @@ python tests/run_notebooks.py [NAME ...]     `make notebooks`
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def executed(path: Path, timeout: int = 600) -> nbformat.NotebookNode:
     """The notebook with the outputs of a fresh run."""
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(path.parent)}}
+    # the commands of this environment, whether or not it is the shell's
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     NotebookClient(notebook, timeout=timeout, resources=resources, coalesce_streams=True).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day

@@ -22,22 +22,34 @@ INK = "#808080"
 
 
 @contextmanager
-def drawing() -> Iterator[Any]:
-    """`matplotlib.pyplot`, with this look for what is drawn inside.
+def look() -> Iterator[None]:
+    """What matplotlib draws inside looks like this."""
+    from matplotlib import interactive, is_interactive, rc_context, rcsetup
 
-    Raises:
-        ImportError: matplotlib is not there.
-    """
-    from matplotlib import pyplot, rc_context, rcsetup
-
-    look = {
+    settings = {
         "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False,
         "axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": rcsetup.cycler(color=PALETTE),
         "font.size": 9.0, "axes.titlesize": 10.0,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color",
                          "ytick.color", "legend.labelcolor"), INK),
     }  # fmt: skip
-    with rc_context(look):
+    with rc_context(settings):
+        yield
+        # with its first figure a notebook's backend turns this on, and shows no later one where it is off again
+        shows_at_once = is_interactive()
+    interactive(shows_at_once)
+
+
+@contextmanager
+def drawing() -> Iterator[Any]:
+    """`matplotlib.pyplot`, with this look for what is drawn inside.
+
+    Raises:
+        ImportError: matplotlib is not there.
+    """
+    from matplotlib import pyplot
+
+    with look():
         yield pyplot
 
 

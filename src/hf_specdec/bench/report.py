@@ -13,6 +13,7 @@ from typing import Any
 from hf_specdec.atomic import whole_file
 from hf_specdec.bench.machine import DISTURBING_SHARE
 from hf_specdec.bench.measuring import Measurement
+from hf_specdec.palette import INK, look
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 """The percentiles that are told."""
@@ -112,21 +113,22 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
     methods = [method for method in dict.fromkeys(row["method"] for row in summary) if method != "plain"]
     cells = {(row["category"], row["method"]): row for row in summary}
     width = 0.8 / max(len(methods), 1)
-    figure = Figure(figsize=(max(6.0, 1.5 + 0.35 * len(categories) * (len(methods) + 1)), 4.0))
-    axes = figure.subplots()
-    for number, method in enumerate(methods):
-        rows = [cells[category, method] for category in categories]
-        middle = [row["speed_up"] for row in rows]
-        lines = [
-            [value - row["speed_up_p20"] for value, row in zip(middle, rows, strict=True)],
-            [row["speed_up_p80"] - value for value, row in zip(middle, rows, strict=True)],
-        ]
-        places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(categories))]
-        axes.bar(places, middle, 0.9 * width, yerr=lines, error_kw={"linewidth": 0.8}, label=method)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(categories)), categories)
-    axes.set_ylabel("tokens/s, ratio to plain generate()")
-    if methods:
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    with whole_file(path) as partial:
-        figure.savefig(partial, format=path.suffix.removeprefix(".") or "png", bbox_inches="tight", dpi=110)
+    with look():
+        figure = Figure(figsize=(max(6.0, 1.5 + 0.35 * len(categories) * (len(methods) + 1)), 4.0))
+        axes = figure.subplots()
+        for number, method in enumerate(methods):
+            rows = [cells[category, method] for category in categories]
+            middle = [row["speed_up"] for row in rows]
+            lines = [
+                [value - row["speed_up_p20"] for value, row in zip(middle, rows, strict=True)],
+                [row["speed_up_p80"] - value for value, row in zip(middle, rows, strict=True)],
+            ]
+            places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(categories))]
+            axes.bar(places, middle, 0.9 * width, yerr=lines, error_kw={"linewidth": 0.8}, label=method)
+        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.set_xticks(range(len(categories)), categories)
+        axes.set_ylabel("tokens/s, ratio to plain generate()")
+        if methods:
+            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        with whole_file(path) as partial:
+            figure.savefig(partial, format=path.suffix.removeprefix(".") or "png", bbox_inches="tight", dpi=110)

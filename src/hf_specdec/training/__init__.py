@@ -1,5 +1,6 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
+from hf_specdec.target.features import LAST
 from hf_specdec.training.arguments import head_arguments
 from hf_specdec.training.conversations import (
     Conversation,
@@ -20,6 +21,7 @@ from hf_specdec.training.servers import ServerVoice
 from hf_specdec.training.tree_search import TreeSearch, find_tree, search_tree
 
 __all__ = [
+    "LAST",
     "Conversation",
     "DistillConfig",
     "EagleTrainingConfig",

@@ -89,6 +89,8 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
         axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=INK, label="accepted")
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.yaxis.set_major_formatter(lambda value, _place: f"{abs(value):g}")
+        axes.set_xlim(0.3, max(len(rows), 12) + 0.7)
+        axes.locator_params(axis="both", integer=True)
         axes.set_xlabel("step")
         axes.set_ylabel("tokens")
         axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

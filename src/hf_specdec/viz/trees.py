@@ -47,6 +47,7 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
                 axes.plot(*ends, color=PALETTE[0], linewidth=0.5 + 4 * weight, alpha=0.3 + 0.7 * weight)
                 axes.text(len(path) + 0.03, height, str(path[-1]), fontsize=7, va="center")
         axes.set_xlabel("depth")
+        axes.locator_params(axis="x", integer=True)
         axes.set_yticks([])
         axes.set_title(f"{len(choices) + 1} nodes, {max(map(len, choices), default=0)} deep; numbers are ranks")
     return axes
