@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark_script import script
+from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead
 from hf_specdec.loading import encode_chat
 from hf_specdec.training import read_conversations, read_prompts
@@ -167,3 +171,69 @@ def test_an_adapter_and_a_head(
     text = capsys.readouterr().out
     assert "with the adapter: tau 1." in text
     assert "without: tau 1." in text
+
+
+def test_a_pipeline(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("text_pipeline", monkeypatch, "w05 w06", "w07 w08 w09", "--model", saved, "--max-new-tokens", 9)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [line.strip() for line in lines[::2]] == plain(saved, ["w05 w06", "w07 w08 w09"], 9)
+    assert all(line.startswith("    [tau ") for line in lines[1::2])
+
+
+@pytest.mark.slow
+def test_structured_output(
+    small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grammar's processor remembers: it is called once per token, in order, and the answer is of its schema."""
+    pytest.importorskip("xgrammar")
+    question = "Describe a cat as JSON with its name, its colours and how many legs it has."
+    module = run("structured_output", monkeypatch, question, "--model", small_model_path, "--drafter", SHIPPED_HEAD)
+    text = capsys.readouterr().out
+    found = json.loads(text[: text.index("}") + 1])
+    assert set(found) == set(module.SCHEMA["required"])
+    assert "the same ids: True" in text
+
+
+ASKED = """
+import json, os, sys, time
+import openai, serve
+name, head, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+server, model = serve.start(name, head, "auto", port)
+while not server.server.started:
+    time.sleep(0.1)
+client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=120)
+messages = [{"role": "user", "content": "Name three rivers."}]
+asked = {"model": name, "temperature": 0, "max_tokens": 24, "messages": messages}
+whole = client.chat.completions.create(**asked)
+tau = model.last_speculation.mean_accepted_length
+stream = client.chat.completions.create(**asked, stream=True)
+pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+print(json.dumps([whole.choices[0].message.content, whole.usage.completion_tokens, tau, pieces]), flush=True)
+os._exit(0)  # transformers' server leaves threads behind
+"""
+"""In a process of its own: a server, and OpenAI's client."""
+
+
+@pytest.mark.slow
+def test_an_openai_client_asks_a_server_that_speculates(small_model_path: Path) -> None:
+    """Transformers' own server: whole, in a stream, and as plain `generate()` answers."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", ASKED, str(small_model_path), str(SHIPPED_HEAD), str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole, count, tau, pieces = json.loads(done.stdout.strip().splitlines()[-1])
+    assert count == 24
+    assert tau > 1
+    assert "".join(piece for piece in pieces if piece) == whole
+    assert sum(bool(piece) for piece in pieces) > 12  # token by token, not at once
+    tokenizer = AutoTokenizer.from_pretrained(small_model_path)
+    model = AutoModelForCausalLM.from_pretrained(small_model_path)
+    inputs = encode_chat(tokenizer, ["Name three rivers."], model.device)
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    # in half precision near ties may fall the other way, not at once
+    assert tokenizer.decode(ids, skip_special_tokens=True)[:12] == whole[:12]
