@@ -1,0 +1,74 @@
+"""What is published: the wheel works where nothing of this repository lies, the sdist can be tested."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import hf_specdec, importlib.metadata
+assert hf_specdec.__file__.startswith(sys.argv[1]), hf_specdec.__file__
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=256)
+model = hf_specdec.SpeculativeGenerationMixin.attach(LlamaForCausalLM(config).eval())
+ids = torch.tensor([[5, 6, 7] * 4])
+plain, drafted = (model.generate(ids, max_new_tokens=20, do_sample=False, speculative=s) for s in (None, "auto"))
+assert torch.equal(plain, drafted)
+from hf_specdec.cli import main
+sys.argv = ["hf-specdec", "env", "--json"]
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wheel and sdist, made as for an upload."""
+    folder = tmp_path_factory.mktemp("dist")
+    pytest.importorskip("build")
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_wheel_is_the_package_and_nothing_else(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "hf_specdec").rglob("*.py")}
+    assert sources <= names
+    assert "hf_specdec/py.typed" in names
+    tops = {name.split("/")[0] for name in names}
+    assert len(tops) == 2
+    assert tops - {"hf_specdec"} == {top for top in tops if top.endswith(".dist-info")}
+    assert wheel.stat().st_size < 2e6
+    done = subprocess.run(
+        [sys.executable, "-c", USED, str(tmp_path / "installed")], capture_output=True, text=True, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for path in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src/hf_specdec/__init__.py",
+                 "src/hf_specdec/py.typed", "tests/conftest.py", "docs/index.md", "examples/chat.py"):  # fmt: skip
+        assert path in names, path
+    assert not [name for name in names if name.startswith(("heads/", "runs/", ".venv", "benchmarks/results"))]
+    assert sdist.stat().st_size < 3e6
