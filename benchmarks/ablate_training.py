@@ -9,6 +9,7 @@ variant that is in the JSON file is not run again, so an interrupted run goes on
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,12 +20,14 @@ VARIANTS = {
     "hard tokens": {"recipe": {"soft_tokens": False}},
     "depths weigh the same": {"recipe": {"step_decay": 1.0}},
     "depths weigh 0.6 of the one before": {"recipe": {"step_decay": 0.6}},
+    "aligned steps grow over 60 %": {"recipe": {"growing": 0.6}},
     "1 aligned step": {"flags": ["--aligned-steps", "1"]},
     "2 aligned steps": {"flags": ["--aligned-steps", "2"]},
     "5 aligned steps": {"flags": ["--aligned-steps", "5"]},
     "noise 0.1": {"recipe": {"noise": 0.1}},
     "random start": {"flags": ["--random-start"]},
     "draft vocabulary 4k": {"vocabulary": 4096},
+    "draft vocabulary 12k": {"vocabulary": 12288},
     "draft vocabulary 16k": {"vocabulary": 16384},
     "MLP half as wide": {"head": {"intermediate_size": 768}},
     "MLP twice as wide": {"head": {"intermediate_size": 3072}},
@@ -57,14 +60,18 @@ def run(name, change, options):
         files[kind].write_text(json.dumps(fields))
     data = [word for place in options.data for word in ("--data", place)]
     features = ["--features", options.features] if "--drop-seen" not in change.get("flags", []) else []
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", options.processes]
     command = [
-        sys.executable, "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run", "--json",
-        "--max-steps", options.steps, "--batch-size", 4, "--learning-rate", 1e-3, "--aligned-steps", 3,
-        "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out, "--max-length", 1024,
+        sys.executable, *(launch if options.processes > 1 else []), "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run", "--json",
+        "--max-steps", options.steps, "--batch-size", 4 // options.processes, "--learning-rate", 1e-3, "--aligned-steps", 3,
+        "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out,
+        "--max-length", options.max_length,
         *(word for kind, path in files.items() for word in (f"--{kind}", path)), *change.get("flags", []),
     ]  # fmt: skip
     begin = time.perf_counter()
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True)
+    several = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if options.processes > 1 else {}
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True,
+                          env={**os.environ, **several})  # fmt: skip
     found = json.loads(done.stdout.strip().splitlines()[-1])
     depths = [found[key] for key in sorted(found) if key.startswith("held_out_accepted")]
     return {"variant": name, "tau": found["held_out_tau"], "accepted": depths, "seconds": time.perf_counter() - begin}
@@ -77,6 +84,8 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--held-out", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=1024)
+    parser.add_argument("--processes", type=int, default=1, choices=[1, 2, 4], help="of one thread each, on a CPU")
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark_script import script
 from conftest import SHIPPED_HEAD
-from hf_specdec import EagleConfig, EagleHead
+from hf_specdec import EagleConfig, EagleHead, load_head
 from hf_specdec.loading import encode_chat
 from hf_specdec.training import read_conversations, read_prompts
 
@@ -237,3 +237,18 @@ def test_an_openai_client_asks_a_server_that_speculates(small_model_path: Path) 
     ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     # in half precision near ties may fall the other way, not at once
     assert tokenizer.decode(ids, skip_special_tokens=True)[:12] == whole[:12]
+
+
+def test_from_prompts_to_a_head(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And again, which finds everything done."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"w0{n} w1{n}"}) for n in range(8)))
+    for _ in range(2):
+        run("distil_train_publish", monkeypatch, "--model", saved, "--prompts", tmp_path / "prompts.jsonl",
+            "--work", tmp_path / "work", "--epochs", 4, "--max-new-tokens", 24, "--draft-vocab-size", 40)  # fmt: skip
+        assert "tokens per forward" in capsys.readouterr().out
+    head = load_head(tmp_path / "work" / "head")
+    assert head.config.draft_vocab_size == 40
+    assert head.config.base_model_name_or_path == str(saved)
+    assert "EAGLE-3 head" in (tmp_path / "work" / "head" / "README.md").read_text()

@@ -1,0 +1,65 @@
+"""From a model and a file of prompts to a head on the Hub: answers, training, tree, card, upload.
+
+    python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
+
+Everything lies in WORK; run again, it goes on where it was interrupted. Without --publish the head stays in
+WORK/head. The same as commands: `hf-specdec distill`, `train eagle`, `tree`; their options, and how much data a head
+wants, are in docs/training.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec import training
+from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True, help="a .txt of one per line, or JSON lines")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--publish", help="repository on the Hub")
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--draft-vocab-size", type=int, default=8192)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    settings = training.DistillConfig(max_new_tokens=options.max_new_tokens, temperatures=(0.0, 0.0, 0.7))
+    answers = training.distill(
+        model, tokenizer, training.read_prompts(options.prompts), options.work / "answers", settings
+    )
+    talks = training.read_conversations(answers)
+    talks, held_out = training.hold_out(talks, min(len(talks) // 20 + 1, 64))
+
+    config = Eagle3Config.for_target(model.config, draft_vocab_size=options.draft_vocab_size)
+    config.base_model_name_or_path = options.model
+    head = Eagle3Head(config)
+    head.set_hot_token_ids(training.most_frequent_tokens(talks, options.draft_vocab_size))
+    training.start_from_target(head, model)
+
+    layers = (*head.feature_layers, training.LAST)
+    store = training.capture_features(model, talks, options.work / "features", layers=layers, progress=True)
+    measured = training.capture_features(model, held_out, options.work / "held-out", layers=layers)
+    arguments = training.head_arguments(
+        options.work / "run", {"bf16": True}, held_out=True, num_train_epochs=options.epochs,
+        per_device_train_batch_size=4, learning_rate=1e-3,
+    )  # fmt: skip
+    recipe = training.EagleTrainingConfig.for_head(head).changed(growing=0.6)
+    head = training.train_eagle(model, head, store, arguments, recipe, resume=True, held_out=measured)
+
+    head = head.to(model.dtype)
+    found = training.find_tree(model, head, measured, max_nodes=32)
+    print(f"a static tree of {found.num_nodes} nodes is expected to accept {found.expected_tau[found.num_nodes]:.2f} "
+          f"tokens per forward, {found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
+    head.save_pretrained(options.work / "head", push_to_hub=bool(options.publish), repo_id=options.publish)
+
+
+if __name__ == "__main__":
+    main()
