@@ -60,16 +60,18 @@ def run(name, change, options):
         files[kind].write_text(json.dumps(fields))
     data = [word for place in options.data for word in ("--data", place)]
     features = ["--features", options.features] if "--drop-seen" not in change.get("flags", []) else []
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", options.processes]
+    launch, several = [], {}
+    if options.processes > 1:
+        launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", options.processes]
+        several = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, *(launch if options.processes > 1 else []), "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run", "--json",
-        "--max-steps", options.steps, "--batch-size", 4 // options.processes, "--learning-rate", 1e-3, "--aligned-steps", 3,
-        "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out,
+        sys.executable, *launch, "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run",
+        "--json", "--max-steps", options.steps, "--batch-size", 4 // options.processes, "--learning-rate", 1e-3,
+        "--aligned-steps", 3, "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out,
         "--max-length", options.max_length,
         *(word for kind, path in files.items() for word in (f"--{kind}", path)), *change.get("flags", []),
     ]  # fmt: skip
     begin = time.perf_counter()
-    several = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if options.processes > 1 else {}
     done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **several})  # fmt: skip
     found = json.loads(done.stdout.strip().splitlines()[-1])
