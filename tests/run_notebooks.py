@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
@@ -15,9 +16,13 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
-def executed(path: Path, timeout: int = 600) -> nbformat.NotebookNode:
-    """The notebook with the outputs of a fresh run."""
+def executed(path: Path, timeout: int = 600, changes: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
+    """The notebook with the outputs of a fresh run; changes are made in its code before."""
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        for before, after in (changes or {}).items():
+            if cell.cell_type == "code":
+                cell.source = cell.source.replace(before, after)
     resources = {"metadata": {"path": str(path.parent)}}
     # the commands of this environment, whether or not it is the shell's
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
