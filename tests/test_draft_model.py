@@ -413,7 +413,7 @@ def test_copied_pickled_and_attached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_example_of_the_docs() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "drafters.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "methods" / "draft_model.md").read_text()
     model, ids = attached("llama"), torch.tensor([[5, 6, 7] * 3])
     scope: dict[str, Any] = {"model": model, "assistant": noisy("llama"), "inputs": {"input_ids": ids}}
     exec(page.split("<!-- draft model -->\n```python\n")[1].split("```")[0], scope)

@@ -194,6 +194,41 @@ def test_structured_output(
     assert "the same ids: True" in text
 
 
+TASK = """
+task: going_on
+dataset_path: json
+dataset_kwargs: {data_files: {test: QUESTIONS}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["w09 w09 w09"], do_sample: false, max_gen_toks: 20}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.filterwarnings("ignore")  # the harness's own
+def test_an_evaluation(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The harness stops by criteria of its own; its answers and scores are those without speculation."""
+    pytest.importorskip("lm_eval")
+    questions = [f"w{n:02} w{n + 1:02} w{n:02}" for n in range(5, 9)]
+    rows = [{"question": text, "answer": plain(saved, [text], 20)[0]} for text in questions]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "task.yaml").write_text(TASK.replace("QUESTIONS", str(tmp_path / "q.jsonl")))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    module = run("evaluate", monkeypatch, saved, "--tasks", "going_on", "--include-path", tmp_path)
+    assert module.HFLM
+    first, second, last = [
+        line for line in capsys.readouterr().out.splitlines() if " exact_match " in line or "equal" in line
+    ]
+    assert first.startswith("plain: ")
+    assert second.startswith("auto: ")
+    assert first.split(",")[0].split()[-1] == second.split(",")[0].split()[-1]
+    assert last == "equal answers: 4 of 4"
+
+
 ASKED = """
 import json, os, sys, time
 import openai, serve

@@ -1,4 +1,4 @@
-"""The README is true: its example runs, its links and files exist, the drafter of docs/drafters.md works."""
+"""The README is true: its example runs, its links and files exist, the drafters of the docs work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import hf_specdec
+from drafters import random_head, random_heads
 from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def test_the_package_page_has_whole_links() -> None:
 
 
 def test_links_and_files_exist() -> None:
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
     house = (ROOT / "docs" / "architecture.md").read_text()
@@ -72,10 +73,10 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     assert llama.last_speculation.method == "bigram"
     assert llama.last_speculation.num_drafted_tokens > 0
     monkeypatch.chdir(tmp_path)
-    exec(code_block(page, "<!-- token recycling -->"), scope)
-    assert torch.equal(plain, llama.generate(ids, speculative="token_recycling", **options))
-    for name in ("last_logits", "lookahead", "early_exit"):
-        exec(code_block(page, f"<!-- {name.replace('_', ' ')} -->"), scope)
+    heads = {"eagle": {"head": random_head(llama)}, "medusa": {"heads": random_heads(llama)}}
+    for name in ("prompt_lookup", "token_recycling", "last_logits", "lookahead", "early_exit", "eagle", "medusa"):
+        text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+        exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope | heads.get(name, {}))
         assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
     exec(code_block((ROOT / "docs" / "hybrid.md").read_text(), "<!-- corpus -->"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="prompt_lookup", **options))
@@ -83,6 +84,16 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "_METHODS", dict(registry.methods()))
     exec(code_block(page, "## A method by name"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
+
+
+def test_every_method_has_a_page() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")}
+    assert pages == set(registry.methods()) - {"hybrid", "auto"}
+    for name in pages:
+        text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+        assert {"## How it drafts", "## Settings", "## When it pays"} <= set(text.splitlines()), name
+        assert f'speculative="{name}"' in text, name
+        assert "](https://" in text, name
 
 
 def test_public_names_are_documented() -> None:
