@@ -22,16 +22,17 @@ from hf_specdec import bench, loading
 from hf_specdec.drafters.medusa_choices import paper_tree
 
 
-def shapes(method, config, nodes):
-    """What is asked of every head: a chain, its own default, and a tree of many nodes (Medusa: the paper's)."""
+def shapes(method, config, sizes):
+    """What is asked of every head: a chain, its own default, and trees of several sizes (Medusa: the paper's)."""
     depth = config.medusa_num_heads if method == "medusa" else 5
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
-    if method == "eagle":
-        found[f"dynamic {nodes}"] = {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes}
-        found[f"deep {nodes}"] = {"tree": "dynamic", "num_steps": 10, "top_k": 6, "num_draft_tokens": nodes}
-    else:
-        paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
-        found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}
+    paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
+    for nodes in sizes:
+        if method == "eagle":
+            found[f"dynamic {nodes}"] = {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes}
+            found[f"deep {nodes}"] = {"tree": "dynamic", "num_steps": 10, "top_k": 6, "num_draft_tokens": nodes}
+        else:
+            found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}
     return found
 
 
@@ -41,7 +42,8 @@ def main():
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--per-category", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[32])
+    parser.add_argument("--trees", nargs="+", help="only these, such as `default` and `dynamic 32`")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -56,6 +58,8 @@ def main():
         (drafter,) = model.drafters.values()
         config = (drafter.heads if drafter.method == "medusa" else drafter.head).config
         for shape, fields in shapes(drafter.method, config, options.nodes).items():
+            if options.trees and shape not in options.trees:
+                continue
             taus, depths = {}, []
             for question in questions:
                 inputs = loading.encode(tokenizer, question.turns[0], model.device)

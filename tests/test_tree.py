@@ -11,7 +11,7 @@ from hf_specdec.config import validate_choices
 from hf_specdec.draft import Budget
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.tree import TokenTree, chosen_path, stack_trees
-from hf_specdec.tree_growth import Level, PrefixTree, choice_parents, grow_dynamic, merge_chains
+from hf_specdec.tree_growth import BLOCK, Level, PrefixTree, best_children, choice_parents, grow_dynamic, merge_chains
 from reference import path_to_root
 
 
@@ -189,3 +189,17 @@ def test_a_batch_may_have_more_rows_than_candidates() -> None:
     assert draft.tree.parents.tolist() == [[-1, 0]] * 3
     assert draft.log_probs is not None
     assert draft.log_probs.tolist() == [[0.0, -0.5], [0.0, -1.0], [0.0, -2.0]]
+
+
+@pytest.mark.parametrize("size", [50, 40 * BLOCK, 40 * BLOCK + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_children_of_many(size: int, dtype: torch.dtype) -> None:
+    """By blocks or at once: the same probabilities, and ids that have them, ties and impossible tokens included."""
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 0, :20] = 6.0  # more ties in one block than children
+    logits[0, 1, 5:] = -torch.inf
+    every = logits.float().log_softmax(-1)
+    values, ids = best_children(logits, 8)
+    assert torch.allclose(values, every.topk(8, dim=-1).values)
+    assert torch.equal(every.gather(-1, ids), values)
+    assert all(len(set(row)) == 8 for row in ids.flatten(0, 1).tolist())

@@ -19,6 +19,8 @@ from hf_specdec.config import Choice
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
+BLOCK = 128
+"""Tokens whose maximum is taken first where the best of many are sought on the CPU."""
 Accuracies = tuple[tuple[float, ...], ...]
 """`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
 
@@ -50,10 +52,19 @@ def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids `[..., count]` of the likeliest tokens by logits `[..., V]`, best first.
 
     The logarithm of the sum is taken by way of `log_softmax`, one pass on any device where `logsumexp` takes several.
+    On the CPU, whose `topk` looks at every token in turn, the best tokens are sought in the blocks of the best maxima.
     """
-    ids = logits.topk(count, dim=-1).indices
+    log_probs = logits.log_softmax(-1, dtype=torch.float32)
+    size = log_probs.shape[-1]
+    if log_probs.device.type != "cpu" or size % BLOCK or size < 4 * BLOCK * count:
+        values, ids = log_probs.topk(count, dim=-1)
+        return values.clamp(max=0), ids
+    blocks = log_probs.unflatten(-1, (-1, BLOCK))
+    numbers = blocks.amax(-1).topk(count, dim=-1).indices
+    found = blocks.gather(-2, numbers[..., None].expand(*numbers.shape, BLOCK)).flatten(-2)
+    values, places = found.topk(count, dim=-1)
     # at most 0 also after rounding: no child may score above its parent
-    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids).clamp(max=0), ids
+    return values.clamp(max=0), numbers.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
 
 
 # ----------------------------------------------------------------------------------------------- dynamic trees
