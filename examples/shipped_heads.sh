@@ -4,7 +4,7 @@
 #   examples/shipped_heads.sh WORK [ANSWERS]
 #
 # ANSWERS: what `pack_answers.py` wrote, by default the answers in heads/data. The runs and the captured features go to
-# WORK (some 30 GB); what comes out is in WORK/eagle3 and WORK/medusa.
+# WORK (some 20 GB); what comes out is in WORK/eagle3 and WORK/medusa. `accelerate` of the environment must be on PATH.
 set -eu
 WORK=$1
 HERE=$(cd "$(dirname "$0")/.." && pwd)
@@ -24,4 +24,5 @@ train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3
     --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
 
 train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
-    --arguments "$WORK/arguments.json" --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
+    --num-heads 3 --num-layers 2 --own-lm-head --draft-vocab-size 8192 --arguments "$WORK/arguments.json" \
+    --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64

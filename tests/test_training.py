@@ -34,6 +34,7 @@ from hf_specdec.training import (
     head_arguments,
     hold_out,
     most_frequent_tokens,
+    openings,
     predicted_tau,
     start_from_target,
     train_eagle,
@@ -121,6 +122,53 @@ def test_features_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})())
     with pytest.raises(InvalidConfigError, match="GB free"):
         capture_features(model, TALKS, tmp_path / "full")
+
+
+def test_captured_features_of_more_layers_serve_those_who_need_fewer(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    store = capture_features(model, TALKS, tmp_path / "made", layers=(1, LAST))
+    again = capture_features(model, TALKS, tmp_path / "made")  # LAST alone
+    assert again.layers == store.layers == (1, LAST)
+    (tmp_path / "made" / "part-00000.safetensors").unlink()
+    resumed = capture_features(model, TALKS, tmp_path / "made")  # what is missing gets all layers of the others
+    assert torch.equal(resumed[0]["features"], store[0]["features"])
+    with pytest.raises(InvalidConfigError, match=r"holds the layers \[1, -1\], not \[0, 1, -1\]"):
+        capture_features(model, TALKS, tmp_path / "made", layers=(0, 1, LAST))
+
+
+def test_the_opening_of_a_conversation() -> None:
+    two_turns = Conversation((5, 6, 7, 8, 9, 1, 2, 3, 4), (False, True, True, True, True, False, True, True, False))
+    assert two_turns.opening(2) == Conversation(
+        (5, 6, 7, 8, 9, 1, 2, 3), (False, True, True, False, False, False, True, True)
+    )
+    assert two_turns.opening(1).loss_mask == (False, True, False, False, False, False, True)
+    assert two_turns.opening(9) == Conversation(two_turns.input_ids[:8], two_turns.loss_mask[:8])
+    nobody_answers = Conversation((5, 6), (False, False))
+    assert nobody_answers.opening(3) == nobody_answers
+
+
+def test_openings_of_captured_features_are_those_of_their_conversations(tmp_path: Path) -> None:
+    """The features were made once, of the whole; a prefix is read of them. Training is the same either way."""
+    model = zoo.build("llama")
+    store, talks = capture_features(model, TALKS, tmp_path / "store", layers=(0, 1, 2, LAST)), openings(TALKS, 2)
+    cut = openings(store, 2)
+    assert isinstance(cut, FeatureStore)
+    assert sum(cut.lengths) < sum(store.lengths)
+    assert sorted(cut.lengths) == sorted(len(talk.input_ids) for talk in talks)
+    for index in range(len(cut)):
+        item, whole = cut[index], store[index]
+        length = cut.lengths[index]
+        assert [len(item[name]) for name in ("input_ids", "loss_mask", "features")] == [length] * 3
+        assert torch.equal(item["features"], whole["features"][:length])
+        assert int(item["loss_mask"].sum()) == min(2, int(whole["loss_mask"].sum()))
+    trained = []
+    for data in (store, sorted(TALKS, key=lambda talk: -len(talk.input_ids))):
+        head = random_head(model, version=3, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+        config = EagleTrainingConfig(0.0, 1.0, noise=0.0, answer_tokens=2)
+        train_eagle(model, head, data, arguments(tmp_path / "run", 2), config)
+        trained.append(head.fc.weight.detach().clone())
+    torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
+    assert openings(store, 0) is store
 
 
 def test_a_head_reads_its_columns_of_what_was_captured(tmp_path: Path) -> None:

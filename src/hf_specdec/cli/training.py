@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -211,7 +212,9 @@ def eagle(
     training = training_package()
     steps = {} if aligned_steps is None else {"aligned_steps": aligned_steps}
     config = training.EagleTrainingConfig.for_head(head).changed(**{**read_object(recipe, "--recipe"), **steps})
-    training.check_same_run(output, training.run_facts(head, config, _lengths(talks)))
+    training.check_same_run(
+        output, training.run_facts(head, config, _lengths(training.openings(talks, config.answer_tokens)))
+    )
     target, _ = target_of(model, dtype)
     if initial_head is None and not random_start and isinstance(head, Eagle3Head):
         misfits = training.start_from_target(head, target)
@@ -312,7 +315,7 @@ def _name_target(config: Any, name: str | None, path: str | None = None) -> None
     config.base_model_name_or_path = name or path or portable_name(config.base_model_name_or_path)
 
 
-def _lengths(talks: list[Conversation]) -> list[int]:
+def _lengths(talks: Sequence[Conversation]) -> list[int]:
     return [len(talk.input_ids) for talk in talks]
 
 

@@ -42,6 +42,33 @@ class Conversation:
         """
         return cls((*prompt, *answer), (*(False for _ in prompt), *(True for _ in answer)))
 
+    def opening(self, answer_tokens: int) -> Conversation:
+        """The same up to the first so many tokens of the last answer, with those of every answer in the loss.
+
+        Example: prompt [5, 6], answer [7, 8, 9], 2 answer tokens: [5, 6, 7, 8], the last two in the loss.
+        """
+        mask = opening_mask(torch.tensor(self.loss_mask), answer_tokens)
+        return Conversation(self.input_ids[: len(mask)], tuple(mask.tolist()))
+
+
+def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
+    """The first so many tokens of every answer, up to the last of them.
+
+    Args:
+        loss_mask: `[T]` True at answers.
+        answer_tokens: N.
+
+    Returns:
+        `[T']`: True at the first N tokens of every run of True; T' ends with the last one. Without answers all `[T]`.
+
+    Example: [False, True, True, True, False, True, False] with 2 gives [False, True, True, False, False, True].
+    """
+    before = loss_mask.long().cumsum(0)
+    # what had been counted when the current answer began
+    begun = torch.where(loss_mask, 0, before).cummax(0).values
+    mask = loss_mask & (before - begun <= answer_tokens)
+    return mask[: int(mask.nonzero()[-1]) + 1] if mask.any() else mask
+
 
 def load_rows(source: str | Path, *, split: str = "train") -> Iterable[dict[str, Any]]:
     """Rows of a JSON-lines file (`.gz` too), of a directory that `distill` wrote, or of a `datasets` name.

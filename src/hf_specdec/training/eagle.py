@@ -25,6 +25,7 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import find_backbone, text_config
+from hf_specdec.training.features import FeatureStore
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
 
@@ -55,10 +56,13 @@ class EagleTrainingConfig:
     step_decay: float = 0.8
     soft_tokens: bool = True
     growing: float = 0.0
+    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
+        if self.answer_tokens < 0:
+            raise InvalidConfigError(f"`answer_tokens` must be >= 0 (0: all), got {self.answer_tokens}.")
         if not 0.0 <= self.growing <= 1.0:
             raise InvalidConfigError(f"`growing` is a share of the run, 0 to 1, got {self.growing}.")
 
@@ -119,8 +123,19 @@ def train_eagle(
         held_out: What to measure on while training, and never to train on, see `trainer.fit`.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
+    length = objective.recipe.answer_tokens
+    data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
     trained: TrainedHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
+
+
+def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
+    """The conversations up to the first so many tokens of their last answers; 0 leaves them whole."""
+    if not answer_tokens:
+        return data
+    if isinstance(data, FeatureStore):
+        return data.opening(answer_tokens)
+    return [talk.opening(answer_tokens) for talk in data]
 
 
 @torch.no_grad()

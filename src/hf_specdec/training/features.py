@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hf_specdec.atomic import alone, clear_partials, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.conversations import Conversation, opening_mask
 from hf_specdec.training.processes import processes
 
 INDEX = "features.json"
@@ -67,13 +68,14 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
 
     Args:
         folder: What `capture_features` wrote.
+        answer_tokens: Read no more than so many tokens of an answer, see `Conversation.opening`; 0 is all.
 
     Raises:
         InvalidConfigError: A directory that is none of that, or not finished.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, answer_tokens: int = 0) -> None:
+        self.folder, self.answer_tokens = Path(folder), answer_tokens
         try:
             index = json.loads((self.folder / INDEX).read_text())
         except (OSError, ValueError) as error:
@@ -89,6 +91,18 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
                 f"{self.folder} is not finished: {len(missing)} of {len(index['counts'])} parts are missing.",
                 "Run capture_features(...) again; it resumes where it stopped.",
             )
+        if answer_tokens:
+            self.lengths = [len(mask) for mask in self._opening_masks()]
+
+    def opening(self, answer_tokens: int) -> FeatureStore:
+        """The same conversations up to the first so many tokens of their last answers."""
+        return FeatureStore(self.folder, answer_tokens)
+
+    def _opening_masks(self) -> Iterator[Tensor]:
+        for file, places in groupby(self._places, key=lambda place: place[0]):
+            with safe_open(_part(self.folder, file), framework="pt") as tensors:
+                for _, row in places:
+                    yield opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -96,7 +110,11 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         file, row = self._places[index]
         with safe_open(_part(self.folder, file), framework="pt") as tensors:
-            return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
+            if not self.answer_tokens:
+                return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
+            mask = opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
+            ids, features = (tensors.get_slice(f"{row}.{name}")[: len(mask)] for name in ("input_ids", "features"))
+            return {"input_ids": ids, "loss_mask": mask, "features": features}
 
 
 def capture_features(
@@ -110,8 +128,9 @@ def capture_features(
 ) -> FeatureStore:
     """Run the frozen target once over all conversations and keep the features its head will see.
 
-    Started again after an interrupt it goes on; a directory of the same conversations is read as it is. Under
-    `accelerate launch` every process captures its share of the files, and all wait for the last.
+    Started again after an interrupt it goes on; a directory of the same conversations is read as it is, and may have
+    more layers than are asked for. Under `accelerate launch` every process captures its share of the files, and all
+    wait for the last.
 
     Args:
         model: The target; its dtype is the dtype of the features.
@@ -123,7 +142,7 @@ def capture_features(
 
     Raises:
         InvalidConfigError: No conversations, layers without the last, a disk that is too small, a directory of other
-            features, or one in which another process is at work.
+            features or fewer layers, or one in which another process is at work.
     """
     if not conversations or not layers or layers[-1] != LAST:
         raise InvalidConfigError(
@@ -140,7 +159,7 @@ def capture_features(
     with alone(folder, "capture") if state.is_main_process else nullcontext():
         with state.main_process_first():
             left = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
-            _claim(folder, index, feature_bytes(model, left, layers))
+            layers = _claim(folder, index, model, left)
         training, _ = model.training, model.eval()
         _capture_parts(model, parts, folder, layers, progress=progress)
         model.train(training)
@@ -185,19 +204,28 @@ def _part(folder: Path, number: int) -> Path:
     return folder / f"part-{number:05}.safetensors"
 
 
-def _claim(folder: Path, index: dict[str, Any], needed: int) -> None:
+def _claim(folder: Path, index: dict[str, Any], model: PreTrainedModel, left: Sequence[Conversation]) -> list[int]:
+    """Write down what the folder holds, or find that it is that already; the layers to capture there, or more."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder)
     path = folder / INDEX
     if path.exists():
-        if json.loads(path.read_text()) != index:
+        held = json.loads(path.read_text())
+        if {**held, "layers": index["layers"]} != index:
             raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
+        if not set(index["layers"]) <= set(held["layers"]):
+            raise InvalidConfigError(
+                f"{folder} holds the layers {held['layers']}, not {index['layers']}.", "Use another directory."
+            )
+        index = held
     elif any(path.suffix != ".lock" for path in folder.iterdir()):
         raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
-    free = shutil.disk_usage(folder).free
+    needed, free = feature_bytes(model, left, index["layers"]), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidConfigError(
             f"The features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free.",
             "Use another disk, fewer conversations, or features made in every step (no folder).",
         )
     write_text(path, json.dumps(index))
+    layers: list[int] = index["layers"]
+    return layers
