@@ -20,6 +20,7 @@ from hf_specdec.drafters.candidates import (
     Candidates,
     DraftedCandidates,
     Merged,
+    Prospect,
     best_width,
     merge,
     merge_children,
@@ -46,6 +47,18 @@ class Table(Candidates):
     def follow(self, place: Path, token: int) -> Path | None:
         longer = (*place, token)
         return longer if any(path[: len(longer)] == longer for path in self.edges) else None
+
+
+class Counted(Table):
+    """The same; it keeps the places it was asked about."""
+
+    def __init__(self, edges: Mapping[Path, float]) -> None:
+        super().__init__(edges)
+        self.heard: list[Path] = []
+
+    def after(self, place: Path) -> Sequence[Candidate]:
+        self.heard.append(place)
+        return super().after(place)
 
 
 def as_told(_kind: Hashable, prior: float) -> float:
@@ -205,6 +218,34 @@ def test_a_tree_is_as_wide_as_pays() -> None:
     assert best_width([gains_a_little] * 2, (1.0, 1.5), 0.0).num_nodes == 2
     # a batch is done when its slowest row is: rows that copy do not make the others wait
     assert best_width([copying, stuck, stuck], tuple(range(10, 19)), 0.0).num_nodes <= 2
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    made=sources(), spent=st.floats(0.0, 2.0), trust=st.floats(0.0, 1.0),
+    steps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
+)  # fmt: skip
+def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
+    made: list[Table], spent: float, trust: float, steps: list[float]
+) -> None:
+    """And equal up to there, whatever the costs."""
+    costs = [1.0 + sum(steps[:width]) for width in range(len(steps) + 1)]
+    grown = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9)
+    prospect = Prospect(costs, spent, trust)
+    stopped = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9, prospect=prospect)
+    width, found = (best_width([tree], costs, spent, trust) for tree in (grown, stopped))
+    assert found.rate == pytest.approx(width.rate)
+    assert stopped.tokens == grown.tokens[: len(stopped.tokens)]
+
+
+def test_where_no_node_pays_only_the_root_is_heard() -> None:
+    source = Counted({(1,): 0.5, (1, 2): 0.5, (1, 2, 3): 0.5})
+    tree = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=Prospect([1.0, 2.0, 3.0, 4.0], 0.0))
+    assert tree.tokens == [7]
+    assert source.heard == [()]
+    # a dear second node may be worth it for what comes after it
+    leap = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=Prospect([1.0, 1.6, 1.6, 1.6], 0.0))
+    assert leap.tokens == [7, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------- asking

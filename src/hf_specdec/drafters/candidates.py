@@ -181,9 +181,43 @@ class Merged:
     sources: list[int] = field(default_factory=list)  # who was surest of each node; 0 of the root
 
 
+class Prospect:
+    """Whether a row's tree may still get faster by further nodes, while it grows: hearing sources takes time, too.
+
+    The tree's nodes come by falling probability. So if it would not be faster though all that are to come were as
+    likely as the next one, it is the best tree already.
+
+    Args:
+        costs: Seconds of a step that verifies 1, 2, ... nodes.
+        spent: Seconds that drafting takes.
+        trust: Of what was expected so far, how much came true.
+    """
+
+    def __init__(self, costs: Sequence[float], spent: float, trust: float = 1.0) -> None:
+        self._seconds, self._trust = [cost + spent for cost in costs], trust
+        self._width, self._tokens = 1, 1.0
+        self._rate = 1.0 / self._seconds[0]
+
+    def take(self, probability: float) -> None:
+        """One more node."""
+        self._width += 1
+        self._tokens += self._trust * probability
+        self._rate = max(self._rate, self._tokens / self._seconds[self._width - 1])
+
+    def pays(self, probability: float) -> bool:
+        """Whether some wider tree is faster than the best one so far, if every further node is that likely."""
+        tokens = self._tokens
+        for seconds in self._seconds[self._width :]:
+            tokens += self._trust * probability
+            if tokens > self._rate * seconds:
+                return True
+        return False
+
+
 def merge(
-    root: int, sources: Sequence[Candidates], probability: Probability, *, num_nodes: int, num_steps: int, top_k: int
-) -> Merged:
+    root: int, sources: Sequence[Candidates], probability: Probability, *, num_nodes: int, num_steps: int, top_k: int,
+    prospect: Prospect | None = None,
+) -> Merged:  # fmt: skip
     """The likeliest tree that the sources' edges make.
 
     Args:
@@ -191,6 +225,7 @@ def merge(
         sources: Whom to ask.
         probability: Of an edge of a class.
         num_nodes, num_steps, top_k: The most nodes (root included), levels below the root, children of a node.
+        prospect: New, for this tree: it ends where no further node can pay. None goes on to the most nodes.
     """
     tokens, parents, values, edges, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (minus the path's probability, order of being found, parent, its child, the parent's places)
@@ -210,6 +245,10 @@ def merge(
 
     open_node(0, tuple(source.start for source in sources))
     while heap and len(tokens) < num_nodes:
+        if prospect is not None:
+            if not prospect.pays(-heap[0][0]):
+                break
+            prospect.take(-heap[0][0])
         value, _, parent, child, places = heapq.heappop(heap)
         tokens.append(child.token)
         parents.append(parent)

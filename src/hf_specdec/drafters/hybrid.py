@@ -24,7 +24,16 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.asking import SMOOTHING, Asking, Worth
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.calibration import Calibration
-from hf_specdec.drafters.candidates import Candidates, DraftedCandidates, Merged, Remembered, Width, best_width, merge
+from hf_specdec.drafters.candidates import (
+    Candidates,
+    DraftedCandidates,
+    Merged,
+    Prospect,
+    Remembered,
+    Width,
+    best_width,
+    merge,
+)
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.step import Step
@@ -202,7 +211,7 @@ class _HybridSession(DraftSession):
             self._resting, self._expected = self._resting - 1, None
             return Draft.plain(self._roots)
         begin, rows, on_host = time.perf_counter(), len(self._going), self._roots.device.type == "cpu"
-        trees = self._merge(budget)
+        trees = self._merge(budget, self._free_seconds)
         heard = time.perf_counter() - begin
         width = self._width(trees, budget, self._free_seconds)
         for source in self._sources:
@@ -217,12 +226,13 @@ class _HybridSession(DraftSession):
             levels = self._ask(source, budget, worth.num_steps, least)
             if not first:
                 asking.time_levels(levels, time.perf_counter() - begin)
-            trees = self._merge(budget)
+            before, seconds = width.seconds - self._cost(budget, width), time.perf_counter() - begin
+            trees = self._merge(budget, before + (worth.seconds if first else seconds))
             seconds = time.perf_counter() - begin
             source.asked, source.seconds = source.asked + 1, source.seconds + seconds
             if first:  # it read the prompt: not what it costs in a step
                 seconds = worth.seconds if worth.asked else 0.0
-            wider = self._width(trees, budget, width.seconds - self._cost(budget, width) + seconds)
+            wider = self._width(trees, budget, before + seconds)
             if not first:
                 self._asked.append((worth, width, wider))
             width = wider
@@ -233,12 +243,15 @@ class _HybridSession(DraftSession):
             self._resting = min(int(self._free_seconds / (HEARING * budget.costs[0])), LONGEST_REST)
         return self._draft(trees, width.num_nodes)
 
-    def _merge(self, budget: Budget) -> list[Merged]:
-        """The merged tree of every row that goes on."""
+    def _merge(self, budget: Budget, spent: float) -> list[Merged]:
+        """The merged tree of every row that goes on; of a single one no further than can pay."""
+        prospect = None
+        if budget.costs is not None and len(self._going) == 1:
+            prospect = Prospect(budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
         return [
             merge(
                 self._tokens[row], self._candidates(row), self._experience.calibration.probability,
-                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
+                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k, prospect=prospect,
             )
             for row in self._going
         ]  # fmt: skip
