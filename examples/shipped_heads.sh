@@ -14,15 +14,23 @@ mkdir -p "$WORK"
 printf '{"bf16": true, "max_grad_norm": 1.0, "save_steps": 250}' > "$WORK/arguments.json"
 printf '{"fc_norm": true, "norm_before_residual": true, "norm_output": true}' > "$WORK/norms.json"
 printf '{"growing": 0.6}' > "$WORK/recipe.json"
+printf '{"answer_tokens": 128}' > "$WORK/openings.json"
 
 train() { # one process per core: two threads of one process wait for each other wherever anything else runs
     ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 -m hf_specdec train "$@"
 }
 
+# a head of each kind on whole answers, then on their first 128 tokens: these are harder to foresee than what follows
+train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3-whole" --base-model-name $BASE \
+    --draft-vocab-size 12288 --aligned-steps 3 --recipe "$WORK/recipe.json" --head-fields "$WORK/norms.json" \
+    --arguments "$WORK/arguments.json" --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
 train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3" --base-model-name $BASE \
-    --draft-vocab-size 12288 --aligned-steps 3 --recipe "$WORK/recipe.json" --head-fields "$WORK/norms.json" --arguments "$WORK/arguments.json" \
-    --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
+    --initial-head "$WORK/eagle3-whole" --aligned-steps 3 --recipe "$WORK/openings.json" \
+    --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 5e-4 --max-length 1536 --held-out 64
 
+train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa-whole" --base-model-name $BASE \
+    --num-heads 3 --num-layers 2 --own-lm-head --draft-vocab-size 8192 \
+    --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
 train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
-    --num-heads 3 --num-layers 2 --own-lm-head --draft-vocab-size 8192 --arguments "$WORK/arguments.json" \
-    --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
+    --initial-head "$WORK/medusa-whole" --recipe "$WORK/openings.json" \
+    --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64

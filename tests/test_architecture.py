@@ -28,8 +28,8 @@ ROWS = {
     5: "generation generation.options generation.state generation.plan generation.mixin "
     "training training.conversations training.arguments training.processes training.progress training.runs "
     "training.prompts training.voices training.servers training.distill training.features "
-    "training.measures training.estimate training.trainer training.eagle training.medusa training.medusa2 "
-    "training.tree_search",
+    "training.measures training.estimate training.recipes training.trainer training.eagle training.medusa "
+    "training.medusa2 training.tree_search",
     6: "generation.auto loading demo bench bench.questions bench.machine bench.methods bench.measuring bench.report "
     "bench.diagnosis "
     "cli cli.options cli.runs cli.generation cli.bench cli.heads cli.distilling cli.training cli.trees cli.machine "

@@ -105,6 +105,29 @@ def test_every_kind_of_head(
         assert again.drafters
 
 
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_goes_on_with_the_openings_of_answers(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A second run from the head of the first, on features that were captured for that one, stopped and resumed."""
+    common = ["--model", saved, "--data", talks, "--features", tmp_path / "features", "--batch-size", 2]
+    (tmp_path / "recipe.json").write_text(json.dumps({"answer_tokens": 2}))
+    (tmp_path / "save.json").write_text(json.dumps({"save_steps": 2}))
+    assert run(monkeypatch, "train", kind, *common, "--output", tmp_path / "first", "--max-steps", 2) == 0
+    captured = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*.safetensors")}
+    second = ["train", kind, *common, "--output", tmp_path / "second", "--initial-head", tmp_path / "first",
+              "--recipe", tmp_path / "recipe.json", "--arguments", tmp_path / "save.json"]  # fmt: skip
+    assert run(monkeypatch, *second, "--max-steps", 2) == 0
+    assert captured == {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*.safetensors")}
+    before, after = (load_head(tmp_path / name) for name in ("first", "second"))
+    assert after.config.recipe["answer tokens"] == 2
+    assert any(not torch.equal(*pair) for pair in zip(before.parameters(), after.parameters(), strict=True))
+    whole, cut = (json.loads((tmp_path / name / "run.json").read_text())["data"] for name in ("first", "second"))
+    assert cut["conversations"] == whole["conversations"]
+    assert cut["tokens"] < whole["tokens"]
+    assert run(monkeypatch, *second, "--max-steps", 4) == 0  # the same run goes on
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,6 +197,13 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["eagle", "--output", "MODEL"], "no training run here has made"),
         (["eagle", "--initial-head", "STRANGER"], "for a target of vocab_size 64"),
         (["eagle", "--initial-head", "MODEL"], "not a head in a known layout"),
+        (["medusa", "--initial-head", "STRANGER"], "is not Medusa heads but EagleHead"),
+        (["eagle", "--initial-head", "STRANGER", "--draft-vocab-size", "40"], "draft_vocab_size would be ignored"),
+        (["medusa", "--initial-head", "STRANGER", "--num-heads", "2"], "medusa_num_heads would be ignored"),
+        (["eagle", "--initial-head", "STRANGER", "--random-start"], "Leave one of them out"),
+        (["eagle", "--recipe", {"answer_tokens": -1}], "must be >= 0"),
+        (["medusa", "--recipe", {"soft_tokens": True}], "has no soft_tokens. It has answer_tokens, head_decay"),
+        (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "of heads on a frozen target"),
     ],
 )
 def test_training_refuses_before_it_loads_the_target(
@@ -240,7 +270,7 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = tmp_path / "more.json"
-    more.write_text(json.dumps({"save_steps": 1}))
+    more.write_text(json.dumps({"save_steps": 2}))
     command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "head", "--max-steps", 1,
                "--arguments", more, "--base-model-name", "org/target"]  # fmt: skip
     assert run(monkeypatch, *command) == 0

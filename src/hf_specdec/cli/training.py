@@ -81,6 +81,7 @@ Recipe = Annotated[
     Path | None,
     typer.Option(help="JSON file of further fields of the recipe (step_decay, soft_tokens, noise, ...)."),
 ]
+Initial = Annotated[str | None, typer.Option(help="Go on from this head.")]
 Seen = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, callback=finite,
@@ -107,10 +108,12 @@ def medusa(
     output: Output,
     model: Model = None,
     base_model_name: BaseName = None,
-    num_heads: Annotated[int, typer.Option(min=1, max=64, help="Tokens drafted ahead.")] = 4,
-    num_layers: Annotated[int, typer.Option(min=1, max=64, help="Residual blocks per head.")] = 1,
-    own_lm_head: Annotated[bool, typer.Option(help="An lm_head per head, not the target's.")] = False,
+    num_heads: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens drafted ahead; default: 4.")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks each; default: 1.")] = None,
+    own_lm_head: Annotated[bool, typer.Option("--own-lm-head", help="An lm_head per head, not the target's.")] = False,
     joint: Annotated[bool, typer.Option(help="Medusa-2: train an adapter of the target, too, and merge it.")] = False,
+    recipe: Recipe = None,
+    initial_head: Initial = None,
     draft_vocab_size: Vocabulary = None,
     head_fields: Fields = None,
     features: Features = None,
@@ -130,27 +133,34 @@ def medusa(
     """Train Medusa heads (Medusa-1: the target is frozen; with --joint Medusa-2)."""
     if joint:
         need_package("peft", "Medusa-2", "training")
-        if held_out:
-            raise InvalidConfigError("--held-out measures heads on a frozen target, and --joint trains it, too.",
+        if held_out or recipe is not None:
+            raise InvalidConfigError("--held-out and --recipe are of heads on a frozen target, --joint trains it.",
                                      "Leave one of them out.")  # fmt: skip
         held_out = 0
-    fields = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
+    told = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
+            "shared_lm_head": False if own_lm_head else None, **read_object(head_fields, "--head-fields")}  # fmt: skip
+    fields = _of_a_new_head(told, initial_head)
     run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
-    config = MedusaConfig.for_target(
-        load_config(model), medusa_num_heads=num_heads, medusa_num_layers=num_layers, shared_lm_head=not own_lm_head,
-        **fields,
-    )  # fmt: skip
-    _name_target(config, base_model_name, path="./model" if joint else None)
+    target_config = load_config(model)
+    if initial_head is None:
+        heads = MedusaHeads(MedusaConfig.for_target(target_config, **fields))
+    else:
+        heads = _read_head(initial_head, MedusaHeads, "Medusa heads")
+    heads.check_sizes(target_config.get_text_config(decoder=True))
+    _name_target(heads.config, base_model_name, path="./model" if joint else None)
     talks, apart = _talks(data, model, max_length, held_out, drop_seen)
-    heads = MedusaHeads(config)
-    _set_vocabulary(heads, talks)
     training = training_package()
+    config = training.MedusaTrainingConfig().changed(**read_object(recipe, "--recipe"))
     if not joint:
-        training.check_same_run(output, training.run_facts(heads, training.MedusaTrainingConfig(), _lengths(talks)))
+        lengths = _lengths(training.openings(talks, config.answer_tokens))
+        training.check_same_run(output, training.run_facts(heads, config, lengths))
+    if initial_head is None:
+        _set_vocabulary(heads, talks)
     target, tokenizer = target_of(model, dtype)
-    heads.start_from(target.get_output_embeddings())
+    if initial_head is None:
+        heads.start_from(target.get_output_embeddings())
     if joint:
         adapted = training.train_medusa2(
             target, heads, talks, run.arguments(), heads_arguments=run.arguments("heads"), resume=True
@@ -161,7 +171,7 @@ def medusa(
     else:
         stored, measured = run.data(target, talks, apart, (LAST,))
         arguments = run.arguments(held_out=bool(apart))
-        heads = training.train_medusa(target, heads, stored, arguments, resume=True, held_out=measured)
+        heads = training.train_medusa(target, heads, stored, arguments, config, resume=True, held_out=measured)
     _finish(heads, output, as_json)
     if apart:
         _tell_speed(target, heads, measured)
@@ -177,7 +187,7 @@ def eagle(
     version: Annotated[int, typer.Option(min=1, max=3, help="1 (also drafts EAGLE-2's trees) or 3.")] = 3,
     aligned_steps: Annotated[int | None, typer.Option(min=1, help="Drafted levels per step of training.")] = None,
     recipe: Recipe = None,
-    initial_head: Annotated[str | None, typer.Option(help="Go on from this head.")] = None,
+    initial_head: Initial = None,
     random_start: Annotated[bool, typer.Option(help="Begin with random weights, not with the target's.")] = False,
     draft_vocab_size: Vocabulary = None,
     head_fields: Fields = None,
@@ -198,12 +208,17 @@ def eagle(
     """Train an EAGLE head: version 1, or version 3 with an lm_head of its own."""
     if version == 2:
         raise InvalidConfigError("EAGLE-2 is EAGLE-1's weights with another tree.", "Use --version 1.")
-    fields = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
+    told = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
+    fields = _of_a_new_head(told, initial_head)
+    if initial_head is not None and random_start:
+        raise InvalidConfigError("--random-start is of a new head, not of --initial-head.", "Leave one of them out.")
     run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
-    head = _new_eagle(version, target_config, fields) if initial_head is None else _read_eagle(initial_head)
+    head = _new_eagle(version, target_config, fields)
+    if initial_head is not None:
+        head = _read_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
     head.check_sizes(target_config.get_text_config(decoder=True))
     _name_target(head.config, base_model_name)
     talks, apart = _talks(data, model, max_length, held_out, drop_seen)
@@ -291,16 +306,31 @@ def _talks(
     return kept, apart
 
 
+def _of_a_new_head(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
+    """What was told of a head that is to be made.
+
+    Raises:
+        InvalidConfigError: There is one already.
+    """
+    told = {name: value for name, value in fields.items() if value is not None}
+    if told and initial_head is not None:
+        raise InvalidConfigError(
+            f"--initial-head {initial_head} is what its config says; {', '.join(told)} would be ignored.",
+            "Leave those options out, or train a new head.",
+        )
+    return told
+
+
 def _new_eagle(version: int, target_config: Any, fields: dict[str, Any]) -> EagleHead | Eagle3Head:
     if version == 1:
         return EagleHead(EagleConfig.for_target(target_config, **{"bias": False, **fields}))
     return Eagle3Head(Eagle3Config.for_target(target_config, **fields))
 
 
-def _read_eagle(place: str) -> EagleHead | Eagle3Head:
+def _read_head(place: str, kind: Any, name: str) -> Any:
     loaded = load_head(place)
-    if not isinstance(loaded, EagleHead | Eagle3Head):
-        raise InvalidConfigError(f"{place} is not an EAGLE head but {type(loaded).__name__}.")
+    if not isinstance(loaded, kind):
+        raise InvalidConfigError(f"{place} is not {name} but {type(loaded).__name__}.")
     return loaded.float()
 
 

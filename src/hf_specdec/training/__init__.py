@@ -10,8 +10,8 @@ from hf_specdec.training.conversations import (
     read_conversations,
 )
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
-from hf_specdec.training.eagle import EagleTrainingConfig, openings, start_from_target, train_eagle
-from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes
+from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
+from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes, openings
 from hf_specdec.training.measures import predicted_tau
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
 from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2

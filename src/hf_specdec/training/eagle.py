@@ -9,8 +9,7 @@ entropy over the draft vocabulary, through several drafted steps (training-time 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +24,16 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import find_backbone, text_config
-from hf_specdec.training.features import FeatureStore
+from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
+from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
 
 
 @dataclass(frozen=True, slots=True)
-class EagleTrainingConfig:
+class EagleTrainingConfig(Recipe):
     """Loss weights, noise and steps. The defaults are EAGLE-1's; `for_head` gives those of a head's version.
 
     Args:
@@ -56,13 +56,11 @@ class EagleTrainingConfig:
     step_decay: float = 0.8
     soft_tokens: bool = True
     growing: float = 0.0
-    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
+        Recipe.__post_init__(self)  # a dataclass with slots is made anew: `super()` would look for the first one
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
-        if self.answer_tokens < 0:
-            raise InvalidConfigError(f"`answer_tokens` must be >= 0 (0: all), got {self.answer_tokens}.")
         if not 0.0 <= self.growing <= 1.0:
             raise InvalidConfigError(f"`growing` is a share of the run, 0 to 1, got {self.growing}.")
 
@@ -80,24 +78,6 @@ class EagleTrainingConfig:
         if isinstance(head, MtpHead):
             return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=3, step_decay=0.6)
         return cls(feature_weight=0.0, token_weight=1.0, noise=0.0, aligned_steps=4)
-
-    def changed(self, **fields: Any) -> EagleTrainingConfig:
-        """The same recipe with other values.
-
-        Raises:
-            InvalidConfigError: Fields that a recipe has not, or values that mean nothing.
-        """
-        known = asdict(self)
-        wrong = [name for name in fields if name not in known]
-        if wrong:
-            raise InvalidConfigError(
-                f"A recipe of EAGLE training has no {', '.join(wrong)}.", f"It has {', '.join(known)}."
-            )
-        for name, value in fields.items():
-            expected = (float, int) if type(known[name]) is float else (type(known[name]),)
-            if type(value) not in expected:
-                raise InvalidConfigError(f"`{name}` of a recipe is {known[name]!r} or the like, got {value!r}.")
-        return replace(self, **fields)
 
 
 def train_eagle(
@@ -127,15 +107,6 @@ def train_eagle(
     data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
     trained: TrainedHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
-
-
-def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
-    """The conversations up to the first so many tokens of their last answers; 0 leaves them whole."""
-    if not answer_tokens:
-        return data
-    if isinstance(data, FeatureStore):
-        return data.opening(answer_tokens)
-    return [talk.opening(answer_tokens) for talk in data]
 
 
 @torch.no_grad()

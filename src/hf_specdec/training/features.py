@@ -117,6 +117,15 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
             return {"input_ids": ids, "loss_mask": mask, "features": features}
 
 
+def openings(data: FeatureStore | Sequence[Conversation], answer_tokens: int) -> FeatureStore | Sequence[Conversation]:
+    """The conversations up to the first so many tokens of their last answers; 0 leaves them whole."""
+    if not answer_tokens:
+        return data
+    if isinstance(data, FeatureStore):
+        return data.opening(answer_tokens)
+    return [talk.opening(answer_tokens) for talk in data]
+
+
 def capture_features(
     model: PreTrainedModel,
     conversations: Sequence[Conversation],

@@ -16,23 +16,27 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
+from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
+from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaTrainingConfig:
+class MedusaTrainingConfig(Recipe):
     """Loss of the Medusa-1 recipe.
 
     Args:
         head_decay: Weight of each head relative to the one before (0.8 in the paper).
         soft_labels: Learn the target's distribution; False is the paper's: the token that was said.
+        answer_tokens: See `Recipe`.
     """
 
     head_decay: float = 0.8
     soft_labels: bool = True
 
     def __post_init__(self) -> None:
+        Recipe.__post_init__(self)  # a dataclass with slots is made anew: `super()` would look for the first one
         if self.head_decay <= 0:
             raise InvalidConfigError(f"`head_decay` must be > 0, got {self.head_decay}.")
 
@@ -59,6 +63,8 @@ def train_medusa(
         held_out: What to measure on while training, and never to train on, see `trainer.fit`.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
+    length = objective.recipe.answer_tokens
+    data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
     trained: MedusaHeads = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
 
