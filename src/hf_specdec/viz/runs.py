@@ -24,13 +24,12 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
     measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
     with drawing() as pyplot:
         figure, (left, right, *more) = pyplot.subplots(1, 2 + bool(measured), figsize=(10 + 5 * bool(measured), 3.5))
-        steps = [row["step"] for row in rows]
-        left.plot(steps, [float(row["loss"]) for row in rows])
+        _smoothed(left, [(row["step"], float(row["loss"])) for row in rows])
         left.set_ylabel("loss")
         names = sorted({name for row in rows for name in row if name.startswith("top1_accuracy_")})
         for name in names:
             seen = [(row["step"], float(row[name])) for row in rows if name in row]
-            right.plot(*zip(*seen, strict=True), label=f"depth {name.rsplit('_', 1)[1]}")
+            _smoothed(right, seen, label=f"depth {name.rsplit('_', 1)[1]}")
         right.set_ylabel("top-1 accuracy")
         if names:
             right.legend()
@@ -42,6 +41,20 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
             axes.set_xlabel("step")
         figure.tight_layout()
     return drawn
+
+
+SMOOTHED = 30
+"""Parts of a run over which what differs from batch to batch is averaged."""
+
+
+def _smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
+    """A line through means of what is around each step, and what they are means of, faintly."""
+    reach, values = len(points) // SMOOTHED // 2, [value for _, value in points]
+    around = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
+    steps, means = [step for step, _ in points], [sum(part) / len(part) for part in around]
+    (line,) = axes.plot(steps, means, label=label)
+    if reach:
+        axes.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
 
 
 def plot_costs(costs: Mapping[str, Sequence[float]]) -> Axes:
