@@ -5,7 +5,7 @@
 Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run
 that was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one
 part off at a time, `--set methods` has every way to draft alone. Drafters keep what they have learned from question to
-question, as they do for a user, each row its own.
+question, as they do for a user, each row its own. `--before HEAD` adds the same methods with another EAGLE head.
 """
 
 import argparse
@@ -32,6 +32,7 @@ SETTINGS = {
     "eagle, compiled": {"method": "eagle", **COMPILED},
     "auto, no head, compiled": {"method": "hybrid", "methods": FREE, **COMPILED},
     "auto, compiled": {"method": "auto", **COMPILED},
+    "eagle where it pays": {"method": "hybrid", "methods": ["eagle"]},
     "recycling off": {"method": "hybrid", "methods": ["eagle", "prompt_lookup"]},
     "lookup off": {"method": "hybrid", "methods": ["eagle", "token_recycling"]},
     "calibration off": {"method": "uncalibrated"},
@@ -41,9 +42,18 @@ SETTINGS = {
 """What `speculative=` is for the rows that are not called as they are asked for."""
 
 MAIN = [
-    "transformers_prompt_lookup", "prompt_lookup", "eagle", "auto, no head", "auto", "eagle, compiled",
-    "auto, no head, compiled", "auto, compiled",
+    "transformers_prompt_lookup", "prompt_lookup", "eagle", "eagle where it pays", "auto, no head", "auto",
+    "eagle, compiled", "auto, no head, compiled", "auto, compiled",
 ]  # fmt: skip
+BEFORE = {
+    "before: eagle": {"method": "before"},
+    "before: auto": {"method": "hybrid", "methods": ["before", *FREE]},
+    "before: eagle, compiled": {"method": "before", **COMPILED},
+    "before: auto, compiled": {"method": "hybrid", "methods": ["before", *FREE], **COMPILED},
+    "auto": {"method": "hybrid", "methods": ["eagle", *FREE]},  # `auto` would hear both heads
+    "auto, compiled": {"method": "hybrid", "methods": ["eagle", *FREE], **COMPILED},
+}
+"""With another head beside the shipped one."""
 ABLATIONS = ["auto", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width"]
 
 METHODS = [
@@ -112,13 +122,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--set", choices=list(SETS), default="main", dest="methods")
+    parser.add_argument("--before", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, tokenizer = loading.load_model(None, loading.default_head(None), getattr(torch, options.dtype))
     add_drafters(model)
-    methods = SETS[options.methods]
+    methods, settings = list(SETS[options.methods]), dict(SETTINGS)
+    if options.before is not None:
+        model.load_drafter(options.before, name="before")
+        settings.update(BEFORE)
+        methods = [*(name for name in BEFORE if name not in methods), *methods]
     if "medusa" in methods:
         model.load_drafter(HEADS / "smollm2-135m-instruct-medusa")
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}
@@ -128,7 +143,7 @@ def main():
     rows = []
     for row in bench.measure(
         model, tokenizer, left, methods, max_new_tokens=options.max_new_tokens, rounds=options.rounds,
-        settings={name: SETTINGS[name] for name in methods if name in SETTINGS},
+        settings={name: settings[name] for name in methods if name in settings},
     ):  # fmt: skip
         rows.append(asdict(row))
         if row.method != methods[-1]:
