@@ -200,9 +200,9 @@ def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyP
     heard: list[int] = []
     merge = hybrid._HybridSession._merge
 
-    def count(self: Any, budget: Any) -> Any:
+    def count(self: Any, *args: Any) -> Any:
         heard.append(1)
-        return merge(self, budget)
+        return merge(self, *args)
 
     monkeypatch.setattr(hybrid._HybridSession, "_merge", count)
     priced(monkeypatch, {1: 1e-6, 2: 1.0, 64: 2.0})
