@@ -6,7 +6,7 @@
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
-# make bench  every table of docs/benchmarks.md anew, into RESULTS; make peers  what its comparison with others needs
+# make bench  the tables of docs/benchmarks.md anew, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
@@ -75,21 +75,24 @@ mutants: $(VENV)/.installed
 # hours on two cores, and nothing else may run meanwhile; `auto` and `peers` go on where they were interrupted
 RESULTS ?= benchmarks/results/new
 SCRIPT = $(BIN)/python -W ignore benchmarks
-TIMED = $(BIN)/hf-specdec bench --dtype bfloat16 --methods plain,transformers_prompt_lookup,prompt_lookup,eagle
-HEADS = $(foreach kind,eagle3 eagle medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
+BENCH = $(SCRIPT)/auto.py --prompts $(PROMPTS)
+SHIPPED = $(foreach kind,eagle3 eagle medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
 bench: $(VENV)/.installed
 	mkdir -p $(RESULTS)
-	$(TIMED) --prompts $(PROMPTS) --limit 40 --json $(RESULTS)/speed.json --plot $(RESULTS)/speed.png --force
-	$(SCRIPT)/mt_bench_prompts.py $(PROMPTS) $(RESULTS)/mt_bench.jsonl
-	$(TIMED) --prompts $(RESULTS)/mt_bench.jsonl --max-new-tokens 64 --drafter heads/smollm2-135m-instruct-eagle --json $(RESULTS)/speed_mt_bench.json
-	$(SCRIPT)/auto.py --prompts $(PROMPTS) --json $(RESULTS)/auto.json
+	$(BENCH) --json $(RESULTS)/auto.json
+	$(BENCH) --per-category 2 --dtype float32 --json $(RESULTS)/auto_fp32.json
+	$(BENCH) --per-category 2 --set methods --max-new-tokens 96 --json $(RESULTS)/methods.json
+	$(BENCH) --per-category 4 --set ablations --json $(RESULTS)/ablations.json
+	$(BENCH) --per-category 2 --set ablations --dtype float32 --max-new-tokens 80 --json $(RESULTS)/ablations_fp32.json
 	$(SCRIPT)/peers.py --prompts $(PROMPTS) --json $(RESULTS)/peers.json
 	$(SCRIPT)/oracle.py --json $(RESULTS)/oracle.json
+	$(SCRIPT)/forwards.py --json $(RESULTS)/forwards.json
 	$(SCRIPT)/step_time.py --prompts $(PROMPTS) --json $(RESULTS)/step_time.json
 	$(SCRIPT)/exactness.py --prompts $(PROMPTS) --json $(RESULTS)/exactness.json
 	$(SCRIPT)/batches.py --prompts $(PROMPTS) --json $(RESULTS)/batches.json
 	$(SCRIPT)/chat.py --json $(RESULTS)/chat.json
-	$(SCRIPT)/heads.py $(HEADS) --prompts $(PROMPTS) --json $(RESULTS)/heads.json
+	$(SCRIPT)/heads.py $(SHIPPED) --prompts $(PROMPTS) --nodes 12 16 32 --json $(RESULTS)/heads.json
+	$(SCRIPT)/heads.py $(SHIPPED) --prompts benchmarks/unseen_prompts.jsonl --per-category 20 --json $(RESULTS)/heads_unseen.json
 	$(SCRIPT)/lossy.py --prompts $(PROMPTS) --json $(RESULTS)/lossy.json
 	$(SCRIPT)/stream.py --json $(RESULTS)/stream.json --plot $(RESULTS)/stream.png
 

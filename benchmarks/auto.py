@@ -79,13 +79,13 @@ class SwitchingSession(hybrid._HybridSession):
 
     _one = None
 
-    def _merge(self, budget):
+    def _merge(self, *args):
         trees = []
         for place, row in enumerate(self._going):
             best = None
             for source in super()._candidates(row):
                 self._one, going, self._going = [source], self._going, [row]
-                (tree,) = super()._merge(budget)
+                (tree,) = super()._merge(*args)
                 self._one, self._going = None, going
                 if best is None or sum(tree.values) > sum(best.values):
                     best = tree

@@ -23,7 +23,7 @@ from hf_specdec.drafters.medusa_choices import paper_tree
 
 
 def shapes(method, config, sizes):
-    """What is asked of every head: a chain, its own default, and trees of several sizes (Medusa: the paper's)."""
+    """What is asked of every head: a chain, its own default, and trees of several sizes (Medusa: paper's, own)."""
     depth = config.medusa_num_heads if method == "medusa" else 5
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
@@ -33,6 +33,7 @@ def shapes(method, config, sizes):
             found[f"deep {nodes}"] = {"tree": "dynamic", "num_steps": 10, "top_k": 6, "num_draft_tokens": nodes}
         else:
             found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}
+            found[f"searched {nodes}"] = {"tree": "static", "num_draft_tokens": nodes}
     return found
 
 

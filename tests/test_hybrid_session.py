@@ -13,6 +13,7 @@ import torch
 
 import drafters
 import zoo
+from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.draft import Budget, Draft
@@ -182,6 +183,14 @@ def test_auto_gives_the_plain_answer(llama: Any, batch_size: int, options: dict[
     assert set(stats.control["asked"]) == {"eagle", "medusa"}
     # the last step of a call is not told, and one for a last token drafts nothing
     assert sum(stats.control["widths"].values()) == stats.num_target_forwards - 1
+
+
+@pytest.mark.parametrize("name", ["uncalibrated", "switching"])
+def test_what_the_benchmark_switches_off_answers_plainly(llama: Any, name: str) -> None:
+    llama.add_drafter(drafters.EagleDrafter(drafters.random_head(llama)))
+    script("auto").add_drafters(llama)
+    assert torch.equal(answers(llama, None), answers(llama, name))
+    assert llama.last_speculation.num_drafted_tokens > 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -52,7 +52,7 @@ def test_links_and_files_exist() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
     house = (ROOT / "docs" / "architecture.md").read_text()
-    for name in re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| room |") :]):
+    for name in re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| package |") :]):
         assert (ROOT / "src" / "hf_specdec" / name).exists(), name
 
 
