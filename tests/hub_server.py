@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,7 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         if body and name == repository.breaks_off:
             self.wfile.write(content[begin : (begin + len(content)) // 2])
             self.wfile.flush()
-            self.connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)  # a mere close() leaves the client waiting
+            self.close_connection = True
         elif body:
             self.wfile.write(content[begin:])
         return None
