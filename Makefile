@@ -1,7 +1,7 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
 # make test   every test (the command CI runs)        make check   lint, types and the fast tests
 # make docs   the site, into site/, strictly
-# make models every architecture of transformers against plain generate, into docs/models.md
+# make models every model of transformers with a generate() against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
@@ -76,7 +76,7 @@ mutants: $(VENV)/.installed
 RESULTS ?= benchmarks/results/new
 SCRIPT = $(BIN)/python -W ignore benchmarks
 BENCH = $(SCRIPT)/auto.py --prompts $(PROMPTS)
-SHIPPED = $(foreach kind,eagle3 eagle medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
+SHIPPED = $(foreach kind,eagle3 medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
 bench: $(VENV)/.installed
 	mkdir -p $(RESULTS)
 	$(BENCH) --json $(RESULTS)/auto.json

@@ -1,7 +1,7 @@
 """Accepted length of several heads, as a chain and with their trees, by category of question.
 
     python benchmarks/heads.py --prompts questions.jsonl --json benchmarks/results/heads_cpu_bf16.json \\
-        eagle1=heads/smollm2-135m-instruct-eagle eagle3=heads/smollm2-135m-instruct-eagle3 medusa2=run=run/model
+        eagle3=heads/smollm2-135m-instruct-eagle3 medusa2=run=run/model
 
 A head is NAME=DIRECTORY, or NAME=DIRECTORY=MODEL where it belongs to another model than the packaged one. Greedy,
 batch 1. It tells no speeds.

@@ -20,7 +20,7 @@ train() { # one process per core: two threads of one process wait for each other
     ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 -m hf_specdec train "$@"
 }
 
-# a head of each kind on whole answers, then on their first 128 tokens: these are harder to foresee than what follows
+# on whole answers, then on their first 128 tokens: these are harder to foresee than what follows
 train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3-whole" --base-model-name $BASE \
     --draft-vocab-size 12288 --aligned-steps 3 --recipe "$WORK/recipe.json" --head-fields "$WORK/norms.json" \
     --arguments "$WORK/arguments.json" --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
@@ -28,9 +28,7 @@ train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3
     --initial-head "$WORK/eagle3-whole" --aligned-steps 3 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 5e-4 --max-length 1536 --held-out 64
 
-train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa-whole" --base-model-name $BASE \
-    --num-heads 3 --num-layers 2 --own-lm-head --draft-vocab-size 8192 \
-    --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
+# heads that share the target's lm_head learn as much from the openings alone
 train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
-    --initial-head "$WORK/medusa-whole" --recipe "$WORK/openings.json" \
+    --num-heads 3 --num-layers 2 --draft-vocab-size 8192 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64

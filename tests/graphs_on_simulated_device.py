@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +24,30 @@ from benchmark_script import script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.eagle import EagleDrafter, EagleSession
 from hf_specdec.generation.state import current_costs
-from hf_specdec.target import graphs
-from hf_specdec.target.graphs import PAYS_AFTER, bucket_of
+from hf_specdec.target import graphs, memory, recorders
+from hf_specdec.target.graphs import PAYS_AFTER
+from hf_specdec.target.memory import bucket_of
 from models import prompts
 from simulated_device import Graph, SimTensor, move, reads, simulation
+from test_modes import MODES
 
 READ = ("tolist", "host_sync.py:read")
 CAPTURED = {"compile": "cuda_graph"}
 LOOKUP = {"method": "prompt_lookup", **CAPTURED}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
+
+
+class FailingTape(list[Any]):
+    """A device that gives up at the n-th operation of a recording, or at its end where there are fewer."""
+
+    def __init__(self, last: int, error: Exception) -> None:
+        super().__init__()
+        self._last, self._error = last, error
+
+    def append(self, entry: Any) -> None:
+        super().append(entry)
+        if len(self) > self._last:
+            raise self._error
 
 
 class SimRecorder:
@@ -37,9 +56,12 @@ class SimRecorder:
     def __init__(self, _device: torch.device) -> None:
         self.graphs: list[Graph] = []
         self.replays = 0
+        self.failures: list[tuple[int, Exception]] = []  # of the next recordings: at which operation, with what
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = Graph()
+        if self.failures:
+            graph.tape = FailingTape(*self.failures.pop(0))
         with graph.record():
             run()
         self.graphs.append(graph)
@@ -56,8 +78,9 @@ class SimRecorder:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short texts meet several buckets here."""
-    monkeypatch.setitem(graphs.RECORDERS, "sim", SimRecorder)
-    monkeypatch.setattr(graphs, "SHORTEST_BUCKET", 16)
+    monkeypatch.setitem(recorders.RECORDERS, "sim", SimRecorder)
+    monkeypatch.setattr(memory, "SHORTEST_BUCKET", 16)
+    monkeypatch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
     with simulation():
         yield
 
@@ -121,6 +144,18 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
     in_verify = [place for _, place in reads if place.startswith("target/") and "prefill" not in place]
     recorded = [place for place in in_verify if place == "target/graphs.py:_recorded"]  # a first replay is compared
     assert len(in_verify) - len(recorded) == sum(place == "target/masks.py:of" for place in in_verify)
+
+
+@pytest.mark.parametrize("name", ["auto", "medusa"])
+def test_graphs_made_in_one_mode_are_replayed_in_another(llama: Any, name: str) -> None:
+    """Every buffer of a graph, and the memory that it writes to, outlives the mode of the call that made it."""
+    model, plain = llama, generate(llama, 1, None)
+    added = drafters.BY_NAME["eagle3" if name == "auto" else name].add(model)
+    config = {**added, **CAPTURED} if name != "auto" else {"method": "auto", **CAPTURED}
+    for mode in ("inference", "inference", "plain", "bfloat16", "inference"):
+        with MODES[mode]():
+            assert generate(model, 1, config) == plain, mode
+    assert recorder_of(model).replays > 0
 
 
 def move_ids(ids: Tensor) -> Tensor:
@@ -323,6 +358,55 @@ def test_a_replay_that_differs_is_not_used(llama: Any, monkeypatch: pytest.Monke
     assert not runner_of(llama).recorded()
 
 
+@pytest.mark.parametrize("method", ["prompt_lookup", "eagle"])
+def test_recordings_that_fail_at_random_operations_leave_everything_else_as_it_was(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """25 times with each method, in fresh shapes: plain answers, and the next shape is recorded."""
+    model, rng = attached(), random.Random(method)
+    if method == "eagle":
+        drafters.BY_NAME["eagle"].add(model, torch.zeros(1, 8, dtype=torch.long))
+    speculative = {"method": method, **CAPTURED}
+    plain = {rows: generate(model, rows, None) for rows in (1, 2)}
+    for number in range(25):
+        rows = 1 + number % 2
+        generate(model, rows, speculative, max_new_tokens=2)  # makes what records
+        recorder, recordings = recorder_of(model), runner_of(model)._recordings
+        recordings._shapes.clear()
+        recorder.graphs.clear()
+        recorder.failures = [(rng.randrange(300), RuntimeError("operation failed due to a previous error"))]
+        assert generate(model, rows, speculative) == plain[rows]
+        assert not recorder.failures  # it failed
+        assert recordings.recorded()  # other shapes did not
+    assert sum("This shape of it runs without" in record.message for record in caplog.records) == 25
+
+
+def test_a_shape_without_memory_is_recorded_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "TRIED_AGAIN", 3)
+    plain = generate(llama, 1, None)
+    generate(llama, 1, LOOKUP, max_new_tokens=2)
+    recorder_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
+    for _ in range(3):
+        assert generate(llama, 1, LOOKUP) == plain
+    shapes = runner_of(llama)._recordings._shapes.values()
+    assert not any(shape.refused for shape in shapes)
+    assert all(shape.replay for shape in shapes if shape.times > PAYS_AFTER)
+
+
+def test_after_three_failures_in_a_row_nothing_more_is_tried(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = generate(llama, 1, None)
+    generate(llama, 1, LOOKUP, max_new_tokens=2)
+    recorder = recorder_of(llama)
+    recorder.failures = [(5, RuntimeError("no")) for _ in range(9)]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert generate(llama, 1, LOOKUP) == plain
+    assert len(recorder.failures) == 9 - graphs.GIVEN_UP_AFTER
+    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
+    assert len(told) == graphs.GIVEN_UP_AFTER
+    assert told[-1].endswith(" It runs without.")
+
+
 def test_changed_weights_are_recorded_anew_and_the_rest_goes() -> None:
     model = attached()
     for _ in range(2):
@@ -368,6 +452,45 @@ def test_warmup_records_what_a_call_will_run(llama: Any) -> None:
     assert generate(llama, 1, LOOKUP) == plain
 
 
+def test_warmup_leaves_nothing_to_record(llama: Any) -> None:
+    """Neither verification nor the draft layer, behind texts of two buckets; nothing is learned or reported."""
+    config = eagle3_on(llama)
+    llama.warmup(LOOKUP, prompt_length=20)
+    before = pickle.dumps(llama._speculation.memory()[0])
+    llama.warmup({"method": "auto", "compile": "cuda_graph"}, prompt_length=20)
+    assert pickle.dumps(llama._speculation.memory()[0]) == before
+    llama.warmup(config, prompt_length=20)
+    assert llama.last_speculation is None
+    made = [
+        kept["cuda_graph"][1] for kept in llama._speculation.compiled.values()
+    ]  # None: it has no forward of its own
+    layers = [drafter.program for drafter in made if drafter is not None]
+    recorded = len(recorder_of(llama).graphs), [sorted(layer.recorded()) for layer in layers]
+    assert layers
+    assert all(shapes for shapes in recorded[1])
+    assert len({bucket for *_, bucket in runner_of(llama).recorded()}) >= 2
+    assert generate(llama, 1, config, max_new_tokens=6) == generate(llama, 1, None, max_new_tokens=6)
+    assert (len(recorder_of(llama).graphs), [sorted(layer.recorded()) for layer in layers]) == recorded
+
+
+def test_memory_is_released_when_asked(llama: Any) -> None:
+    config = eagle3_on(llama)
+    plain = generate(llama, 1, None)
+    assert generate(llama, 1, config) == plain
+    kept = weakref.ref(runner_of(llama)._memory._store.buffers[0])
+    llama.release_memory()
+    gc.collect()
+    assert kept() is None
+    assert not llama._speculation.programs
+    assert generate(llama, 1, config) == plain
+
+
+def eagle3_on(model: Any) -> dict[str, Any]:
+    """Put a head on a model; what its graphs are asked for with."""
+    row = next(row for row in drafters.ROWS if row.name == "eagle3")
+    return {**row.add(model), **CAPTURED}
+
+
 def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
     plain = generate(llama, 1, None)
@@ -377,7 +500,7 @@ def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.Mo
 
 
 def test_buckets_are_at_most_half_as_long_again() -> None:
-    graphs.SHORTEST_BUCKET = 256
+    memory.SHORTEST_BUCKET = 256
     found = [bucket_of(length) for length in range(1, 5000)]
     assert sorted(set(found)) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
     for length, bucket in enumerate(found, start=1):
@@ -385,11 +508,13 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     assert PAYS_AFTER == 2
 
 
-def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = script("gpu")
-    monkeypatch.setattr(gpu, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
-    options = SimpleNamespace(architectures=["llama", "falcon", "nothing"])
-    found = gpu.capture(torch.device("sim"), options)
-    assert found["llama"] == "bitwise"
-    assert found["falcon"].startswith("refused: ")
-    assert found["nothing"].startswith("failed: ")
+def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    items = script("gpu_items")
+    monkeypatch.setattr(items, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
+    monkeypatch.setattr(items, "ARCHITECTURES", ("llama", "falcon", "nothing"))
+    monkeypatch.setattr(items.Kit, "device", torch.device("sim"))
+    items.capture(items.Kit("capture", SimpleNamespace(json=tmp_path / "rows.jsonl")))
+    llama, falcon, nothing = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (llama["distance"], llama["captured"]) == (0.0, True)
+    assert "refused" in falcon
+    assert "failed" in nothing

@@ -105,6 +105,7 @@ ONLINE: Attempts = {
     "push without a token": lambda: load_head("org/eagle").push_to_hub("org/mine", token=False),
     "custom_generate": custom_generate,
     "target and head": together,
+    "a head without its target": lambda: AutoSpeculativeModelForCausalLM.from_pretrained("org/orphan"),
 }
 OFFLINE: Attempts = {
     "by id": lambda: load_head("org/eagle").layout,

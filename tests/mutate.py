@@ -50,6 +50,7 @@ TESTS: dict[str, list[str]] = {
     "target/compiling.py": ["test_runners"],
     "target/memory.py": ["test_cache", "test_mixin", "test_changes", "test_simulated_device"],
     "target/graphs.py": ["test_simulated_device"],
+    "target/recorders.py": ["test_recorders", "test_simulated_device"],
     "target/graph_forward.py": ["test_simulated_device"],
     "heads/captured.py": ["test_simulated_device"],
     "heads/compiled.py": ["test_runners"],

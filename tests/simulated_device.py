@@ -1,7 +1,9 @@
 """A second device on a CPU build of torch: `sim` computes in host memory, and behaves as an accelerator would.
 
 * No operation takes tensors of both devices, scalars and indices aside.
-* What would make the host wait for the device is noted down in `reads`, with the place in the package it came from.
+* What makes the host wait is noted down with the place in the package it came from: reads of the device in `reads`,
+  copies to it from memory that is not pinned, which CUDA waits for as well, in `uploads`.
+* `launches` counts what is started on the device outside of graphs, by place; a replay is one launch.
 * A `Graph` records the operations of a block and replays them on the same memory without the block's Python, as a CUDA
   graph does; while it records, reading the device and copying from the host raise. `poison` does to what a graph made
   for itself what another graph of its pool may do.
@@ -13,6 +15,7 @@ CPU's. After the idea of `../shared/tools/simulated_device.py`.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -39,27 +42,67 @@ WAITING = frozenset({
 COPYING = frozenset({"copy_", "_copy_from", "_to_copy"})
 
 reads: list[tuple[str, str]] = []
-"""Operation and place of everything that made the host wait."""
+"""Operation and place of everything that made the host wait for a result."""
+uploads: list[tuple[str, str]] = []
+"""Operation and place of every copy to the device that made the host wait."""
+launches: list[tuple[str, str]] = []
+"""Operation and place of everything that was started outside of graphs, replays included."""
+
+
+class WeakTensorSet:
+    """Tensors by identity, which it does not keep alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor)
+
+    def __contains__(self, tensor: object) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+VIEWS = frozenset({
+    "view", "_unsafe_view", "expand", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "as_strided",
+    "alias", "detach", "unbind", "split", "split_with_sizes", "t", "diagonal", "_reshape_alias", "lift_fresh",
+    "unsafe_split", "chunk", "reshape",
+})  # fmt: skip
+"""Operations that start nothing."""
 _recording: list[Graph] = []
+_pinned: WeakTensorSet = WeakTensorSet()
+
+
+def place_of_call() -> str:
+    """The innermost file and function of the package that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "hf_specdec" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.rsplit('hf_specdec/', 1)[1]}:{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
 
 
 def note_read(name: str) -> None:
     """The host waits for the device here."""
     if _recording:
         raise RuntimeError(f"{name} reads the device while a graph is recorded")
-    frame, place = sys._getframe(1), "elsewhere"
-    while frame is not None:
-        if "hf_specdec" in frame.f_code.co_filename:
-            place = f"{frame.f_code.co_filename.rsplit('hf_specdec/', 1)[1]}:{frame.f_code.co_name}"
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    reads.append((name, place))
+    reads.append((name, place_of_call()))
 
 
-def note_upload(name: str) -> None:
-    """The host gives something to the device here, which waits for nothing, but cannot be recorded."""
+def note_upload(name: str, *, pinned: bool = False) -> None:
+    """The host gives something to the device here, which cannot be recorded."""
     if _recording:
         raise RuntimeError(f"{name} copies from the host while a graph is recorded")
+    launches.append((name, place_of_call()))
+    if not pinned:
+        uploads.append((name, place_of_call()))
+
+
+def note_launch(name: str) -> None:
+    """Something is started on the device here."""
+    if not _recording and name not in VIEWS:
+        launches.append((name, place_of_call()))
 
 
 class SimTensor(Tensor):
@@ -70,9 +113,10 @@ class SimTensor(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> SimTensor:
-        made: SimTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=SIM
-        )
+        with torch.inference_mode(raw.is_inference()):  # a view made in that mode is as its tensor is
+            made: SimTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=SIM
+            )
         made.raw = raw
         return made
 
@@ -85,6 +129,10 @@ class SimTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():  # there, operations that are made of others arrive whole
+            parts = op.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         return _run(op, *args, **(kwargs or {}))
 
 
@@ -110,7 +158,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if down or by_mask or name in WAITING:
         note_read(name)
     elif foreign:
-        note_upload(name)
+        note_upload(name, pinned=all(leaf in _pinned for leaf in foreign))
+    else:
+        note_launch(name)
     owners = {id(leaf.raw): leaf for leaf in leaves if isinstance(leaf, SimTensor)}
     raw_args, raw_kwargs = tree_unflatten([leaf.raw if isinstance(leaf, SimTensor) else leaf for leaf in leaves], spec)
     if device is not None:
@@ -139,6 +189,8 @@ def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         kept = {name: value for name, value in kwargs.items() if name not in ("layout", "pin_memory", "memory_format")}
         raw = make(*args, dtype=dtype, device="cpu", **kept)
+        if make not in (torch.empty, torch.empty_strided):
+            note_launch(make.__name__)
         for graph in _recording:
             graph.tape.append((make, args, {"dtype": dtype, **kept}, raw))
         return SimTensor(raw)
@@ -171,10 +223,13 @@ class _Uploads(TorchFunctionMode):
         if function is Tensor.to and not isinstance(args[0], SimTensor):
             wanted = kwargs.get("device", args[1] if len(args) > 1 else None)
             if isinstance(wanted, SimTensor) or _is_sim(wanted):
-                note_upload("to")
+                note_upload("to", pinned=args[0] in _pinned and bool(kwargs.pop("non_blocking", False)))
                 kwargs.pop("device", None)
                 given = args[0].detach()
                 return SimTensor(given.to(*args[2:], **kwargs) if args[2:] or kwargs else given.clone())
+        if function is Tensor.pin_memory:
+            _pinned.add(args[0])
+            return args[0]
         if function in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], SimTensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             args = (args[0], tuple(map(self._index, index)), *args[2:])
@@ -194,8 +249,9 @@ def _is_sim(device: Any) -> bool:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """The device can be used inside; `reads` is empty at first."""
-    reads.clear()
+    """The device can be used inside; nothing is noted down at first."""
+    for noted in (reads, uploads, launches):
+        noted.clear()
     with _Uploads():
         yield
 
@@ -230,13 +286,16 @@ class Graph:
         finally:
             _recording.remove(self)
 
+    @torch.inference_mode()  # a device writes to memory, whatever mode it was taken in
     def replay(self) -> None:
         """Run what was recorded, on what the inputs hold by now."""
+        note_launch("graph")
         for op, args, kwargs, out in self.tape:
             for was, now in zip(tree_flatten(out)[0], tree_flatten(op(*args, **kwargs))[0], strict=True):
                 if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
                     was.copy_(now)
 
+    @torch.inference_mode()
     def poison(self) -> None:
         """Overwrite all memory that the block took: it is anybody's between two replays."""
         known: set[int] = set()

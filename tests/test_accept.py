@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     EosTokenCriteria,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -419,3 +420,64 @@ def test_the_first_of_equally_likely_tokens_is_chosen_as_in_plain_decoding() -> 
     logits = torch.randint(0, 4, (64, 9, 500), generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(logits.to(dtype).max(-1).indices, logits.to(dtype).argmax(-1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_the_host_draws_what_the_device_draws(seed: int, lockstep: bool) -> None:
+    """Both take all rows one level deeper at a time. A row that has left its tree still takes its turn: without it,
+    the draws of all rows behind it would be others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, size = 4, 9
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 3, 6]] * rows)
+    tokens = torch.randint(VOCAB, (rows, size), generator=generator)
+    for row in range(rows):  # no two children of one parent are alike
+        for node in range(1, size):
+            taken = {int(tokens[row, other]) for other in range(1, node) if parents[row, other] == parents[row, node]}
+            while int(tokens[row, node]) in taken:
+                tokens[row, node] = (tokens[row, node] + 1) % VOCAB
+    tree = TokenTree(tokens, parents, max_depth=4)
+    logits = torch.randn(rows, size, VOCAB, generator=generator)
+    # rows leave at different depths: the target is sure of the drafted way as far as the row's number
+    for row in range(rows):
+        for node, child in ((0, 1), (1, 3), (3, 6))[:row]:
+            logits[row, node, tokens[row, child]] += 30
+    found = []
+    for rule in (follow, descend):
+        torch.manual_seed(seed)
+        text = transcript(rows, do_sample=True, lockstep=lockstep)
+        acceptance = rule(tree, logits, text)
+        found.append((acceptance.emitted, torch.rand(3).tolist()))  # and both leave the generator at the same place
+    assert found[0] == found[1]
+    assert lockstep or len({len(row) for row in found[0][0]}) > 1
+
+
+class Watching(LogitsProcessor):
+    """Keeps every text that it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.shown.append(input_ids[0].tolist())
+        return scores
+
+
+@pytest.mark.parametrize("rule", [greedy, rejection, block, typical, nucleus])
+def test_processors_see_the_exact_text_before_each_node(rule: AcceptanceRule) -> None:
+    """Prompt [4, 3], root 0, chain 1, 2: before the nodes it is [4, 3, 0], [4, 3, 0, 1] and [4, 3, 0, 1, 2]."""
+    chain = TokenTree(torch.tensor([[0, 1, 2]]), torch.tensor([-1, 0, 1]), torch.full((1, 3, VOCAB), 0.2))
+    if rule is greedy:
+        chain = TokenTree(chain.tokens, chain.parents)
+    watching = Watching()
+    text = Transcript(
+        torch.tensor([[4, 3]]), LogitsProcessorList([watching]), StoppingCriteriaList([MaxLengthCriteria(100)]),
+        max_length=100, do_sample=rule is not greedy,
+    )  # fmt: skip
+    text.record(0, 0)
+    torch.manual_seed(0)
+    rule(chain, says(1, 2, 3), text)
+    wanted = [[4, 3, 0], [4, 3, 0, 1], [4, 3, 0, 1, 2]]
+    once = rule in (greedy, rejection)  # the others look at paths before they emit one
+    assert watching.shown == wanted if once else sorted(map(list, set(map(tuple, watching.shown)))) == wanted

@@ -12,8 +12,9 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.target import memory
+from hf_specdec.target import graphs, memory
 from hf_specdec.target.cache import TreeCache, measured_layout
+from hf_specdec.target.graphs import MOST_PADDED, KeptMemory, Shape
 from hf_specdec.target.memory import LayerLayout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
@@ -200,18 +201,19 @@ def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> Non
     share.keys[:, :, :3], share.values[:, :, :3] = keys, 2 * keys
     allocate, calls = memory._allocate, list[int]()
 
-    def short(*args: Any) -> Tensor:
+    def short(*args: Any, **options: Any) -> Tensor:
         calls.append(1)
-        if len(calls) == 2:  # there is memory for the keys, and then none for the values
+        if len(calls) % 2 == 0:  # there is memory for the keys, and then none for the values
             raise CacheCapacityError("no memory")
-        return allocate(*args)
+        return allocate(*args, **options)
 
     moves = store.moves
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_allocate", short)
         with pytest.raises(CacheCapacityError):
-            store.make_room(200)
-    assert store.moves == moves + 1  # whoever knows addresses looks again: another buffer may have moved before
+            store.make_room(3000)
+    assert len(calls) == 4  # as much as is kept, and then as much as is needed
+    assert store.moves > moves  # whoever knows addresses looks again: another buffer may have moved before
     assert store.buffers[0].keys[0].data_ptr() == share.keys.data_ptr()
     assert (share.values[:, :, :3] == 2).all()
     store.reopen(64, 8)
@@ -224,3 +226,107 @@ def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(other.keys) == 3
     assert store.moves == moves + 1
     assert not hasattr(share, "keys")  # nobody holds the memory of the other batch any more
+
+
+def test_kept_memory_serves_other_lengths_and_batches() -> None:
+    """Prompts and answers of other lengths, and smaller batches, move nothing: each move drops every graph."""
+    store = memory.KeyValueStore((None,), 244, 64, clears=True)
+    keys = torch.ones(3, 2, 100, 4)
+    store.allocate(None, keys, keys)
+    place, moves = store.buffers[0].keys.data_ptr(), store.moves
+    assert store.capacity == memory.FIRST_KEPT_SLOTS
+    for rows, needed in ((1, 436), (4, 580), (2, 2048), (3, 100)):
+        store.reopen(needed, 64)
+        share = store.allocate(None, keys[:1].expand(rows, -1, -1, -1), keys[:1].expand(rows, -1, -1, -1))
+        store.make_room(needed)
+        assert share.keys.shape == (rows, 2, 2048, 4)
+        assert share.keys.data_ptr() == place
+        assert store.buffers[0].keys.shape == (1, rows, 2, 2048, 4)
+    assert store.moves == moves
+    store.make_room(2049)
+    assert (store.capacity, store.moves) == (4096, moves + 1)
+    store.reopen(100, 64)
+    five = keys[:1].expand(5, -1, -1, -1)
+    assert len(store.allocate(None, five, five).keys) == 5
+    assert store.moves == moves + 2
+    assert [memory.kept_rows(rows) for rows in (1, 2, 3, 4, 5, 9, 16)] == [1, 2, 4, 4, 8, 16, 16]
+
+
+def test_kept_memory_is_as_small_as_it_must_be_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = memory._allocate
+
+    def short(like: Tensor, num_layers: int, batch: int, capacity: int, *, clears: bool) -> Tensor:
+        if batch * capacity > 700:
+            raise CacheCapacityError("no memory")
+        return allocate(like, num_layers, batch, capacity, clears=clears)
+
+    monkeypatch.setattr(memory, "_allocate", short)
+    layouts = (memory.LayerLayout(2, 4, 4, torch.device("cpu")), memory.LayerLayout(1, 4, 4, torch.device("cpu")))
+    store = memory.KeyValueStore(layouts, 200, 64, clears=True)
+    keys = torch.ones(3, 2, 100, 4)
+    first = store.allocate(layouts[0], keys, keys)
+    first.keys[:, :, :100] = keys
+    second = store.allocate(layouts[1], keys[:, :1], keys[:, :1])
+    assert first.keys.shape == (3, 2, 192, 4)
+    assert second.keys.shape == (3, 1, 192, 4)
+    assert bool((first.keys[:, :, :100] == 1).all())
+    with pytest.raises(CacheCapacityError):
+        store.make_room(400)
+
+
+def kept_cache(kept: KeptMemory, capacity: int) -> TreeCache:
+    """A cache over kept memory that holds a prompt of 20 tokens."""
+    cache = kept.new_cache(tuple(LAYOUT), capacity, reserve=8)
+    append(cache, torch.arange(20)[None])
+    cache.commit_all(1, 20)
+    return cache
+
+
+def test_kept_memory_has_room_for_the_padding_of_the_last_tree() -> None:
+    """The last tree of an answer is padded, too, behind the last slot that is needed: nothing is moved for it."""
+    kept = KeptMemory()
+    cache = kept_cache(kept, capacity=100)
+    cache.store.make_room(100)
+    moves = kept.moves
+    cache.store.make_room(100 + MOST_PADDED)
+    assert kept.moves == moves
+    assert MOST_PADDED == 15  # 33 nodes are padded to 48
+
+
+def test_kept_memory_shows_nothing_of_an_earlier_call() -> None:
+    """What a mask hides is multiplied by zero all the same: NaN or infinity of another call would spoil a row."""
+    kept = KeptMemory()
+    for _ in range(2):
+        cache = kept_cache(kept, capacity=64)
+        for buffer in cache.buffers:
+            for states in (buffer.keys, buffer.values):
+                assert bool((states[:, :, :, 20:] == 0).all())
+                states.fill_(torch.nan)
+        kept.release(cache)
+
+
+class Ones(Shape):
+    """A shape of a step that makes ones."""
+
+    def __init__(self, key: tuple[int, ...]) -> None:
+        super().__init__()
+        self._key = key
+
+    def compute(self) -> list[Tensor]:
+        """See `Shape`."""
+        return [torch.ones(self._key[:2])]
+
+
+def test_the_shape_that_was_used_longest_ago_goes_and_its_results_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
+    kept = graphs.Recordings(None, "It")  # type: ignore[arg-type]
+    first, second, third = (1, 4, 256), (1, 8, 256), (1, 4, 384)
+    for key in (first, second, first):
+        kept.run(kept.shape(key, 0, lambda key=key: Ones(key)))
+    assert kept.shape(first, 0, lambda: Ones(first)).times == 2
+    kept.shape(third, 0, lambda: Ones(third))  # in the place of the second
+    assert list(kept._shapes) == [first, third]
+    assert list(kept._outputs) == [(1, 4)]
+    assert kept.shape(second, 0, lambda: Ones(second)).times == 0
+    kept.shape(third, 1, lambda: Ones(third))  # memory has moved: nothing of it can be used
+    assert (list(kept._shapes), list(kept._outputs)) == ([third], [(1, 4)])

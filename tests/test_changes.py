@@ -405,3 +405,38 @@ def test_attaching_while_others_generate_plainly() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size", "layer_types"])
+def test_every_field_that_masks_follow_is_noticed(field: str) -> None:
+    """A window or chunk that is set to another size makes other masks."""
+    model = zoo.build("llama4_text")
+    before, value = Fingerprint.of(model), getattr(model.config, field, None)
+    changed = list(value)[::-1] if isinstance(value, list) else (value or 8) * 2
+    try:
+        setattr(model.config, field, changed)
+        assert Fingerprint.of(model).differences(before) == ["config"]
+    finally:
+        setattr(model.config, field, value)
+    assert Fingerprint.of(model) == before
+
+
+def test_a_chunk_of_another_size_is_verified_by_its_own_masks() -> None:
+    """The model reads `attention_chunk_size` at every call; ours must not be from before the change."""
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama4_text")))
+    for size in (8, 5, 16):
+        model.config.attention_chunk_size = size
+        plain = model.generate(IDS, **GREEDY)
+        assert torch.equal(plain, model.generate(IDS, speculative="prompt_lookup", **GREEDY)), size
+
+
+def test_another_adapter_is_another_model(model: Any) -> None:
+    """From one active adapter to another, as from one merged one to another: both are true, and not the same."""
+    layer = model.get_submodule("model.layers.0.mlp")
+    for name, values in (("_active_adapter", (["first"], ["second"])), ("merged_adapters", (["first"], ["second"]))):
+        found = []
+        for value in values:
+            setattr(layer, name, value)
+            found.append(Fingerprint.of(model))
+            delattr(layer, name)
+        assert found[0].differences(found[1]) == ["modes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import resource
 import signal
 import subprocess
 import time
@@ -202,7 +203,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["medusa", "--initial-head", "STRANGER", "--num-heads", "2"], "medusa_num_heads would be ignored"),
         (["eagle", "--initial-head", "STRANGER", "--random-start"], "Leave one of them out"),
         (["eagle", "--recipe", {"answer_tokens": -1}], "must be >= 0"),
-        (["medusa", "--recipe", {"soft_tokens": True}], "has no soft_tokens. It has answer_tokens, head_decay"),
+        (["medusa", "--recipe", {"soft_tokens": True}], "has no field 'soft_tokens'"),
         (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "of heads on a frozen target"),
     ],
 )
@@ -313,7 +314,7 @@ def test_a_run_is_told_before_while_and_after(
     wrong_steps = tmp_path / "wrong.json"
     wrong_steps.write_text(json.dumps({"eval_steps": 70}))
     for wrong, message in (
-        (["--recipe", recipe], "has no nose"),
+        (["--recipe", recipe], "has no field 'nose'"),
         (["--held-out", 24], "--held-out 24 of 24 conversations leaves none to train on"),
         (["--arguments", wrong_steps], "multiple"),
     ):
@@ -431,3 +432,52 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         torch.testing.assert_close(one["features"], other["features"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_act": "nope"}, "`hidden_act` must be an activation"),
+        ({"hidden_act": 7}, "`hidden_act` must be an activation"),
+        ({"intermediate_size": 2**40}, "`intermediate_size` must be an integer from 1"),
+        ({"draft_vocab_size": 97}, "`draft_vocab_size` must be from 1 to the target's 96 tokens"),
+        ({"draft_vocab_size": "many"}, "`draft_vocab_size` must be an integer"),
+        ({"hidden_size": 4096, "head_dim": 128}, "for a target of hidden_size 4096"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must divide"),
+        ({"head_dim": 3}, "`head_dim` must be even"),
+        ({"rope_parameters": {"rope_type": "x"}}, "`rope_parameters` must be"),
+        ({"eagle_aux_hidden_state_layer_ids": [2**40]}, "`eagle_aux_hidden_state_layer_ids` must be"),
+        ({"tree": [[0, 0]]}, "`tree` must be"),
+        ({"not_a_field": 1}, "has no field 'not_a_field'"),
+        ({"intermediate_size": 2**20, "head_dim": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096},
+         "this machine has"),
+    ],
+)  # fmt: skip
+def test_fields_of_a_head_are_checked_before_anything_is_made(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any], said: str,
+) -> None:  # fmt: skip
+    (tmp_path / "fields.json").write_text(json.dumps(fields))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert run(monkeypatch, "train", "eagle", "--model", saved, "--data", talks, "--output", tmp_path / "head",
+               "--head-fields", tmp_path / "fields.json") == 2  # fmt: skip
+    assert said in capsys.readouterr().err
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+    assert not (tmp_path / "head").exists()
+
+
+def test_medusa_heads_that_no_machine_holds(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, said in (
+        (["--num-heads", 65], "less than or equal to 64"),
+        (["--draft-vocab-size", 97], "from 1 to the target's 96 tokens"),
+        (["--draft-vocab-size", 2**70], "`draft_vocab_size` must be an integer"),
+    ):
+        train = ["train", "medusa", "--model", saved, "--data", talks, "--output", tmp_path / "head"]
+        assert run(monkeypatch, *train, *options) == 2
+        assert said in capsys.readouterr().err
+    memory = type("Memory", (), {"available": 1000})
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    assert run(monkeypatch, *train, "--own-lm-head") == 2
+    assert "this machine has 0.0 GB free" in capsys.readouterr().err

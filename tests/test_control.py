@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +126,7 @@ def test_tiers_by_object_dict_or_file(llama: Any, tmp_path: Path, how: str, batc
 
 
 def test_files_that_are_not_a_policy(tmp_path: Path) -> None:
-    for text, message in (("[1]", "holds an object"), ("{", "JSON file"), ('{"steps": 3}', "Did you mean")):
+    for text, message in (("[1]", "holds a list"), ("{", "JSON file"), ('{"steps": 3}', "Did you mean")):
         (tmp_path / "tiers.json").write_text(text)
         with pytest.raises(InvalidConfigError, match=message):
             SpeculativeConfig("eagle", adaptive=str(tmp_path / "tiers.json"))
@@ -198,7 +199,7 @@ def test_processes_that_generate_together_do_not_decide_by_the_clock(
 def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
-    known = SimpleNamespace(table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step))
+    known = SimpleNamespace(plain=0.5, table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step))
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]
     assert controller.report()["gain"] == 1.0
     assert controller.report()["plain_steps"] == 0.0
@@ -219,3 +220,34 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     assert (report["widths"], report["plain_steps"]) == ({1: 2, 3: 2}, 0.5)
     assert report["gain"] == 7 * 0.5 / 6
     assert report["seconds_lost"] == 1.75 + 0.75 + 0.5
+
+
+def test_a_time_on_a_device_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching takes a millisecond whatever the width; what counts is the wait for the result."""
+    clock, queued = [0.0], [0.0]
+
+    def launch(size: int) -> None:
+        clock[0] += 0.001
+        queued[0] = size / 10
+
+    def wait(_device: torch.device) -> None:
+        clock[0] += queued[0]
+        queued[0] = 0.0
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: SimpleNamespace(synchronize=wait))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    found = costs._seconds_by_size(launch, [1, 4, 16], torch.device("cuda"))
+    assert found == pytest.approx({1: 0.101, 4: 0.401, 16: 1.601})
+
+
+def test_a_step_is_decided_by_what_is_known_at_that_step() -> None:
+    """Costs that steps of the same call have corrected reach the drafter in the next step."""
+    known = StepCosts({1: 1.0, 8: 2.0})
+    controller = CostModelController(Budget(8, 7, 1), known)
+    before = controller.next().costs
+    for _ in range(60):
+        known.observe(8, 6.0)
+    after = controller.next().costs
+    assert before is not None
+    assert after is not None
+    assert after[7] > 2 * before[7]

@@ -153,7 +153,11 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
     assert [prompt.source for prompt in read_prompts(path, limit=2)] == ["mine", "rows.jsonl"]
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     assert [prompt.turns for prompt in read_prompts(tmp_path / "lines.txt")] == [("one",), ("two",)]
-    for text, message in (('{"other": 1}', "row 1 holds no prompt"), ("{", "is not JSON"), ("[1]", "holds no prompt")):
+    for text, message in (
+        ('{"other": 1}', "line 1 holds no prompt"),
+        ("{", "is not JSON"),
+        ("[1]", "line 1 holds a list"),
+    ):
         path.write_text(text)
         with pytest.raises(InvalidConfigError, match=message):
             read_prompts(path)

@@ -7,6 +7,7 @@ import itertools
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ class Liar(DraftModelDrafter):
             draft: Draft = propose(budget)
             if draft.tree.draft_probs is None:
                 return draft
-            probs = 0.8 * draft.tree.draft_probs + 0.2 / SMALL
+            drawn = draft.tree.draft_probs
+            flat = (drawn > 0).to(drawn)
+            probs = 0.8 * drawn + 0.2 * flat / flat.sum(-1, keepdim=True).clamp(min=1)
             return replace(draft, tree=replace(draft.tree, draft_probs=probs))
 
         session.propose = lying
@@ -365,8 +368,30 @@ def test_no_draft_is_longer_than_the_assistants_positions() -> None:
         sizes = [draft.tree.num_nodes for _, draft in drafter.seen]
         assert sizes[0] == 6
         assert sizes[-1] == 1
+        # and up to there it drafts: a step emits one token or more, and 21 stand in the prompt
+        emitted = [max(column) for column in zip(*model.last_speculation.accepted_per_step, strict=True)]
+        longest = 22
+        for size, count in zip(sizes, emitted, strict=False):
+            assert (size > 1) == (longest + 4 <= 32), (batch_size, longest)
+            longest += count
     with pytest.raises(IndexError):
         drafter.assistant(input_ids=torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_the_row_that_is_ahead_decides_how_far_a_batch_may_draft() -> None:
+    """An assistant that is right in some rows only: the positions that are left are those of the longest."""
+    assistant = noisy("llama")
+    assistant.config.max_position_embeddings = 40
+    model = attached("llama")
+    drafter = model.add_drafter(Spied(assistant))
+    assert torch.equal(generate(model, 3), generate(model, 3, speculative="draft_model"))
+    emitted = list(zip_longest(*model.last_speculation.accepted_per_step, fillvalue=0))
+    assert any(min(column) < max(column) for column in emitted)
+    longest, sizes = 22, [draft.tree.num_nodes for _, draft in drafter.seen]
+    for size, column in zip(sizes, emitted, strict=False):
+        assert (size > 1) == (longest + 4 <= 40), longest
+        longest += max(column)
+    assert sizes[-1] == 1
 
 
 # ------------------------------------------------------------------------------------------------- the assistant

@@ -22,6 +22,7 @@ from hf_specdec import (
     UnsupportedModelError,
 )
 from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters import early_exit
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.early_exit import EarlyExitDrafter, search_skipped_layers
 from hf_specdec.target.partial import GrowingTree, skippable, without_layers
@@ -357,6 +358,34 @@ def test_the_search_repeats_itself_and_exchanges_layers() -> None:
     assert 6 not in found(12)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_returns_the_best_that_it_tried(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = llama_of(8)
+    with torch.no_grad():  # layers that matter a little each, so that sets of them differ by degrees
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+    text = prompts(1)[0]
+    tried: list[tuple[int, ...]] = []
+
+    def spy(target: Any, layers: Any) -> Any:
+        tried.append(tuple(sorted(layers)))
+        return without_layers(target, layers)
+
+    monkeypatch.setattr(early_exit, "without_layers", spy)
+    found = search_skipped_layers(model, [text], ratio=0.5, trials=12, new_tokens=24, seed=seed)
+    answer = model.generate(text, max_new_tokens=24, do_sample=False)
+    with torch.no_grad():
+        whole = model(input_ids=answer, use_cache=False).logits[0, 20:].argmax(-1)
+        scores = {
+            layers: float((without_layers(model, dict.fromkeys(layers))(input_ids=answer, use_cache=False)
+                           .logits[0, 20:].argmax(-1) == whole).float().mean())
+            for layers in tried if len(layers) == len(found)
+        }  # fmt: skip
+    assert len(set(scores.values())) > 2
+    assert scores[found] == max(scores.values())
+
+
 def test_the_search_leaves_alone_what_must_run() -> None:
     """Of qwen3_next's inner layers 1 and 2, transformers counts tokens by the former."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("qwen3_next")))
@@ -386,7 +415,7 @@ def test_what_the_search_refuses() -> None:
     ("settings", "message"),
     [
         ({"exit_layer": 2, "skipped_layers": (1,)}, "tell the same thing"),
-        ({"exit_layer": 0}, "at least 1, got 0"),
+        ({"exit_layer": 0}, ">= 1, got 0"),
         ({"skipped_layers": (0, 2)}, "numbers from 1 on, got 0"),
     ],
 )

@@ -29,6 +29,7 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.drafters.compatibility import TRIAL_TOKENS, try_drafter
+from hf_specdec.generation import auto
 from reference import OracleDrafter
 
 
@@ -213,7 +214,8 @@ def test_a_target_and_its_head_in_one_call(folder: Path, tmp_path_factory: pytes
     zoo.build("llama").save_pretrained(target)
     model = AutoSpeculativeModelForCausalLM.from_pretrained(target, drafter=folder)
     assert list(model.drafters) == ["eagle"]
-    edit_config(folder, base_model_name_or_path=str(target))
+    shutil.copytree(target, folder / "model")
+    edit_config(folder, base_model_name_or_path="./model")
     assert list(AutoSpeculativeModelForCausalLM.from_pretrained(folder, dtype=torch.float32).drafters) == ["eagle"]
     assert AutoSpeculativeModelForCausalLM.from_pretrained(target).drafters == {}
     edit_config(folder, base_model_name_or_path=None)
@@ -221,3 +223,75 @@ def test_a_target_and_its_head_in_one_call(folder: Path, tmp_path_factory: pytes
         AutoSpeculativeModelForCausalLM.from_pretrained(folder)
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoSpeculativeModelForCausalLM()
+
+
+NOT_NAMES = (
+    "..", ".", "../model", "/", "/dev/zero", "/dev/null", "/etc", "~", "~/model", "C:\\model", "a/b/c", "./", "./..",
+    "./../model", "./a/../../model", ".//dev/zero", "./a\\..\\b", "./\x00", "http://localhost/model",
+    "https://huggingface.co/org/model", "file:///etc", "hf://org/model", "org/model@main", "org//model", "/org/model",
+    "org/", " ", " org/model", "org/mo del", "org/model\n", "\x00", "org/\x00", "\x1b[2J", "org/model.git", "a--b",
+    "org/..", "org/model:x.gguf", "x" * 200, "\u0661/\ud800", 7, True, ["org/model"], {"name": "org/model"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_NAMES, ids=lambda name: repr(name)[:24])
+def test_a_head_names_a_target_by_its_hub_id_alone(folder: Path, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anything else is refused before the weights, of the head as well, are read or anything is downloaded."""
+    edit_config(folder, base_model_name_or_path=name)
+    monkeypatch.setattr("hf_specdec.generation.auto.load_head", None)
+    with pytest.raises(CheckpointFormatError) as refused:
+        AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+    text = str(refused.value)
+    assert f"The head {folder} names the target" in text
+    assert f"Name the target yourself: from_pretrained(target, drafter={str(folder)!r})" in text
+    assert len(text) < 700
+
+
+def test_a_directory_that_a_head_names_is_loaded_for_a_head_of_this_machine_alone(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, or by a name that is a Hub id elsewhere and a directory here. Who uploads a head names no path."""
+    home = tmp_path_factory.mktemp("home")
+    zoo.build("llama").save_pretrained(home / "org" / "model")
+    (home / "org" / "empty").mkdir()
+    monkeypatch.chdir(home)
+    for name in (str(home / "org" / "model"), "org/model"):
+        edit_config(folder, base_model_name_or_path=name)
+        model = AutoSpeculativeModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert list(model.drafters) == ["eagle"]
+        with pytest.raises(CheckpointFormatError, match="The head org/head names the target"):
+            auto._check_target(name, "org/head", "")
+    edit_config(folder, base_model_name_or_path=str(home / "org" / "empty"))
+    with pytest.raises(CheckpointFormatError, match="neither a Hub id nor a directory with a model"):
+        AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_link_out_of_the_head_is_not_followed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = tmp_path_factory.mktemp("target")
+    zoo.build("llama").save_pretrained(target)
+    (folder / "model").symlink_to(target)
+    edit_config(folder, base_model_name_or_path="./model")
+    with pytest.raises(CheckpointFormatError, match=r"names the target '\./model'"):
+        AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_target_that_cannot_be_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers raises is the cause of our error."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("org/missing", "./missing"):
+        edit_config(folder, base_model_name_or_path=name)
+        with pytest.raises(
+            CheckpointFormatError, match=r"which the head .* names, cannot be loaded.*drafter="
+        ) as refused:
+            AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+        assert isinstance(refused.value.__cause__, OSError | ValueError)
+        assert f"{name.removeprefix('./')}'" in str(refused.value)
+    (folder / "missing").mkdir()
+    (folder / "missing" / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(CheckpointFormatError, match="cannot be loaded") as refused:
+        AutoSpeculativeModelForCausalLM.from_pretrained(folder)
+    assert isinstance(refused.value.__cause__, ValueError)
+    for named in ("org/missing", str(tmp_path / "nowhere"), "", "..", "http://localhost/x", "/dev/zero"):
+        for drafter in (None, folder):
+            with pytest.raises(CheckpointFormatError, match="cannot be loaded"):
+                AutoSpeculativeModelForCausalLM.from_pretrained(named, drafter=drafter)

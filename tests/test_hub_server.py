@@ -66,6 +66,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "no-weights": {"config.json": eagle["config.json"]},
             "no-config": {"model.safetensors": eagle["model.safetensors"]},
             "no-shard": {file: content for file, content in pickles.items() if "00002-of" not in file},
+            "orphan": {**eagle, "config.json": eagle["config.json"].replace(b"org/target", b"org/missing")},
             "carded": {"README.md": b"written by hand"},
         }.items():
             server.repositories[f"org/{name}"] = Repository()
@@ -104,6 +105,10 @@ def test_works(hub: Any, attempt: str, outcome: Any) -> None:
         ("a shard is missing", "pytorch_model-00002-of-00003.bin, which is not there"),
         ("breaks off", "CheckpointFormatError: There is no head at 'org/breaks-off'"),
         ("wrong hash", "is not what the Hub says it is"),
+        (
+            "a head without its target",
+            "CheckpointFormatError: The model 'org/missing', which the head org/orphan names",
+        ),
         ("push without a token", "401"),
     ],
 )

@@ -227,7 +227,11 @@ def test_the_window_shrinks_to_its_limits() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"window": 0}, "`window` must be at least 1"), ({"ngram": 1}, "`ngram` must be"), ({"guesses": 0}, "got 0")],
+    [
+        ({"window": 0}, "`window` must be an integer >= 1"),
+        ({"ngram": 1}, "`ngram` must be"),
+        ({"guesses": 0}, "got 0"),
+    ],
 )
 def test_sizes_that_mean_nothing(settings: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):

@@ -154,7 +154,7 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
     assert set(llama.last_speculation.control["asked"]) == {"medusa"}
     with pytest.raises(DrafterMismatchError, match="vocab_size 50"):
         llama.add_drafter(MedusaDrafter(MedusaHeads(MedusaConfig.for_target(llama.config, vocab_size=50))))
-    with pytest.raises(InvalidConfigError, match="at least one head"):
+    with pytest.raises(InvalidConfigError, match="from 1 to 128"):
         MedusaHeads(MedusaConfig.for_target(llama.config, medusa_num_heads=0))
 
 

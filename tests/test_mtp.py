@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -353,6 +354,36 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("three")
     native_mtp.save("deepseek_v3", 3, folder)
     return next(loaded(folder))
+
+
+@pytest.mark.parametrize("strength", [1, 8])
+def test_several_modules_attend_within_their_window(three: Any, strength: float) -> None:
+    """The prompt, and what is read after it: each entry sees four, itself included, and not one more.
+
+    Weak attention has long drafts accepted, so that more than four entries are read at once; strong attention makes
+    what was seen in the prompt decide.
+    """
+    drafter = MtpDrafter.native(three)
+    recorder = Recorder(drafter, IDS)  # type: ignore[arg-type]
+    three.add_drafter(drafter)
+    whole = drafter.head.config
+    with torch.no_grad():
+        for name, parameter in drafter.head._modules.layers.named_parameters():
+            if "self_attn" in name and parameter.dim() > 1:
+                parameter.mul_(strength)
+    try:
+        drafter.head.config = dataclasses.replace(whole, sliding_window=4)
+        options = {"max_new_tokens": 14, "do_sample": False}
+        plain = three.generate(IDS, attention_mask=MASK, **options)
+        assert torch.equal(plain, three.generate(IDS, attention_mask=MASK, speculative="mtp", **options))
+        assert len(recorder.trees) > 3
+        for (texts, _), draft in zip(recorder.trees, recorder.drafts, strict=True):
+            for row in range(3):
+                if len(texts[row]) < 28 - 4 * (row == 1) - 9 * (row == 2):
+                    assert_as_defined(SlowModules(three, drafter, texts[row]), draft, row, (3, 1, 4))
+    finally:
+        drafter.head.config = whole
+        three.remove_drafter("mtp")
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

@@ -31,6 +31,20 @@ main()
 """
 
 
+MOST_MEBIBYTES = 40
+"""A checkout travels to machines with a GPU, which take 64 MiB at most; the rest is room for what a session adds."""
+
+
+def test_a_checkout_is_small_enough_to_travel() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this is no checkout of git: the size of what lies here says nothing")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+    whole = sum(sizes.values()) / 2**20
+    assert whole < MOST_MEBIBYTES, f"{whole:.1f} MiB, most of it in {largest}"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wheel and sdist, made as for an upload."""

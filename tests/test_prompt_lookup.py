@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from hf_specdec import InvalidConfigError, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter, RepeatedText
+from hf_specdec.drafters.prompt_lookup import (
+    MATCH_CLASSES,
+    ONLY,
+    SEVERAL,
+    SHORTER,
+    PromptLookupDrafter,
+    RepeatedText,
+)
 from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
 from hf_specdec.target.masks import PromptPadding
 
@@ -177,3 +184,19 @@ def test_padding_is_no_text_and_rows_that_ended_learn_nothing() -> None:
     assert tree.num_drafted.tolist() == [0, 6]
     session.observe(SimpleNamespace(acceptance=SimpleNamespace(emitted=((1, 2), ()))))  # type: ignore[arg-type]
     assert session.propose(budget).tree.tokens[:, :2].tolist() == [[2, 9], [4, 1]]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
+def test_each_continuation_is_trusted_by_its_own_match(tokens: list[int]) -> None:
+    """A shorter end that was continued in another way is worth what its own length is worth, not the longest one's."""
+    found = RepeatedText(tokens)
+    longest: dict[int, int] = {}  # of the ends that were followed by each token
+    for position, length in ends(tokens):
+        longest[tokens[position]] = max(length, longest.get(tokens[position], 0))
+    for token, (_, match_class, _, _, shorter), prior in found.after(found.start):
+        assert match_class == sum(longest[token] > bound for bound in MATCH_CLASSES), token
+        assert shorter == (longest[token] < max(longest.values()))
+        assert prior <= ONLY[match_class] * (SHORTER if shorter else 1.0) or prior in (
+            value * (SHORTER if shorter else 1.0) for value in SEVERAL
+        )

@@ -19,11 +19,14 @@ from torch import nn
 
 import drafters
 import zoo
-from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.generation import state
+from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.target import compiling, runners
+from hf_specdec.target.compiling import why_not
 from hf_specdec.target.runners import CompiledForward
 from models import prompts
+from test_modes import MODES
 
 COMPILED = {"method": "eagle", "compile": "compile", "num_draft_tokens": 6}
 
@@ -59,17 +62,22 @@ def compiled() -> Any:
 @pytest.mark.slow
 def test_inductor_gives_plain_answers() -> None:
     model = speculative_model()
-    model.warmup(COMPILED)
+    with torch.inference_mode():  # a program made there serves calls outside it
+        model.warmup(COMPILED)
     assert model._speculation.programs["compile"].runner is not None
     sampled = {"do_sample": True, "temperature": 0.8}
     assert answers(speculative_model(), 1, COMPILED, **sampled) == answers(model, 1, None, **sampled)
     for rows in (1, 3):
         for config in (COMPILED, {"method": "auto", "compile": "compile"}):
             assert answers(model, rows, config) == answers(model, rows, None)
+            for mode in ("inference", "bfloat16", "gradients", "meta"):
+                ids_and_mask = prompts(rows)
+                with MODES[mode]():
+                    assert answers(model, rows, config, ids_and_mask) == answers(model, rows, None, ids_and_mask)
 
 
-def answers(model: Any, rows: int, speculative: Any, **options: Any) -> Any:
-    ids, mask = prompts(rows)
+def answers(model: Any, rows: int, speculative: Any, given_prompts: Any = None, **options: Any) -> Any:
+    ids, mask = prompts(rows) if given_prompts is None else given_prompts
     torch.manual_seed(7)
     given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **options}
     return model.generate(ids, speculative=speculative, **given).tolist()
@@ -164,6 +172,21 @@ def test_what_cannot_be_compiled_is_told_once_and_runs(caplog: pytest.LogCapture
     told = [record.message for record in caplog.records if "is not compiled" in record.message]
     assert told == ["LlamaForCausalLM is not compiled: it has forward hooks, which a program would not call. Its own "
                     "forward verifies the drafts."]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["model.layers.0", "model.layers.1.mlp"])
+def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: str) -> None:
+    """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
+    model = speculative_model()
+    facts = model._speculation.facts[0]
+    assert not why_not(model, facts)
+    module = model.get_submodule(part)
+    module.compile()
+    assert why_not(model, facts) == f"{part} is compiled by torch.compile already"
+    module._compiled_call_impl = None
+    assert not why_not(model, facts)
+    module.forward = torch.compile(module.forward)
+    assert why_not(model, facts) == f"{part} is compiled by torch.compile already"
 
 
 class ReadsTheHost(nn.Module):
@@ -278,3 +301,24 @@ def test_tables_that_a_forward_writes_to_are_no_weights() -> None:
     scaled = runners.Weights.of(module)
     module.register_buffer("table", torch.ones(3), persistent=False)
     assert runners.Weights.of(module) != scaled
+
+
+class ReadsTwice(Eagle3Head):
+    """A head whose `read` is more than its forward: a program of the forward would draft something else."""
+
+    def read(self, token_embeddings: Any, hidden: Any, position_ids: Any, cache: Any, mask: Any) -> Any:
+        return super().read(token_embeddings, hidden, position_ids, cache, mask) * 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    head = ReadsTwice(model.drafters["eagle"].head.config).eval()
+    head.load_state_dict(model.drafters["eagle"].head.state_dict())
+    with pytest.raises(runners.CannotRecordError, match="ReadsTwice reads in a way of its own"):
+        CompiledDraftLayer.of(head, None)
+    drafter = model.add_drafter(drafters.EagleDrafter(head), "eagle")
+    with caplog.at_level(logging.WARNING):
+        assert answers(model, 1, COMPILED) == answers(model, 1, None)
+    assert any("EagleDrafter(ReadsTwice of this process) is not compiled" in row.message for row in caplog.records)
+    assert drafter.program is None

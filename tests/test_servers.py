@@ -28,6 +28,10 @@ class Refusal(Exception):
     """The server answers 400."""
 
 
+class Outage(Exception):
+    """The server answers 503."""
+
+
 class Served:
     """What the server does; a test bends one of these.
 
@@ -82,6 +86,8 @@ def serving(served: Served) -> Iterator[str]:
                 self._reply(served.complete(request))
             except Refusal:
                 self._reply({"error": {"message": "too long", "type": "BadRequestError"}}, 400)
+            except Outage:
+                self._reply({"error": {"message": "loading", "type": "ServiceUnavailable"}}, 503)
 
         def _reply(self, body: dict[str, Any], status: int = 200) -> None:
             data = json.dumps(body).encode()
@@ -175,7 +181,7 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
         lost: list[int] = []
 
         def complete(request: dict[str, Any], original: Any = served.complete) -> dict[str, Any]:
-            served.miscounts = int(len(served.requests) < 5)  # the first part's answers, and the check before
+            served.miscounts = int(0 < len(served.requests) < 5)  # the first part's answers, behind the check
             return original(request)
 
         served.complete = complete  # type: ignore[method-assign]
@@ -184,8 +190,60 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
         asked = len(served.requests)
         distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
     assert voice.num_lost == lost[0] == 4
+    assert asked == 1 + 4 + 1 + len(PROMPTS) - 4  # a part without one answer: does the server still answer?
     assert len(served.requests) == asked + 1
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
+
+
+def test_malformed_answers_are_reported_by_reason(
+    talker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on; a valid part of a malformed answer is not kept."""
+    served, tokenizer = Served(talker), chat_tokenizer()
+    original = served.complete
+
+    def complete(request: dict[str, Any]) -> dict[str, Any]:
+        answer, number = original(request), len(served.requests)
+        if number == 3:
+            answer["choices"] = []
+        if number in (5, 6):
+            answer["choices"][0]["token_ids"] = [5, 2**70]
+        if number == 8:
+            raise Refusal
+        return answer
+
+    served.complete = complete  # type: ignore[method-assign]
+    with serving(served) as url, caplog.at_level(logging.WARNING, "hf_specdec"):
+        voice = ServerVoice(url, tokenizer, num_requests=1)
+        distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+    foreign = "`token_ids` are not ids of the tokenizer's vocabulary"
+    assert voice.lost == {foreign: 2, "HTTP 400": 1, "`choices` is not a list of one object": 1}
+    assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
+    assert f"4 answers were given up: 2 x {foreign}; 1 x " in caplog.text
+    assert caplog.text.count("the first for this reason") == 3
+
+
+def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp_path: Path) -> None:
+    """What was not answered is answered by the next run, and the dataset is that of a run without the outage."""
+    served, tokenizer = Served(talker), chat_tokenizer()
+    original, down = served.complete, [6]  # the check and the first part are answered, and one more
+
+    def complete(request: dict[str, Any]) -> dict[str, Any]:
+        if len(served.requests) >= down[0]:
+            raise Outage
+        return original(request)
+
+    served.complete = complete  # type: ignore[method-assign]
+    with serving(served) as url:
+        voice = ServerVoice(url, tokenizer, num_requests=4)
+        with pytest.raises(InvalidConfigError, match=r"503: loading.* It answered before.*start again") as refused:
+            distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        assert url in str(refused.value)
+        assert len(rows_of(tmp_path / "out")) == CONFIG.batch_size
+        down[0] = 10**6
+        distill(ServerVoice(url, tokenizer), tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        distill(ServerVoice(url, tokenizer), tokenizer, PROMPTS, tmp_path / "whole", CONFIG, progress=False)
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
 
 def test_what_a_server_cannot_do_is_said_before_the_work(talker: Any, tmp_path: Path) -> None:
@@ -287,7 +345,9 @@ def test_the_command(
     command = ["distill", "--model", saved, "--invent", 4, "--max-new-tokens", 8, "--temperature", 0, "--json"]
     with serving(Served(talker)) as url:
         assert run(monkeypatch, *command, "--output", tmp_path / "out", "--server", url) == 0
-        assert json.loads(capsys.readouterr().out)["conversations"] > 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["conversations"] > 0
+        assert result["given_up"] == {}
     assert {row["model"] for row in rows_of(tmp_path / "out")} == {"tiny"}
     assert run(monkeypatch, *command, "--output", tmp_path / "two", "--server", "http://127.0.0.1:9/v1") == 2
     assert "does not answer" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,25 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
+import test_gpu
+
 TESTS = Path(__file__).parent
+OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
+"""Which of the GPU tests run there: every function, with few of its arguments."""
 
 
-@pytest.mark.parametrize("name", ["on_simulated_device.py", "graphs_on_simulated_device.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["on_simulated_device.py", "graphs_on_simulated_device.py", "gpu_on_simulated_device.py"],
+)
 def test_on_the_simulated_device(name: str) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name)]
+    of_gpu = name.startswith("gpu_")
+    command += ["-k", OF_GPU_TESTS, "-rp"] if of_gpu else []
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    if of_gpu:
+        passed = set(re.findall(r"PASSED \S+::(test_\w+)", done.stdout))
+        assert passed == {function for function in vars(test_gpu) if function.startswith("test_")}

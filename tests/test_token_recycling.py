@@ -274,5 +274,30 @@ def test_another_vocabulary_is_learned_anew(model: Any) -> None:
 def test_fields_that_do_not_fit(model: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfigError, match=message):
         run(model, speculative={"method": "token_recycling", **fields})
-    with pytest.raises(InvalidConfigError, match="at least 1"):
+    with pytest.raises(InvalidConfigError, match="integer >= 1"):
         TokenRecyclingDrafter(width=0)
+
+
+@pytest.mark.parametrize("how", ["modes", "adding it again", "a copy of its settings"])
+def test_what_was_learned_outlives_every_bind(model: Any, how: str) -> None:
+    """A model is bound again whenever it changes: after training steps, an adapter, another drafter."""
+    if how == "adding it again":
+        model.add_drafter(TokenRecyclingDrafter())
+    run(model, speculative="token_recycling")
+    drafter = (model.drafters | model._speculation.made)["token_recycling"]
+    learned = {name: tensor.clone() for name, tensor in drafter.table.tensors().items()}
+    assert bool((learned["log_probs"] > -torch.inf).any())
+    if how == "modes":
+        model.train()
+        model.eval()
+        model._speculation.bound.clear()  # as if everything about the model were new
+    elif how == "adding it again":
+        model.add_drafter(drafter, "again")
+    else:
+        model.add_drafter(TokenRecyclingDrafter(), "another")
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, speculative="token_recycling")
+    for name, tensor in drafter.table.tensors().items():
+        same = float((tensor == learned[name]).float().mean())
+        assert same > 0.95, (how, name, same)
+    known = learned["log_probs"] > -torch.inf
+    assert bool((drafter.table.tensors()["log_probs"][known] > -torch.inf).all())

@@ -663,7 +663,7 @@ def test_a_head_in_shards_is_put_together(tmp_path: Path, monkeypatch: pytest.Mo
 def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "nowhere") is None
     assert last_checkpoint(tmp_path) is None
-    for step, state in ((2, "{}"), (10, "{}"), (12, '{"cut'), (14, None)):
+    for step, state in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"cut'), (14, None)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if state is not None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)

@@ -541,7 +541,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(
     )  # fmt: skip
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("hf-specdec: A file could not be")
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("hf-specdec: A file could not be") or "cannot be written" in said
     assert not list(tmp_path.rglob("*.partial"))
     assert leaves_output or not (tmp_path / "out").exists()
     if (tmp_path / "out" / "config.json").exists():

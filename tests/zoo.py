@@ -83,7 +83,7 @@ CORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Architectures with their particular traits switched on; every version of transformers has them."""
 
-_ANY: dict[str, Any] = {
+ANY_SIZES: dict[str, Any] = {
     **_SIZES, **_GPT_SIZES, **_MOE, **_MLA, "use_cache": True, "is_decoder": True, "is_encoder_decoder": False,
     "num_local_experts": 4, "moe_num_experts": 4, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2,
     "shared_expert_intermediate_size": 32, "moe_layer_start_index": 1, "expert_ffn_hidden_size": 32,
@@ -155,7 +155,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Where the generic values do not do: windows that are used, kinds of layers that are mixed, constraints."""
 
-_WITHOUT: dict[str, tuple[str, ...]] = {
+WITHOUT: dict[str, tuple[str, ...]] = {
     "bamba": ("layers_block_type", "layer_types"),
     "falcon_h1": ("layers_block_type", "layer_types"),
     "falcon_mamba": ("layer_types",),
@@ -168,26 +168,20 @@ _WITHOUT: dict[str, tuple[str, ...]] = {
 }
 """Fields that a configuration has and does not let itself be given."""
 
-NOT_BUILT = {
-    "blt": "its patcher is a second model with sizes of its own",
-    "dots3_note": "a multimodal wrapper; its text model is walked as dots3_note_text",
-    "gemma3n": "its vision tower needs pillow and timm; its text model is walked as gemma3n_text",
-    "gemma4_assistant": "it drafts for a Gemma 4 and does not run alone",
-    "gemma4_unified_assistant": "it drafts for a Gemma 4 and does not run alone",
-    "musicgen": "its configuration cannot be read without its three parts",
-    "musicgen_melody": "its configuration cannot be read without its three parts",
-    "qwen4_exp": "a multimodal wrapper; its text model is walked as qwen4_exp_text",
-}
-"""Entries of the mapping that are not built tiny, and why."""
+ELSEWHERE = (
+    "blt", "dots3_note", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody",
+    "qwen4_exp",
+)  # fmt: skip
+"""Entries of the mapping that `generative.py` builds, by their class."""
 
-NAMES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "falcon_alibi"} - set(NOT_BUILT)))
+NAMES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "falcon_alibi"} - set(ELSEWHERE)))
 """Every architecture of the mapping that is built; Falcon twice."""
 
 
 def fields_of(config_class: type, overrides: dict[str, Any]) -> dict[str, Any]:
     """Small values for the fields that a configuration class has, for its parts as well."""
     default: Any = config_class()
-    fields = {name: value for name, value in _ANY.items() if name in dir(default) or name in vars(default)}
+    fields = {name: value for name, value in ANY_SIZES.items() if name in dir(default) or name in vars(default)}
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     if kinds:
         fields["layer_types"] = (kinds * 4)[:4]
@@ -197,11 +191,11 @@ def fields_of(config_class: type, overrides: dict[str, Any]) -> dict[str, Any]:
             fields[name] = {**fields_of(type(value), {}), "model_type": value.model_type}
         elif isinstance(part, type) and part.__name__ != "AutoConfig":
             fields[name] = fields_of(part, {})
-    fields = {name: value for name, value in fields.items() if _settable(config_class, name)}
+    fields = {name: value for name, value in fields.items() if settable(config_class, name)}
     return {**fields, **overrides}
 
 
-def _settable(config_class: type, name: str) -> bool:
+def settable(config_class: type, name: str) -> bool:
     attribute = getattr(config_class, name, None)
     return not isinstance(attribute, property) or attribute.fset is not None
 
@@ -212,9 +206,13 @@ def build(name: str) -> PreTrainedModel:
     torch.manual_seed(sum(map(ord, name)))
     config_class = CONFIG_MAPPING[name.removesuffix("_alibi")]
     fields = {**_SIZES, **CORE[name]} if name in CORE else fields_of(config_class, OVERRIDES.get(name, {}))
-    for missing in _WITHOUT.get(name, ("head_dim",) if name.startswith("falcon") else ()):
+    for missing in WITHOUT.get(name, ("head_dim",) if name.startswith("falcon") else ()):
         fields.pop(missing, None)
-    model = AutoModelForCausalLM.from_config(config_class(**fields), dtype=torch.float32).eval()
+    return decisive(AutoModelForCausalLM.from_config(config_class(**fields), dtype=torch.float32).eval())
+
+
+def decisive(model: Any) -> Any:
+    """The model with larger weights, and with no token that ends an answer."""
     with torch.no_grad():  # the default initialisation is so small that every logit is a near tie
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -116,7 +116,7 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
         for token, _child in host.below[row].get(node, {}).items():
             if draft[token] <= 0:
                 continue  # a token its own distribution excludes was not drawn from it; leaving it out costs nothing
-            if torch.rand((), device=target.device) * draft[token] < target[token]:
+            if torch.rand((), dtype=torch.float32, device=target.device) * draft[token] < target[token]:
                 return token
             target = _normalised((target - draft).clamp(min=0), target)
             draft[token] = 0
@@ -175,7 +175,7 @@ def _cut_block(
             mass = float(left.sum())
             keep = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
             left = _normalised(left, target)
-        if depth == 0 or float(torch.rand(())) < keep:
+        if depth == 0 or float(torch.rand((), dtype=torch.float32, device="cpu")) < keep:
             cut, rest = depth, left
         if depth < len(nodes) - 1:
             token = tokens[depth]
@@ -220,7 +220,7 @@ def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: f
     warper = TopPLogitsWarper(top_p)
 
     def in_nucleus(scores: Tensor) -> Tensor:
-        return warper(torch.empty(1, 0, dtype=torch.long), scores[None].clone())[0].isfinite()
+        return warper(torch.empty(1, 0, dtype=torch.long, device=scores.device), scores[None].clone())[0].isfinite()
 
     return _keep_allowed(tree, logits, transcript, in_nucleus)
 

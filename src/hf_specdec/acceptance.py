@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_specdec.host_sync import read
+from hf_specdec.host_sync import read, upload
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
@@ -56,11 +56,11 @@ class Acceptance:
             return [[*row, *[-1] * (width - len(row))] for row in rows]
 
         following = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
-        path, tokens = torch.tensor([padded(paths), padded(emitted)], device=host.device)
+        path, tokens = upload([padded(paths), padded(emitted)], torch.long, host.device)
         return cls(
             path=path,
             tokens=tokens,
-            next_token=torch.tensor(following, device=host.device),
+            next_token=upload(following, torch.long, host.device),
             nodes=tuple(map(tuple, paths)),
             emitted=tuple(map(tuple, emitted)),
             num_drafted=host.num_drafted,

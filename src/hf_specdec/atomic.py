@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -22,16 +23,38 @@ PARTIAL = ".partial"
 def whole_file(path: Path) -> Iterator[Path]:
     """A name beside a file to write to; it takes the file's place when the block ends without an error.
 
+    What processes that live no more have left there is cleared.
+
     Args:
         path: The file; its directory is made where it is missing.
+
+    Raises:
+        InvalidConfigError: Nothing can be written there: before the block, or at its end.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    with _writing(path):
+        if path.is_dir():
+            raise InvalidConfigError(f"{path} is a directory.", "Give the name of a file.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clear_partials(path.parent, f".{path.name}.")
+        partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+        partial.touch()
     try:
-        yield partial
-        partial.replace(path)
+        with _writing(path):
+            yield partial
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises an `InvalidConfigError` where the operating system, or a name, does not let anything be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        if isinstance(error, OSError) or "null" in str(error):
+            raise InvalidConfigError(f"{str(path)!r} cannot be written: {error}.", "Give another place.") from error
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,12 +71,19 @@ def beside(folder: Path) -> Iterator[Path]:
 
     Args:
         folder: Where files are to appear; its parent is made where it is missing.
+
+    Raises:
+        InvalidConfigError: Nothing can be written there.
     """
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    clear_partials(folder.parent, f".{folder.name}.")
-    prefix, suffix = f".{folder.name}.", f".{os.getpid()}{PARTIAL}"
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix) as name:
+    with _writing(folder):
+        folder = folder.absolute()
+        if folder.exists() and not folder.is_dir():
+            raise InvalidConfigError(f"{folder} is a file.", "Give a directory.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix, suffix = f".{folder.name}.", f".{os.getpid()}{PARTIAL}"
+        clear_partials(folder.parent, prefix)
+        made = tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix)
+    with made as name:
         yield Path(name)
 
 
@@ -64,7 +94,7 @@ def clear_partials(folder: Path, prefix: str = ".") -> None:
         folder: The directory.
         prefix: Of the names.
     """
-    for left in folder.glob(f"{prefix}*{PARTIAL}"):
+    for left in folder.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
         process = left.name.removesuffix(PARTIAL).rsplit(".", 1)[-1]
         if not process.isdigit() or psutil.pid_exists(int(process)):
             continue
@@ -85,7 +115,10 @@ def move_into(made: Path, folder: Path, first: str, stale: tuple[str, ...] = ())
             goes away.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / first).unlink(missing_ok=True)
+    clear_partials(folder, f".{first}.")
+    held = folder / f".{first}.{os.getpid()}{PARTIAL}"  # what says that a save was broken off here
+    if (folder / first).exists():
+        (folder / first).replace(held)
     new = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
     for pattern in stale:
         for path in folder.glob(pattern):
@@ -94,6 +127,16 @@ def move_into(made: Path, folder: Path, first: str, stale: tuple[str, ...] = ())
     for name in sorted(new, key=lambda name: name == Path(first)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).replace(folder / name)
+    held.unlink(missing_ok=True)
+
+
+def is_broken_off(folder: Path, first: str) -> bool:
+    """Whether `move_into` was interrupted in a directory, so that what is there belongs to two saves.
+
+    Args:
+        folder, first: Of `move_into`.
+    """
+    return not (folder / first).exists() and any(folder.glob(f".{glob.escape(first)}.*{PARTIAL}"))
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import read_object, shortened
 
 Acceptance = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
 Compile = Literal["auto", "none", "cuda_graph", "compile"]
@@ -21,7 +21,17 @@ COMBINED = (AUTO, HYBRID)
 """Methods that draft with several others."""
 
 MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
-"""What a stored head may ask for at most: nodes of a tree, its depth, children of a node."""
+"""What a stored head may ask for at most: nodes of a tree, its depth, children of a node. A user may ask for depths
+and children up to the number of nodes."""
+
+MAX_SLOTS = 2**48
+"""Of a cache: no device holds more."""
+
+MAX_RANK = 2**31
+"""Of a child among its siblings; vocabularies are smaller."""
+
+MAX_TIERS, MAX_WAIT = 64, 10**9
+"""Depths that a controller chooses from, and target forwards between its decisions."""
 
 
 def validate_choices(choices: Iterable[Any]) -> list[Choice]:
@@ -39,12 +49,17 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
     """
     paths: list[Choice] = []
     for choice in choices:
+        if len(paths) >= MAX_NODES:
+            raise InvalidConfigError(f"A tree has at most {MAX_NODES} paths, got more.")
         if not isinstance(choice, list | tuple) or not choice:
             raise InvalidConfigError(
-                f"A tree is a list of non-empty paths of ranks such as [(0,), (0, 0), (1,)], got the entry {choice!r}."
+                f"A tree is a list of non-empty paths of ranks such as [(0,), (0, 0), (1,)], got the entry "
+                f"{shortened(choice)}."
             )
-        if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in choice):
-            raise InvalidConfigError(f"The ranks of a tree path must be integers >= 0, got {choice!r}.")
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MAX_RANK for rank in choice):
+            raise InvalidConfigError(
+                f"The ranks of a tree path must be integers from 0 to {MAX_RANK - 1}, got {shortened(choice)}."
+            )
         paths.append(tuple(choice))
     if not paths:
         raise InvalidConfigError("A tree needs at least one path, got an empty list.")
@@ -82,15 +97,15 @@ def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)[0]
             raise InvalidConfigError(
-                f"{owner} has no field {name!r}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+                f"{owner} has no field {shortened(name)}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
             )
 
 
 def _require(condition: bool, expected: str, name: str, value: Any) -> None:
     if not condition:
-        raise InvalidConfigError(f"`{name}` must be {expected}, got {value!r}.")
+        raise InvalidConfigError(f"`{name}` must be {expected}, got {shortened(value)}.")
 
 
 def _is_int(value: Any) -> bool:
@@ -98,7 +113,17 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Check a number that a user gives to a drafter.
+
+    Raises:
+        InvalidConfigError: It is no integer, smaller, or larger.
+    """
+    _require(_is_int(value) and value >= least, f"an integer >= {least}", name, value)
+    _require(most is None or value <= most, f"at most {most}", name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +151,16 @@ class AdaptiveConfig(_Fields):
         steps = tuple(self.candidate_steps)
         object.__setattr__(self, "candidate_steps", steps)
         _require(
-            bool(steps) and all(_is_int(s) and s >= 1 for s in steps) and list(steps) == sorted(set(steps)),
-            "ascending depths >= 1", "candidate_steps", steps,
+            0 < len(steps) <= MAX_TIERS and all(_is_int(s) and 1 <= s <= MAX_NODES for s in steps)
+            and list(steps) == sorted(set(steps)),
+            f"up to {MAX_TIERS} ascending depths from 1 to {MAX_NODES}", "candidate_steps", list(steps),
         )  # fmt: skip
         _require(_is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1, "in (0, 1]", "ema_alpha", self.ema_alpha)
         for name in ("update_interval", "warmup_batches"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, "an integer >= 1", name, value)
+            _require(_is_int(value) and 1 <= value <= MAX_WAIT, f"an integer from 1 to {MAX_WAIT}", name, value)
         for name in ("down_hysteresis", "up_hysteresis"):
-            _require(_is_number(getattr(self, name)), "a number", name, getattr(self, name))
+            _require(_is_number(getattr(self, name)), "a finite number", name, getattr(self, name))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -144,10 +170,9 @@ class AdaptiveConfig(_Fields):
             InvalidConfigError: A file that is not there, is no JSON object, or has unknown fields or bad values.
         """
         try:
-            values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise InvalidConfigError(f"`adaptive` must be a JSON file of AdaptiveConfig's fields: {error}.") from error
-        _require(isinstance(values, dict), "a JSON file that holds an object", "adaptive", str(path))
+            values = read_object(Path(path))
+        except InvalidConfigError as error:
+            raise InvalidConfigError(f"`adaptive` must be a JSON file of AdaptiveConfig's fields: {error}") from error
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,8 +224,9 @@ class SpeculativeConfig(_Fields):
         _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
         self._check_methods()
         for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length"):
-            value = getattr(self, name)
+            value, most = getattr(self, name), MAX_SLOTS if name == "max_cache_length" else MAX_NODES
             _require(value is None or (_is_int(value) and value >= 1), "an integer >= 1 or None", name, value)
+            _require(value is None or value <= most, f"at most {most}", name, value)
         for name, choices in (("acceptance", get_args(Acceptance)), ("compile", get_args(Compile))):
             value = getattr(self, name)
             _require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)

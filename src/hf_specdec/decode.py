@@ -22,6 +22,8 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.controller import Controller
 from hf_specdec.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.foreign import start_session
+from hf_specdec.one_time import one_time_work
 from hf_specdec.outputs import LayerOutputs
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.step import Step, StepSeconds
@@ -72,7 +74,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         transcript.stream(call.streamer)
         stack.enter_context(target.model._optimize_model_for_decode())
         with stats.time("draft"):
-            session = call.drafter.start(target, _context(call, prefill, roots), call.config)
+            session = start_session(call.drafter, target, _context(call, prefill, roots), call.config)
         stack.callback(session.close)
         del prefill
         begin = time.perf_counter()
@@ -113,6 +115,7 @@ def _step(
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
     """Propose, admit, verify, accept, commit, and count."""
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
+    before = one_time_work()
     with stats.time("draft"):
         draft = target.admit(Draft.plain(roots) if budget.is_plain else session.propose(budget))
         if transcript.lockstep and transcript.padded_rows:
@@ -125,7 +128,9 @@ def _step(
     with stats.time("commit"):
         target.commit(draft.tree, acceptance)
     stats.add_step(map(operator.sub, transcript.num_generated, generated), acceptance.num_drafted)
-    return Step(draft, verification, acceptance), StepSeconds(*map(operator.sub, stats.stage_seconds, begun))
+    drafting, verifying, rest = map(operator.sub, stats.stage_seconds, begun)
+    seconds = StepSeconds(drafting, verifying, rest, usual=one_time_work() == before)
+    return Step(draft, verification, acceptance), seconds
 
 
 def _context(call: Call, prefill: Verification, roots: Tensor) -> DraftContext:

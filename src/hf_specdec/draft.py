@@ -72,7 +72,7 @@ class Draft:
     @classmethod
     def plain(cls, roots: Tensor) -> Draft:
         """Nothing drafted: verifying the roots `[B]` alone is one step of plain decoding."""
-        return cls(TokenTree(roots[:, None], torch.full((1,), ROOT_PARENT, device=roots.device), max_depth=0))
+        return cls(TokenTree(roots[:, None], torch.full_like(roots[:1], ROOT_PARENT), max_depth=0))
 
     @property
     def num_drafted(self) -> Tensor:

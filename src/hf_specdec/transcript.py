@@ -129,7 +129,7 @@ class Transcript:
         if self._account is not None and self._account.device == device:
             return self._account.remaining == 0
         rows = self.padded_rows
-        return torch.tensor([row in rows for row in range(len(self.finished))], device=device)
+        return torch.tensor([row in rows for row in range(len(self.finished))], dtype=torch.bool, device=device)
 
     def begin(self, logits: Tensor) -> Tensor:
         """Choose the first token of every row in one batched call, as plain generate does.
@@ -278,7 +278,9 @@ class Transcript:
         for column in range(self._num_streamed, reached):
             streamer.put(
                 torch.tensor(
-                    [tokens[column] if column < len(tokens) else self.pad_token_id for tokens in self.new_tokens]
+                    [tokens[column] if column < len(tokens) else self.pad_token_id for tokens in self.new_tokens],
+                    dtype=torch.long,
+                    device="cpu",  # where plain generate streams
                 )
             )
         self._num_streamed = max(self._num_streamed, reached)
@@ -302,7 +304,7 @@ class _DeviceAccount:
 
     def __init__(self, remaining: Sequence[int], eos_ids: Sequence[int], device: torch.device) -> None:
         self.device = device
-        self.remaining = torch.tensor(remaining, device=device)
+        self.remaining = torch.tensor(remaining, dtype=torch.long, device=device)
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device) if eos_ids else None
 
     def cut(self, tokens: Tensor, lengths: Tensor, *, lockstep: bool) -> Tensor:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_specdec.host_sync import upload
+
 ROOT_PARENT = -1
 """Parent of node 0, and of every node that only pads a row: such a node is on no path."""
 
@@ -143,7 +145,7 @@ def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
         for parent in parents:
             depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
         deepest = max(deepest, *depths)
-    both = torch.tensor(padded, device=device)
+    both = upload(padded, torch.long, device)
     return TokenTree(both[:, 0], both[:, 1], max_depth=deepest)
 
 

@@ -164,13 +164,13 @@ class StaticLevels:
             inner = [path for path in level if any(longer[:-1] == path for longer in choices)]
             steps.append(
                 StaticStep(
-                    torch.tensor([expanded.index(path[:-1]) for path in level], device=device),
-                    torch.tensor([path[-1] for path in level], device=device),
+                    torch.tensor([expanded.index(path[:-1]) for path in level], dtype=torch.long, device=device),
+                    torch.tensor([path[-1] for path in level], dtype=torch.long, device=device),
                     torch.tensor([level.index(path) for path in inner], dtype=torch.long, device=device),
                 )
             )
             expanded = inner
-        parents = torch.tensor(choice_parents(choices), device=device)
+        parents = torch.tensor(choice_parents(choices), dtype=torch.long, device=device)
         return cls(tuple(choices), parents, tuple(steps), limits_of(choices).top_k)
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import Fields, read_records
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 """Spec-Bench's first categories come from MT-bench and count as one, `mt_bench`."""
@@ -32,13 +32,7 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     Raises:
         InvalidConfigError: A file or line that is none of that.
     """
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise InvalidConfigError(f"The prompt file {path} cannot be read: {error}.") from error
-    questions = [
-        _question(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()
-    ]
+    questions = [_question(row, f"{path}, line {number}") for number, row in read_records(Path(path))]
     if not questions:
         raise InvalidConfigError(
             f"{path} holds no questions.", "Expected JSON lines with question_id, category, turns."
@@ -55,22 +49,23 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     return mixed[:limit]
 
 
-def _question(line: str, place: str) -> Question:
+def _question(row: Fields, place: str) -> Question:
     """One line of a prompt file.
 
     Raises:
         InvalidConfigError: It is no question.
     """
     try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise TypeError("it is not a JSON object")
+        if not isinstance(row["category"], str):
+            raise TypeError("its category is not a text")
         category = "mt_bench" if row["category"] in MT_BENCH else row["category"]
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
             raise TypeError("its turns are not a list of texts")
+        for text in (category, *turns):
+            text.encode()
         return Question(str(row["question_id"]), category, tuple(turns))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise InvalidConfigError(
             f"{place} is not a question: {missing}.", "Expected question_id, category and turns."

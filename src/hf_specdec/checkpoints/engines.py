@@ -167,8 +167,8 @@ def _with_vocabulary(head: Eagle3Head) -> Tensors:
     """EAGLE-3's tensors with the draft vocabulary in both directions, the whole one too."""
     tensors, config = _state(head), head.config
     size = config.draft_vocab_size or config.vocab_size
-    ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size)
-    marked = torch.zeros(config.vocab_size, dtype=torch.bool)
+    ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size, device="cpu")
+    marked = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
     marked[ids.cpu()] = True
     return {**tensors, "d2t": ids - torch.arange(size, device=ids.device), "t2d": marked}
 

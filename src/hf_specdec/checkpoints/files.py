@@ -6,14 +6,9 @@ Feeds: `checkpoints/layouts.py` tells what was found, `checkpoints/formats.py` m
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,65 +16,28 @@ from torch import Tensor
 
 from hf_specdec.checkpoints.pickles import NotTensorsError, StoredTensor, TorchFile
 from hf_specdec.errors import CheckpointFormatError
-
-MAX_CONFIG_BYTES = 4 * 2**20
-"""A configuration is a page of text."""
+from hf_specdec.records import MAX_OBJECT_BYTES, Fields, open_regular, read_object
 
 MAX_INDEX_BYTES = 64 * 2**20
 """An index has a line per tensor."""
 
 PICKLED = (".pt", ".bin")
 
-Fields = dict[str, Any]
 
-
-def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Fields:
+def read_json(path: Path, max_bytes: int = MAX_OBJECT_BYTES) -> Fields:
     """A JSON object.
 
     Raises:
         CheckpointFormatError: No such file, too long, no JSON, or no object.
     """
-    try:
-        with open_regular(path) as file:
-            text = file.read(max_bytes + 1)
-        if len(text) > max_bytes:
-            raise CheckpointFormatError(f"{path} has more than {max_bytes} bytes, which is the most that is read.")
-        fields: Any = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"{path} cannot be read: {error}.", "Expected a JSON object.") from error
-    if not isinstance(fields, dict):
-        raise CheckpointFormatError(f"{path} holds a {type(fields).__name__}, expected a JSON object.")
-    return fields
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is not a finite number")
-    return number
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """A file for reading, which must be one: a pipe would be waited for, a device never ends.
-
-    Raises:
-        CheckpointFormatError: It is something else, or cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except OSError as error:
-        raise CheckpointFormatError(f"{path} cannot be read: {error}.") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointFormatError(f"{path} is not a regular file.", "Expected a file of data.")
-    return os.fdopen(descriptor, "rb")
+    return read_object(path, max_bytes, CheckpointFormatError)
 
 
 class _SafeTensors:
     """A safetensors file, opened once: what was checked is what is read."""
 
     def __init__(self, file: Path) -> None:
-        open_regular(file).close()
+        open_regular(file, CheckpointFormatError).close()
         self._opened = safe_open(file, framework="pt")
         self.shapes = {name: tuple(self._opened.get_slice(name).get_shape()) for name in self._opened.keys()}  # noqa: SIM118
 
@@ -93,7 +51,7 @@ class _Pickled:
     """A file that torch wrote, of tensors by name."""
 
     def __init__(self, file: Path) -> None:
-        self._file = TorchFile(open_regular(file))
+        self._file = TorchFile(open_regular(file, CheckpointFormatError))
         content = self._file.content
         if not isinstance(content, dict) or not content:
             raise NotTensorsError(f"it holds a {type(content).__name__}, expected tensors by name")
@@ -198,7 +156,7 @@ def read_frequent_tokens(file: Path) -> Tensor:
         CheckpointFormatError: Not a list of token ids.
     """
     with _readable(file):
-        opened = TorchFile(open_regular(file))
+        opened = TorchFile(open_regular(file, CheckpointFormatError))
         content = opened.content
         if isinstance(content, StoredTensor) and len(content.shape) == 1:
             content = opened.read(content).tolist()
@@ -206,4 +164,4 @@ def read_frequent_tokens(file: Path) -> Tensor:
         raise CheckpointFormatError(f"{file} holds no list of token ids.")
     if len(set(content)) != len(content):
         raise CheckpointFormatError(f"{file} lists a token id twice.")
-    return torch.tensor(content)
+    return torch.tensor(content, device="cpu")

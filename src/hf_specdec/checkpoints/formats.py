@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_specdec.checkpoints.files import Fields, TensorFiles, listed
+from hf_specdec.checkpoints.files import TensorFiles, listed
 from hf_specdec.checkpoints.layouts import LAYER_FIELDS, LAYOUTS, UNREAD_FAMILIES, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
@@ -27,6 +27,7 @@ from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.heads.mtp import MtpConfig, MtpHead
 from hf_specdec.heads.schema import OTHERS, checked, shown
+from hf_specdec.records import Fields
 
 Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads
 HeadConfig = EagleConfig | Eagle3Config | MtpConfig | MedusaConfig
@@ -290,7 +291,7 @@ def _usable(name: str, tensor: Tensor, where: str) -> Tensor:
         )
     if name == "d2t":
         return tensor.to(torch.long)
-    largest = tensor.abs().max() if tensor.numel() else torch.zeros(())
+    largest = tensor.abs().max() if tensor.numel() else tensor.new_zeros(())
     if not bool(largest <= LARGEST_WEIGHT):  # and this refuses NaN, too
         raise CheckpointFormatError(
             f"{where}: {name} has values that are not finite, or larger than {LARGEST_WEIGHT:g}, the most that half "
@@ -306,7 +307,8 @@ LARGEST_WEIGHT = torch.finfo(torch.float16).max
 def _rotary(config: Any, where: str) -> LlamaRotaryEmbedding:
     """The one buffer that is computed, not stored."""
     try:
-        rotary = LlamaRotaryEmbedding(config)
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(config)
     except Exception as error:  # see _lay_out
         raise CheckpointFormatError(f"{where}: no rotary positions can be made of its config: {error}.") from error
     frequencies, scaling = rotary.inv_freq, rotary.attention_scaling

@@ -17,9 +17,12 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from hf_specdec.checkpoints.files import Fields, TensorFiles, read_frequent_tokens, read_json, shard_names
+from hf_specdec.atomic import is_broken_off
+from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.records import Fields
+from hf_specdec.target.memory import persistent_tensors
 
 CONFIG_NAME = "config.json"
 INDEX_SUFFIX = ".index.json"
@@ -49,6 +52,7 @@ class Checkpoint:
     files: TensorFiles
 
 
+@persistent_tensors()
 def load_head(
     repo_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None, subfolder: str = "",
     cache_dir: str | Path | None = None, force_download: bool = False, local_files_only: bool = False,
@@ -100,6 +104,11 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
     folder = Path(repo_or_path)
     source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
     config = source.find(CONFIG_NAME)
+    if config is None and folder.is_dir() and is_broken_off(folder / subfolder, CONFIG_NAME):
+        raise CheckpointFormatError(
+            f"A save into {folder / subfolder} was broken off: files of two heads may be there.",
+            "Save the head there again.",
+        )
     if config is None:
         raise CheckpointFormatError(
             f"There is no {CONFIG_NAME} in {source.name}; a head needs one.",

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_specdec.checkpoints.files import Fields
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.eagle3 import Eagle3Config
 from hf_specdec.heads.medusa import MedusaConfig
 from hf_specdec.heads.mtp import MtpConfig
+from hf_specdec.records import Fields
 
 Names = frozenset[str]
 
@@ -253,3 +253,19 @@ def is_head_config(fields: Fields) -> bool:
         or any(key in fields for key in ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size"))
         or fields.get("architectures") == ["LlamaForCausalLMEagle3"]
     )
+
+
+TARGET_NAMES = ("base_model_name_or_path", "speculators_config.verifier.name_or_path")
+"""Where the layouts write down a head's target."""
+
+
+def target_name(fields: Fields) -> Any:
+    """The target that a head's configuration names, in any layout; it is not checked.
+
+    None if it names none, and for Medusa configurations of a whole model: whether the target is in the same checkpoint
+    follows from the tensors (`WHOLE_MODELS`).
+    """
+    if "num_hidden_layers" in fields and any(key.startswith("medusa") for key in fields):
+        return None
+    found = (lookup(fields, path) for path in TARGET_NAMES)
+    return next((name for name in found if name is not None), None)

@@ -106,7 +106,7 @@ class TorchFile:
             content = bytearray(self._file.read(size))
             if len(content) != size:
                 raise NotTensorsError("it ends before its tensors do")
-            empty = torch.empty(0, dtype=storage.dtype)
+            empty = torch.empty(0, dtype=storage.dtype, device="cpu")
             self._storages[storage.key] = torch.frombuffer(content, dtype=storage.dtype) if size else empty
         numel = math.prod(stored.shape)
         return self._storages[storage.key][stored.offset : stored.offset + numel].view(stored.shape)

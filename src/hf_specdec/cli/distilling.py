@@ -62,4 +62,5 @@ def distill(
     training.distill(target, tokenizer, [*asked, *training.invented_prompts(invent)], output, config)
     talks = training.read_conversations(output)
     answered = sum(sum(talk.loss_mask) for talk in talks)
-    tell({"output": str(output), "conversations": len(talks), "answer_tokens": answered}, as_json)
+    result = {"output": str(output), "conversations": len(talks), "answer_tokens": answered}
+    tell(result if server is None else {**result, "given_up": dict(target.lost)}, as_json)

@@ -20,7 +20,7 @@ from hf_specdec.cli.generation import dtype_of, head_for
 from hf_specdec.cli.options import Head, Json, NewTokens, Precision
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.loading import PACKAGE, load_model
-from hf_specdec.target.graphs import RECORDERS
+from hf_specdec.target.recorders import RECORDERS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
             "openai")  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from hf_specdec import records
 from hf_specdec.errors import InvalidConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -94,9 +94,6 @@ def read_object(path: Path | None, option: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidConfigError(f"{option} {path} cannot be read: {error}.") from error
-    if not isinstance(found, dict):
-        raise InvalidConfigError(f"{option} {path} holds no JSON object.", 'Expected something like {"bf16": true}.')
-    return found
+        return records.read_object(path)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"{option}: {error}", 'Expected something like {"bf16": true}.') from error

@@ -7,16 +7,16 @@ commands alone.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 
-from hf_specdec import viz
+from hf_specdec import records, viz
 from hf_specdec.checkpoints.formats import Head
-from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.cli.new_heads import name_target, new_head, of_a_new_head, read_head, set_vocabulary
 from hf_specdec.cli.options import (
     Json,
     Model,
@@ -39,7 +39,6 @@ from hf_specdec.cli.runs import (
     wait_for_all,
 )
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
-from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -52,6 +51,9 @@ if TYPE_CHECKING:
 
     from hf_specdec.training import Conversation
     from hf_specdec.training.trainer import TrainingData
+
+MAX_LOG_BYTES = 256 * 2**20
+"""Of the log of a run, which this process has written."""
 
 Features = Annotated[
     Path | None, typer.Option(help="Capture the target's features here once; else they are made in every step.")
@@ -139,17 +141,17 @@ def medusa(
         held_out = 0
     told = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
             "shared_lm_head": False if own_lm_head else None, **read_object(head_fields, "--head-fields")}  # fmt: skip
-    fields = _of_a_new_head(told, initial_head)
+    fields = of_a_new_head(told, initial_head)
     run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
     if initial_head is None:
-        heads = MedusaHeads(MedusaConfig.for_target(target_config, **fields))
+        heads = new_head(MedusaHeads, MedusaConfig.for_target(target_config, **fields), target_config)
     else:
-        heads = _read_head(initial_head, MedusaHeads, "Medusa heads")
+        heads = read_head(initial_head, MedusaHeads, "Medusa heads")
     heads.check_sizes(target_config.get_text_config(decoder=True))
-    _name_target(heads.config, base_model_name, path="./model" if joint else None)
+    name_target(heads.config, base_model_name, path="./model" if joint else None)
     talks, apart = _talks(data, model, max_length, held_out, drop_seen)
     training = training_package()
     config = training.MedusaTrainingConfig().changed(**read_object(recipe, "--recipe"))
@@ -157,7 +159,7 @@ def medusa(
         lengths = _lengths(training.openings(talks, config.answer_tokens))
         training.check_same_run(output, training.run_facts(heads, config, lengths))
     if initial_head is None:
-        _set_vocabulary(heads, talks)
+        set_vocabulary(heads, talks)
     target, tokenizer = target_of(model, dtype)
     if initial_head is None:
         heads.start_from(target.get_output_embeddings())
@@ -209,21 +211,25 @@ def eagle(
     if version == 2:
         raise InvalidConfigError("EAGLE-2 is EAGLE-1's weights with another tree.", "Use --version 1.")
     told = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
-    fields = _of_a_new_head(told, initial_head)
+    fields = of_a_new_head(told, initial_head)
     if initial_head is not None and random_start:
         raise InvalidConfigError("--random-start is of a new head, not of --initial-head.", "Leave one of them out.")
     run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
-    head = _new_eagle(version, target_config, fields)
+    head: EagleHead | Eagle3Head
     if initial_head is not None:
-        head = _read_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
+        head = read_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
+    elif version == 1:
+        head = new_head(EagleHead, EagleConfig.for_target(target_config, **{"bias": False, **fields}), target_config)
+    else:
+        head = new_head(Eagle3Head, Eagle3Config.for_target(target_config, **fields), target_config)
     head.check_sizes(target_config.get_text_config(decoder=True))
-    _name_target(head.config, base_model_name)
+    name_target(head.config, base_model_name)
     talks, apart = _talks(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
-        _set_vocabulary(head, talks)
+        set_vocabulary(head, talks)
     training = training_package()
     steps = {} if aligned_steps is None else {"aligned_steps": aligned_steps}
     config = training.EagleTrainingConfig.for_head(head).changed(**{**read_object(recipe, "--recipe"), **steps})
@@ -306,62 +312,15 @@ def _talks(
     return kept, apart
 
 
-def _of_a_new_head(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
-    """What was told of a head that is to be made.
-
-    Raises:
-        InvalidConfigError: There is one already.
-    """
-    told = {name: value for name, value in fields.items() if value is not None}
-    if told and initial_head is not None:
-        raise InvalidConfigError(
-            f"--initial-head {initial_head} is what its config says; {', '.join(told)} would be ignored.",
-            "Leave those options out, or train a new head.",
-        )
-    return told
-
-
-def _new_eagle(version: int, target_config: Any, fields: dict[str, Any]) -> EagleHead | Eagle3Head:
-    if version == 1:
-        return EagleHead(EagleConfig.for_target(target_config, **{"bias": False, **fields}))
-    return Eagle3Head(Eagle3Config.for_target(target_config, **fields))
-
-
-def _read_head(place: str, kind: Any, name: str) -> Any:
-    loaded = load_head(place)
-    if not isinstance(loaded, kind):
-        raise InvalidConfigError(f"{place} is not {name} but {type(loaded).__name__}.")
-    return loaded.float()
-
-
-def _name_target(config: Any, name: str | None, path: str | None = None) -> None:
-    """Write down which model a head is for, never where it lies on this machine.
-
-    Args:
-        config: The head's.
-        name: What --base-model-name says.
-        path: Relative to the head, where the model is saved beside it.
-    """
-    config.base_model_name_or_path = name or path or portable_name(config.base_model_name_or_path)
-
-
 def _lengths(talks: Sequence[Conversation]) -> list[int]:
     return [len(talk.input_ids) for talk in talks]
 
 
-def _set_vocabulary(head: Head, talks: list[Conversation]) -> None:
-    size = head.config.draft_vocab_size
-    if size is not None:
-        head.set_hot_token_ids(training_package().most_frequent_tokens(talks, size))
-
-
 def _finish(head: Head, output: Path, as_json: bool) -> None:
     """Store the head with the picture and the figures of its run."""
-    import torch
-
     if not is_main():
         return
-    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
         note(f"{RUN_PICTURE} was not drawn: pip install matplotlib.")

@@ -35,8 +35,9 @@ class CostModelController:
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Correct the costs by what the step took."""
-        width, plain = step.draft.tree.num_nodes, self._costs.table()[0]
-        self._costs.observe(width, seconds.verify + seconds.rest)
+        width, plain = step.draft.tree.num_nodes, self._costs.plain
+        if seconds.usual:
+            self._costs.observe(width, seconds.verify + seconds.rest)
         going = [count for count in step.acceptance.counts if count]
         taken, per_row = seconds.draft + seconds.verify + seconds.rest, sum(going) / max(len(going), 1)
         self._widths.append(width)
@@ -46,7 +47,7 @@ class CostModelController:
 
     def report(self) -> dict[str, Any]:
         """Widths of the steps, what they brought over plain steps, and the time of those that brought less."""
-        plain, widths = self._costs.table()[0], Counter(self._widths)
+        plain, widths = self._costs.plain, Counter(self._widths)
         return {
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),
             "plain_steps": widths[1] / len(self._widths) if self._widths else 0.0,

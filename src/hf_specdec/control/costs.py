@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import exp, log2
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +42,15 @@ NODES_OF_A_BATCH = 128
 LEAST_WIDTH = 4
 
 SMOOTHING = 0.2
-"""Weight of a real step in the cost of its own width, and in what every step takes besides."""
-COMMON_SMOOTHING = 0.03
-"""Its weight in the costs of all other widths."""
+"""Weight of a real step in the cost of its own width."""
 SURPRISE = 2.0
 """No real step counts as slower or faster than expected by more than this factor: somebody else may have been busy."""
+STALE_AFTER = 50
+"""Steps without a visit after which a width's cost follows the surprises of other widths (by 63 %): what changes the
+cost of one width for long, another load or a hotter processor, changes that of all."""
+OPTIMISM = 300
+"""Steps without a visit that make a width look cheaper by 63 %, so that it is tried again and a bad measurement is
+corrected. A width 10 % too dear is tried every 30 steps, one of twice the price every 200: that wastes under 0.5 %."""
 
 
 @torch.no_grad()
@@ -69,8 +74,8 @@ def verify_seconds(
     """
     facts = facts or inspect_target(model)
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw).to(device)
+    draw = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw, device="cpu").to(device)
     reserve = None if runner is None else RESERVED_SLOTS  # a runner keeps this memory for the calls to come
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
@@ -140,15 +145,19 @@ def _widest_measured(widest: int, rows: int) -> int:
 
 
 class StepCosts:
-    """Seconds of a step by its width, kept true by the times of real steps.
+    """Seconds of a step by its width, measured once and kept true by the times of real steps.
+
+    Every measured width has a factor by which real steps differ from its measurement. A step corrects the factors of
+    its own width, and of widths without a visit for long; between measured widths costs lie on a line.
 
     Args:
         seconds: Measured, by number of nodes per row; the smallest is 1.
     """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        self._seconds = dict(sorted(seconds.items()))
-        self._besides = 0.0  # accepting, committing, waiting: what every step takes beyond its forward
+        self._measured = dict(sorted(seconds.items()))
+        self._factors = dict.fromkeys(self._measured, 1.0)
+        self._unvisited = dict.fromkeys(self._measured, 0.0)  # steps since a step of about this width
 
     @classmethod
     def measure(
@@ -181,26 +190,44 @@ class StepCosts:
 
     def covers(self, widest: int, rows: int) -> bool:
         """Whether trees of so many nodes are in the table, as far as they are measured at all."""
-        return max(self._seconds) >= _widest_measured(widest, rows)
+        return max(self._measured) >= _widest_measured(widest, rows)
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain step."""
+        return self._measured[1] * self._factors[1]
 
     def table(self) -> tuple[float, ...]:
-        """Seconds of a step over 1, 2, ... nodes per row, up to the widest that was measured."""
-        widths, costs = list(self._seconds), list[float]()
-        for low, high in pairwise(widths):
-            step = (self._seconds[high] - self._seconds[low]) / (high - low)
-            costs += [self._seconds[low] + step * index for index in range(high - low)]
-        return tuple(self._besides + cost for cost in [*costs, self._seconds[widths[-1]]])
+        """Seconds of a step over 1, 2, ... nodes per row, up to the widest that was measured.
+
+        Widths that were not tried for long look cheaper than they were last, see `OPTIMISM`.
+        """
+        return _interpolated({
+            width: seconds * self._factors[width] * exp(-self._unvisited[width] / OPTIMISM)
+            for width, seconds in self._measured.items()
+        })  # fmt: skip
 
     def observe(self, width: int, seconds: float) -> None:
         """Learn from a real step: what it took to verify, accept and commit."""
-        table = self.table()
-        if width > len(table):
+        if width > max(self._measured):
             return
-        expected = table[width - 1]
-        seconds = min(max(seconds, expected / SURPRISE), expected * SURPRISE)
-        self._besides += SMOOTHING * (seconds - expected)
-        self._besides = min(max(self._besides, 0.0), table[0] / 2)
-        surprise = seconds / self.table()[width - 1] - 1
-        for known in self._seconds:
-            near = max(0.0, 1 - abs(known - width) / max(known, width) * 2)
-            self._seconds[known] *= 1 + surprise * (COMMON_SMOOTHING + near * (SMOOTHING - COMMON_SMOOTHING))
+        expected = _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured})
+        surprise = min(max(seconds / expected[width - 1], 1 / SURPRISE), SURPRISE)
+        for known in self._measured:
+            near = max(0.0, 1 - abs(log2(known / width)))  # 1 at the step's own width, 0 from twice or half of it on
+            stale = 1 - exp(-self._unvisited[known] / STALE_AFTER)
+            weight = near * max(SMOOTHING, stale) + (1 - near) * stale * SMOOTHING
+            self._factors[known] *= surprise**weight
+            self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
+
+
+def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
+    """Seconds for 1, 2, ... nodes from those of some widths in ascending order, the first of them 1.
+
+    Example: {1: 1.0, 3: 2.0} gives (1.0, 1.5, 2.0).
+    """
+    widths, found = list(seconds), list[float]()
+    for low, high in pairwise(widths):
+        step = (seconds[high] - seconds[low]) / (high - low)
+        found += [seconds[low] + step * index for index in range(high - low)]
+    return (*found, seconds[widths[-1]])

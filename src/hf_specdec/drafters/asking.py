@@ -18,6 +18,11 @@ FIRST_ASKED = 3
 """Steps in which an option is tried in any case, to learn what it costs."""
 SHORTEST_REST, LONGEST_REST = 8, 256
 """Steps after which an option is tried although it does not pay; the rest doubles every time that it does not."""
+TRIAL_SHARE = 0.02
+"""Fraction of the time that trials may take while no option pays; it ends the doubling. With 1 % a head that became
+useful again was noticed after several hundred steps, with 3 % a useless head cost 4 % (`tests/test_policy.py`)."""
+STALE_WEIGHT = 0.4
+"""Largest weight of the first step after a rest: what was learned before it is of another text."""
 PRIOR_GAIN, PRIOR_STEPS = 0.8, 4
 """Tokens that a head is thought to add where nothing is drafted without it, with the weight of so many steps."""
 HOPED_GAIN = 1.5
@@ -37,15 +42,23 @@ class Worth:
     waited: int = 0  # steps since it was asked
     rest: int = SHORTEST_REST
     trials: int = FIRST_ASKED
+    stale: int = 0  # steps before the current trial in which it was not asked
 
-    def is_due(self, without: Width, rows: int) -> bool:
-        """Whether it is to be tried whatever it brought: it may have changed, and it could pay if it did well.
+    def is_due(self, without: Width, rows: int, share: float) -> bool:
+        """Whether to try it although it does not pay, or not best.
 
-        Once in a long while it is tried even so: what it seemed to cost may have been somebody else's doing.
+        The first trials need the hope that it could pay. Later ones come after a rest: what it seemed to cost may
+        have been other load, and what it brought may have been another text.
+
+        Args:
+            without: What is expected without asking.
+            rows: That go on.
+            share: Fraction of the time that its trials may take at least; 0 lets the rest double to `LONGEST_REST`.
         """
-        hoped = self._rate(without, rows, HOPED_GAIN)
-        due = (self.asked < self.trials or self.waited > self.rest) and hoped > without.rate
-        return due or self.waited > LONGEST_REST
+        if self.asked < self.trials and self._rate(without, rows, HOPED_GAIN) > without.rate:
+            return True
+        longest = self.seconds / (share * without.seconds) if share else LONGEST_REST
+        return self.waited > min(self.rest, max(longest, SHORTEST_REST))
 
     def rate(self, without: Width, rows: int) -> float:
         """Progress per second that asking is expected to bring."""
@@ -67,7 +80,8 @@ class Worth:
         """
         expected, self.asked = without.tokens / rows, self.asked + 1
         times, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
-        weight = max(SMOOTHING, 1 / (times + 1 + PRIOR_STEPS))
+        stale = min(1 - (1 - SMOOTHING) ** self.stale, STALE_WEIGHT)
+        weight = max(SMOOTHING, 1 / (times + 1 + PRIOR_STEPS), stale)
         self.gains[_kind(expected)] = (times + 1, gain + weight * (gained / rows - gain))
         self.seconds = _toward(self.seconds, with_it.seconds - without.seconds, max(SMOOTHING, 1 / self.asked))
 
@@ -126,12 +140,15 @@ class Asking:
             option.waited += 1
         best = max(self.options, key=lambda option: option.rate(without, rows))
         paying = best if best.rate(without, rows) > without.rate else None
-        due = next((option for option in self.options if option is not paying and option.is_due(without, rows)), None)
+        # if one option pays, only the depth is in question, and that can wait
+        share = TRIAL_SHARE / len(self.options) if paying is None else 0.0
+        others = (option for option in self.options if option is not paying)
+        due = next((option for option in others if option.is_due(without, rows, share)), None)
         if due is not None and due.asked >= due.trials:
-            due.rest = min(2 * due.rest, LONGEST_REST)
+            due.rest *= 2
         chosen = due or paying
         if chosen is not None:
-            chosen.waited = 0
+            chosen.stale, chosen.waited = chosen.waited, 0
             if chosen is paying:
                 chosen.rest = SHORTEST_REST
         return chosen

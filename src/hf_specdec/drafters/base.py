@@ -145,6 +145,11 @@ def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
         DrafterMismatchError: Another hidden size or vocabulary, too few layers, or a target without lm_head.
     """
     head.check_sizes(text_config(model))
+    if any(parameter.is_meta for parameter in head.parameters()):
+        raise DrafterMismatchError(
+            f"The weights of this {type(head).__name__} are on the meta device: they have no values.",
+            "Load or make it on a real device; torch.set_default_device('meta') puts new modules there.",
+        )
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise DrafterMismatchError(f"{type(model).__name__} has no lm_head for this {type(head).__name__}.")

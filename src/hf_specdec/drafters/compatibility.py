@@ -50,7 +50,7 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
 def _invented(model: Any) -> list[Tensor]:
     """Beginnings of text, sampled by the model after its first token, with a seed of their own."""
     first = model.generation_config.bos_token_id
-    begin = torch.full((1, 1), first if isinstance(first, int) else 0, device=model.device)
+    begin = torch.full((1, 1), first if isinstance(first, int) else 0, dtype=torch.long, device=model.device)
     devices = [] if model.device.type == "cpu" else [model.device]
     prompts = []
     with torch.random.fork_rng(devices, device_type=model.device.type if devices else "cpu"):

@@ -27,9 +27,9 @@ from hf_specdec.heads.captured import GraphDraftLayer, Growing
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.step import Step
 from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.graphs import RECORDERS
 from hf_specdec.target.masks import committed_slots
 from hf_specdec.target.model import lm_head_rows
+from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.runners import Form
 from hf_specdec.target.target import Target
 from hf_specdec.tree_growth import (

@@ -8,6 +8,7 @@ device after every token.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import SpeculativeConfig, require_integer
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedModelError
@@ -57,15 +58,11 @@ class EarlyExitDrafter(Drafter):
     def __init__(self, *, exit_layer: int | None = None, skipped_layers: Iterable[int] | None = None) -> None:
         if exit_layer is not None and skipped_layers is not None:
             raise InvalidConfigError("`exit_layer` and `skipped_layers` tell the same thing.", "Give one of the two.")
-        self.exit_layer = exit_layer
-        self.skipped_layers = None if skipped_layers is None else tuple(sorted(set(skipped_layers)))
-        if exit_layer is not None and exit_layer < 1:
-            raise InvalidConfigError(f"`exit_layer` is the number of layers that run, at least 1, got {exit_layer}.")
-        if self.skipped_layers and self.skipped_layers[0] < 1:
-            raise InvalidConfigError(
-                f"`skipped_layers` are numbers from 1 on, got {self.skipped_layers[0]}.",
-                "The first layer, number 0, always runs.",
-            )
+        if exit_layer is not None:
+            require_integer("exit_layer", exit_layer, 1)
+        if skipped_layers is not None:
+            skipped_layers = _layer_numbers(skipped_layers)
+        self.exit_layer, self.skipped_layers = exit_layer, skipped_layers
         self._bound: WeakKeyDictionary[PreTrainedModel, SkippedLayers] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -116,6 +113,23 @@ class EarlyExitDrafter(Drafter):
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session that shares the target's cache; it has nothing to read first."""
         return _EarlyExitSession(target, without_layers(target.model, self._bound[target.model]), context.roots)
+
+
+def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
+    """The layers to skip, ascending.
+
+    Raises:
+        InvalidConfigError: They are not integers >= 1.
+    """
+    try:
+        numbers = sorted(set(map(operator.index, layers)))
+    except TypeError as error:
+        raise InvalidConfigError(f"`skipped_layers` must be numbers of layers, got {layers!r}.") from error
+    if numbers and numbers[0] < 1:
+        raise InvalidConfigError(
+            f"`skipped_layers` are numbers from 1 on, got {numbers[0]}.", "The first layer, number 0, always runs."
+        )
+    return tuple(numbers)
 
 
 class _EarlyExitSession(DraftSession):

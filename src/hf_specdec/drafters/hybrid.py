@@ -34,8 +34,10 @@ from hf_specdec.drafters.candidates import (
     best_width,
     merge,
 )
+from hf_specdec.drafters.foreign import limits_of, start_session
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.host_sync import read
+from hf_specdec.host_sync import read, upload
+from hf_specdec.one_time import one_time_work
 from hf_specdec.step import Step
 from hf_specdec.target.target import Target
 from hf_specdec.tree import stack_trees
@@ -150,26 +152,27 @@ class HybridDrafter(Drafter):
                 f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
-        for part in self.parts:  # what one of them refuses is refused before any work
-            part.limits(_part_config(part))
+        for name, part in self._parts.items():  # what one of them refuses is refused before any work
+            limits_of(part, _part_config(part, name), name)
         num_nodes = config.num_draft_tokens or MAX_NODES
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session over sessions of the parts."""
-        sources = [
-            _Source(name, part.start(target, context, _part_config(part)), part.limits(_part_config(part)))
-            for name, part in self._parts.items()
-        ]
+        sources = []
+        for name, part in self._parts.items():
+            part_config = _part_config(part, name)
+            session = start_session(part, target, context, part_config, name)
+            sources.append(_Source(name, session, limits_of(part, part_config, name)))
         return _HybridSession(sources, self.experience, context)
 
 
-def _part_config(part: Drafter) -> SpeculativeConfig:
+def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
     """A part's own settings, with more candidates where it takes the number."""
     try:
         wide = SpeculativeConfig(part.method, num_draft_tokens=ASKED_NODES)
-        part.limits(wide)
+        limits_of(part, wide, name)
     except InvalidConfigError:  # its tree is given
         return SpeculativeConfig(part.method)
     return wide
@@ -221,19 +224,21 @@ class _HybridSession(DraftSession):
             worth = asking.choose(width, rows) if budget.costs is not None else asking.options[-1]
             if worth is None:
                 continue
-            begin, first = time.perf_counter(), source.asked == 0
+            begin, before = time.perf_counter(), one_time_work()
             least = asking.level_seconds * width.rate if on_host and budget.costs is not None else 0.0
             levels = self._ask(source, budget, worth.num_steps, least)
-            if not first:
+            # the first time it reads the prompt: not what it costs in a step
+            usual = source.asked > 0 and one_time_work() == before
+            if usual:
                 asking.time_levels(levels, time.perf_counter() - begin)
-            before, seconds = width.seconds - self._cost(budget, width), time.perf_counter() - begin
-            trees = self._merge(budget, before + (worth.seconds if first else seconds))
+            spent, seconds = width.seconds - self._cost(budget, width), time.perf_counter() - begin
+            trees = self._merge(budget, spent + (seconds if usual else worth.seconds))
             seconds = time.perf_counter() - begin
             source.asked, source.seconds = source.asked + 1, source.seconds + seconds
-            if first:  # it read the prompt: not what it costs in a step
+            if not usual:
                 seconds = worth.seconds if worth.asked else 0.0
-            wider = self._width(trees, budget, before + seconds)
-            if not first:
+            wider = self._width(trees, budget, spent + seconds)
+            if usual:
                 self._asked.append((worth, width, wider))
             width = wider
         self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
@@ -321,7 +326,7 @@ class _HybridSession(DraftSession):
         if width == 1:
             return Draft.plain(self._roots)
         padded = [row + [0.0] * (width - len(row)) for row in edges]
-        told = torch.tensor(padded, device=self._roots.device)
+        told = upload(padded, torch.float32, self._roots.device)
         return Draft(stack_trees(rows, self._roots.device), told, sources=tuple(sources))
 
     # ------------------------------------------------------------------------------------------- learning

@@ -75,7 +75,7 @@ class _LastLogitsSession(DraftSession):
         if found is None:
             return Draft.plain(self._roots)
         log_probs, ids = found
-        parents = torch.full((1 + ids.shape[1],), 0, device=ids.device)
+        parents = torch.full((1 + ids.shape[1],), 0, dtype=torch.long, device=ids.device)
         parents[0] = ROOT_PARENT
         tree = TokenTree(torch.cat([self._roots[:, None], ids], dim=-1), parents, max_depth=1)
         return Draft(tree, torch.nn.functional.pad(log_probs, (1, 0)))

@@ -16,11 +16,11 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import SpeculativeConfig, require_integer
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.host_sync import read
+from hf_specdec.host_sync import read, upload
 from hf_specdec.step import Step
 from hf_specdec.target.target import Target
 from hf_specdec.tree import TokenTree, stack_trees
@@ -58,8 +58,7 @@ class LookaheadDrafter(Drafter):
         reads_prompt: bool = True,
     ) -> None:  # fmt: skip
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if value < least:
-                raise InvalidConfigError(f"`{name}` must be at least {least}, got {value}.")
+            require_integer(name, value, least)
         self.window, self.ngram, self.guesses, self.reads_prompt = window, ngram, guesses, reads_prompt
 
     def __repr__(self) -> str:
@@ -258,7 +257,7 @@ class _LookaheadSession(DraftSession):
         if shape:
             width = max(len(row.cells) for row in self._rows)
             cells = [[*row.cells, *[0] * (width - len(row.cells))] for row in self._rows]
-            self._planted = tree, torch.tensor(cells, device=self._device)
+            self._planted = tree, upload(cells, torch.long, self._device)
         return Draft(tree)
 
     def observe(self, step: Step) -> None:

@@ -120,9 +120,9 @@ class _RankTree:
     def of(cls, choices: Sequence[Choice], device: torch.device) -> _RankTree:
         paths, limits = validate_choices(choices), limits_of(choices)
         return cls(
-            parents=torch.tensor(choice_parents(paths), device=device),
-            depths=torch.tensor([len(path) - 1 for path in paths], device=device),
-            ranks=torch.tensor([path[-1] for path in paths], device=device),
+            parents=torch.tensor(choice_parents(paths), dtype=torch.long, device=device),
+            depths=torch.tensor([len(path) - 1 for path in paths], dtype=torch.long, device=device),
+            ranks=torch.tensor([path[-1] for path in paths], dtype=torch.long, device=device),
             top_k=limits.top_k,
             max_depth=limits.num_steps,
         )

@@ -8,19 +8,22 @@ an accident.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
 from hf_specdec.drafters.candidates import Candidate, Candidates, Merged, merge
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.step import Step
+from hf_specdec.target.model import num_embedded_tokens
 from hf_specdec.target.target import Target
 from hf_specdec.tree import stack_trees
 
@@ -57,7 +60,21 @@ class PromptLookupDrafter(Drafter):
     method = "prompt_lookup"
 
     def __init__(self, corpus: Iterable[Iterable[int]] | None = None) -> None:
-        self._corpus = None if corpus is None else SuffixAutomaton.of_corpus(corpus)
+        self._corpus = None if corpus is None else SuffixAutomaton.of_corpus(_token_ids(corpus))
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Check that the corpus is of tokens that the model has.
+
+        Raises:
+            DrafterMismatchError: It holds others: another tokenizer made it.
+        """
+        largest = -1 if self._corpus is None else max(self._corpus.following[START], default=-1)
+        vocab_size = num_embedded_tokens(model)
+        if largest >= vocab_size:
+            raise DrafterMismatchError(
+                f"The corpus holds token {largest}, the vocabulary of {type(model).__name__} has {vocab_size} tokens.",
+                "Tokenize the corpus with this model's tokenizer.",
+            )
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """The caps; a tree is smaller where the match is short, and is the root alone where there is none."""
@@ -73,6 +90,24 @@ class PromptLookupDrafter(Drafter):
         """Index the prompt of every row."""
         shared = max(LEAST_NUM_NODES, DEFAULT_NUM_NODES // len(context.roots))
         return _PromptLookupSession(context, config.num_draft_tokens or shared, self._corpus)
+
+
+def _token_ids(corpus: Iterable[Iterable[int]]) -> Iterator[list[int]]:
+    """The texts of a corpus.
+
+    Raises:
+        InvalidConfigError: They are not lists of token ids.
+    """
+    try:
+        for text in corpus:
+            ids = list(map(operator.index, text))
+            if min(ids, default=0) < 0:
+                raise TypeError("a token id is not negative")
+            yield ids
+    except TypeError as error:
+        raise InvalidConfigError(
+            f"`corpus` must be texts as lists of token ids: {error}.", "Tokenize each text on its own."
+        ) from error
 
 
 class _PromptLookupSession(CandidateSession):

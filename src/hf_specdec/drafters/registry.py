@@ -31,6 +31,7 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
+from hf_specdec.target.memory import persistent_tensors
 
 ENTRY_POINTS = "hf_specdec.methods"
 """The group of entry points by which an installed package adds its methods."""
@@ -196,5 +197,6 @@ def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter]
             f"First {row.requires}.",
         )
     if name not in made:
-        made[name] = row.make() if row.native is None else row.native(model)
+        with persistent_tensors():
+            made[name] = row.make() if row.native is None else row.native(model)
     return made[name]

@@ -10,6 +10,7 @@ of the accepted path are written last. All of it stays on the device.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from math import exp
 from pathlib import Path
@@ -21,12 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import whole_file
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.records import open_regular
 from hf_specdec.step import Step
+from hf_specdec.target.memory import persistent_tensors
 from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.target import Target
 from hf_specdec.tree import ROOT_PARENT, TokenTree
@@ -37,6 +40,10 @@ DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
 WIDTH = 8
 """Candidates that are kept per token."""
+MAX_PAIRS = 2**24
+"""Pairs of tokens that are remembered at most: some 2 GB with 8 candidates each."""
+MAX_HEADER_BYTES = 64 * 1024
+"""Of a stored table, which has half a dozen tensors."""
 PAIRS = 2**16
 """Pairs of tokens that are remembered; a pair that falls on another's place takes it."""
 MIXER = 1_000_003
@@ -64,12 +71,20 @@ class RecycledTokens:
     """
 
     def __init__(self, vocab_size: int, width: int, pairs: int, device: torch.device) -> None:
-        self.vocab_size, self.pairs = vocab_size, pairs
+        self.vocab_size, self.pairs, width = vocab_size, pairs, min(width, vocab_size)
         # a last row of each table takes what is not to be written
         sizes = (vocab_size + 1, pairs + 1)
-        self.ids = [torch.zeros(size, width, dtype=torch.long, device=device) for size in sizes]
-        self.log_probs = [torch.full((size, width), -torch.inf, device=device) for size in sizes]
-        self.keys = torch.full((pairs + 1,), NO_PAIR, dtype=torch.long, device=device)
+        with persistent_tensors():
+            self.ids = [torch.zeros(size, width, dtype=torch.long, device=device) for size in sizes]
+            self.log_probs = [
+                torch.full((size, width), -torch.inf, dtype=torch.float32, device=device) for size in sizes
+            ]
+            self.keys = torch.full((pairs + 1,), NO_PAIR, dtype=torch.long, device=device)
+
+    def clone(self) -> RecycledTokens:
+        """Return a copy that later calls may write to."""
+        with persistent_tensors():
+            return copy.deepcopy(self)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it, by name."""
@@ -139,8 +154,8 @@ class TokenRecyclingDrafter(Drafter):
     method = "token_recycling"
 
     def __init__(self, *, width: int = WIDTH, pairs: int = PAIRS, reads_prompt: bool = False) -> None:
-        if min(width, pairs) < 1:
-            raise InvalidConfigError(f"`width` and `pairs` must be at least 1, got {width} and {pairs}.")
+        require_integer("width", width, 1, MAX_TOP_K)
+        require_integer("pairs", pairs, 1, MAX_PAIRS)
         self._width, self._pairs = width, pairs
         self.needs = Needs(prompt_logits=reads_prompt)
         self.table: RecycledTokens | None = None
@@ -177,20 +192,20 @@ class TokenRecyclingDrafter(Drafter):
 
     def memory(self) -> RecycledTokens | None:
         """See `Drafter.memory`."""
-        return copy.deepcopy(self.table)
+        return None if self.table is None else self.table.clone()
 
     def recall(self, memory: RecycledTokens | None) -> None:
         """See `Drafter.recall`."""
         if memory is None:
             self.reset()
         else:
-            self.table = copy.deepcopy(memory)
+            self.table = memory.clone()
 
     def save(self, path: str | Path) -> None:
         """Write down what was learned, as safetensors.
 
         Raises:
-            InvalidConfigError: It has not been used with a model.
+            InvalidConfigError: It has not been used with a model, or nothing can be written there.
         """
         with whole_file(Path(path)) as partial:
             save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
@@ -203,6 +218,12 @@ class TokenRecyclingDrafter(Drafter):
             CheckpointFormatError: A file of something else, or of other sizes.
         """
         mine = self._learned().tensors()
+        with open_regular(Path(path), CheckpointFormatError) as file:
+            header = os.fstat(file.fileno()).st_size - sum(tensor.nbytes for tensor in mine.values())
+        if not 0 < header <= MAX_HEADER_BYTES:  # before it is read: a header may hold millions of names
+            raise CheckpointFormatError(
+                f"{path} holds no recycled tokens of this model's vocabulary and these sizes: it has another length."
+            )
         try:
             with safe_open(path, framework="pt") as stored:
                 found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118

@@ -31,20 +31,22 @@ from hf_specdec.errors import (
 )
 from hf_specdec.generation import options
 from hf_specdec.generation.plan import (
-    Plan,
     WithAssistant,
     controller_of,
     plan_call,
+    plan_of,
     runs_with_others,
     warm_up,
     with_programs,
 )
-from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, state_of
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, release_programs, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
+from hf_specdec.target.cache import seen_tokens
 from hf_specdec.target.memory import RESERVED_SLOTS
 from hf_specdec.target.model import cache_argument
-from hf_specdec.target.probe import inspect_target
+from hf_specdec.target.plain import check_plain_generate
+from hf_specdec.target.probe import gate, inspect_target, reproducible
 from hf_specdec.transcript import Transcript
 
 
@@ -74,6 +76,9 @@ class SpeculativeGenerationMixin:
             return model
         state = SpeculationState()
         base: Any = type(model)
+        gate(model)
+        with reproducible(model):
+            check_plain_generate(model)
         state.facts = [inspect_target(model)]
         try:  # whole or not at all, also where somebody interrupts it
             model.__dict__[STATE] = state
@@ -182,11 +187,7 @@ class SpeculativeGenerationMixin:
         Raises:
             DrafterMismatchError: It was made for another model, or is not a drafter.
         """
-        if not isinstance(drafter, Drafter):
-            raise DrafterMismatchError(
-                f"A drafter is an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
-            )
-        register(self, drafter, name or drafter.method)
+        register(self, drafter, name)
         return drafter
 
     def remove_drafter(self, name: str) -> Drafter:
@@ -216,6 +217,10 @@ class SpeculativeGenerationMixin:
                 f"batch_size and prompt_length are at least 1, got {batch_size}, {prompt_length}."
             )
         warm_up(self, speculative, rows=batch_size, context=prompt_length)
+
+    def release_memory(self) -> None:
+        """Let go of graphs, their key-value memory and compiled programs; the next call makes what it needs anew."""
+        release_programs(self)
 
     # ------------------------------------------------------------------------------------------- saving
 
@@ -250,6 +255,10 @@ class SpeculativeGenerationMixin:
             if speculative is None:
                 speculative = getattr(self.generation_config, "speculative", None)  # type: ignore[attr-defined]
         prepared.speculative = None if speculative is False else speculative
+        model: Any = self
+        given = model_kwargs.get(cache_argument(model))
+        if prepared.speculative is not None and given is not None:
+            seen_tokens(given)  # transformers reads it before it prepares a cache
         return prepared, model_kwargs
 
     def _validate_generation_mode(
@@ -269,7 +278,7 @@ class SpeculativeGenerationMixin:
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
         """Make the target, with a cache for the prompt, the answer and a tree."""
-        plan: Plan | None = getattr(generation_config, "speculative", None)
+        plan = plan_of(generation_config)
         if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -277,10 +286,11 @@ class SpeculativeGenerationMixin:
         options.check_inputs(model_kwargs, generation_config)
         model: Any = self
         name, limit = cache_argument(model), plan.config.max_cache_length
-        given = model_kwargs.get(name)
+        given, rows = model_kwargs.get(name), batch_size * (generation_config.num_return_sequences or 1)
         needed = max_cache_length + 1 + plan.limits.num_nodes
         if given is not None:
-            needed += options.check_cache(given, generation_config, max_cache_length)
+            layout = plan.facts.cache_layout
+            needed += options.check_cache(given, generation_config, max_cache_length, layout, rows)
         if limit is not None and limit < needed:
             raise CacheCapacityError(
                 f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {limit}.",
@@ -289,7 +299,6 @@ class SpeculativeGenerationMixin:
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         plan = with_programs(plan, model)
         if plan.runner is not None:  # costs are measured over the memory that this call will take
-            rows = batch_size * (generation_config.num_return_sequences or 1)
             controller_of(plan, model, rows, max_cache_length, synced_gpus=runs_with_others())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
@@ -306,7 +315,7 @@ class SpeculativeGenerationMixin:
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
         """Plain decoding, or the speculative loop."""
-        plan: Plan | None = getattr(generation_config, "speculative", None)
+        plan = plan_of(generation_config)
         if plan is None:
             return super()._sample(  # type: ignore[misc]
                 input_ids,
@@ -321,7 +330,7 @@ class SpeculativeGenerationMixin:
         assert plan.target is not None
         options.check_processors(logits_processor, plan.config)
         options.check_device(input_ids, model)
-        options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"), plan.target.num_rows)
+        options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
         options.check_synced(synced_gpus, plan.target.needs_replay)
         device = input_ids.device
         returns_dict = bool(generation_config.return_dict_in_generate)

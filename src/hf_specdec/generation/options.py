@@ -27,11 +27,12 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from hf_specdec import accept
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.errors import CacheCapacityError, UnsupportedGenerationError
-from hf_specdec.target.cache import seen_tokens
-from hf_specdec.target.graphs import RECORDERS
-from hf_specdec.target.model import execution_device
+from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.target.cache import check_fits, seen_tokens
+from hf_specdec.target.memory import CacheLayout
+from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.probe import drops_cache
+from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
 
 KEPT_INPUTS = frozenset({
@@ -102,6 +103,12 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"`speculative` works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}.",
             "Drop `speculative`, or the options that choose that mode (num_beams, assistant_model, ...).",
         )
+    chunk = config.prefill_chunk_size
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise UnsupportedGenerationError(
+            f"`prefill_chunk_size` must be an integer >= 1, got {chunk!r}.",
+            "Leave it None to read the prompt at once.",
+        )
     if mode_kwargs.get("assistant_model") is not None:
         raise UnsupportedGenerationError(
             "`assistant_model` goes with a `speculative` that the call itself is given.",
@@ -144,6 +151,19 @@ def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
         )
 
 
+def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
+    """Refuse more children per node than there are tokens.
+
+    Raises:
+        InvalidConfigError: Naming both numbers.
+    """
+    vocab_size = text_config(model).vocab_size
+    if config.top_k is not None and config.top_k > vocab_size:
+        raise InvalidConfigError(
+            f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.", "Use a smaller one."
+        )
+
+
 def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
     """Refuse model inputs of which it is not known how they go on after the prompt.
 
@@ -166,8 +186,17 @@ def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None
         )
 
 
-def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int) -> int:
+def check_cache(
+    cache: Any, config: GenerationConfig, max_cache_length: int, layout: CacheLayout | None, rows: int
+) -> int:
     """The tokens that a handed-in cache holds.
+
+    Args:
+        cache: What was handed in.
+        config: Of this call.
+        max_cache_length: Tokens of prompt and answer.
+        layout: Of the cache that the model fills; None if it verifies chains.
+        rows: Prompts, each as often as it is answered.
 
     Raises:
         UnsupportedGenerationError: It is not a cache that can be continued, or another one is asked for, too.
@@ -179,6 +208,8 @@ def check_cache(cache: Any, config: GenerationConfig, max_cache_length: int) -> 
             "Drop one.",
         )
     length = seen_tokens(cache)
+    if layout is not None:
+        check_fits(cache, layout, rows)
     if length and config.prefill_chunk_size is not None and not CHUNKS_CONTINUE_CACHES:
         raise UnsupportedGenerationError(
             "In this version of transformers prefill_chunk_size reads the tokens of a handed-in cache twice.",
@@ -267,17 +298,12 @@ def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
         )
 
 
-def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None, rows: int) -> None:
-    """Refuse a prompt without tokens, or with another number of rows than the cache it continues (0: an empty one).
+def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> None:
+    """Refuse a prompt without tokens.
 
     Raises:
-        UnsupportedGenerationError: Neither ids nor embeddings, or rows that do not belong together.
+        UnsupportedGenerationError: Neither ids nor embeddings.
     """
-    if rows not in (0, input_ids.shape[0]):
-        raise UnsupportedGenerationError(
-            f"The cache handed in as `past_key_values` has {rows} rows, the prompt has {input_ids.shape[0]}.",
-            "Give as many prompts as the cache has rows.",
-        )
     if input_ids.shape[1] == 0 and inputs_embeds is None:
         raise UnsupportedGenerationError("The prompt is empty.", "Give at least one token, e.g. the BOS token.")
 

@@ -23,9 +23,10 @@ from hf_specdec.control.tiers import TierController
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.foreign import limits_of
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.registry import choose_drafter
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
 from hf_specdec.generation.state import (
     compiled_drafter,
@@ -35,9 +36,12 @@ from hf_specdec.generation.state import (
     keep_bound,
     state_of,
 )
-from hf_specdec.target.graphs import RECORDERS
-from hf_specdec.target.model import execution_device
+from hf_specdec.target.graphs import PAYS_AFTER
+from hf_specdec.target.memory import bucket_of
+from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.plain import ordinary_tokens
 from hf_specdec.target.probe import TargetFacts
+from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.runners import Form, Runner
 from hf_specdec.target.target import Target
 
@@ -45,6 +49,9 @@ ASSISTED = "draft_model"
 """The method that drafts with an assistant model."""
 
 logger = logging.getLogger(__name__)
+
+NO_TOKEN = 2**31 - 1
+"""No text ends with it."""
 
 SHARED_NODES = 8
 """Nodes of a merged tree where costs cannot decide."""
@@ -102,6 +109,7 @@ def plan_call(
         registered = {**registered, ASSISTED: _drafter_of(assistant, config, generation_config, state.made)}
     drafter = choose_drafter(config, model, registered, state.made, state.experience)
     limits = _limits(drafter, config)
+    options.check_top_k(config, model)
     options.check_runner(config, model)
     rule = options.rule_for(config, generation_config)
     options.check_training(model)
@@ -117,6 +125,21 @@ def plan_call(
         facts=facts,
         layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.branches),
     )
+
+
+def plan_of(generation_config: GenerationConfig) -> Plan | None:
+    """The call's plan; None for plain generation.
+
+    Raises:
+        UnsupportedModelError: The model's own `generate()` reached decoding without the checks of transformers'.
+    """
+    plan: Any = getattr(generation_config, "speculative", None)
+    if plan is not None and not isinstance(plan, Plan):
+        raise UnsupportedModelError(
+            "This model's own generate() skips the steps of transformers' generate() in which speculation is planned.",
+            "Pass speculative=None.",
+        )
+    return plan
 
 
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
@@ -148,6 +171,31 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     controller_of(plan, model, rows, context, synced_gpus=False)
     if plan.runner is not None:  # as often as a graph is worth recording
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
+        if execution_device(model).type in RECORDERS:
+            _rehearse(model, speculative, plan.limits, rows, context)
+
+
+def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: int, context: int) -> None:
+    """Generate a little behind two lengths, the longer one first: what drafts is recorded, too, and memory is made.
+
+    Nothing is learned from it.
+    """
+    state = state_of(model)
+    memory, last = state.memory(), state.last
+    new = (PAYS_AFTER + 2) * (limits.num_steps + 1)
+    most = getattr(text_config(model), "max_position_embeddings", None) or context + new
+    generate: Any = model.generate
+    try:
+        for length in (bucket_of(context + limits.num_nodes) + 1, context):
+            if length + new <= most:
+                prompt = ordinary_tokens(model, length).expand(rows, -1)
+                generate(
+                    prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False,
+                    eos_token_id=NO_TOKEN, pad_token_id=0, speculative=speculative,
+                )  # fmt: skip
+    finally:
+        state.recall(memory)
+        state.last = last
 
 
 def _drafter_of(
@@ -177,17 +225,17 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
     """The largest tree of any step: tiers may ask for deeper ones than the drafter's default."""
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
-        return drafter.limits(config)
+        return limits_of(drafter, config)
     deeper = replace(config, num_steps=max(tiers.candidate_steps))
     try:
-        limits = drafter.limits(deeper)
+        limits = limits_of(drafter, deeper)
         if config.num_draft_tokens is None:  # as many nodes per level as the default has
-            default = drafter.limits(config)
+            default = limits_of(drafter, config)
             per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
             deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
-            limits = drafter.limits(deeper)
+            limits = limits_of(drafter, deeper)
     except InvalidConfigError:  # its tree is given
-        return drafter.limits(config)
+        return limits_of(drafter, config)
     return limits
 
 

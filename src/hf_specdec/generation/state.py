@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.foreign import check_drafter
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target.compiling import make_runner
 from hf_specdec.target.features import canonical
 from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.memory import persistent_tensors
 from hf_specdec.target.model import text_config
 from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.target.runners import CannotRecordError, Form, Runner, Weights
@@ -139,17 +141,18 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
     return facts
 
 
-def register(model: PreTrainedModel, drafter: Drafter, name: str) -> None:
-    """Bind a drafter to the model and keep it under a name.
+def register(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None:
+    """Bind a drafter to the model and keep it under a name; None is its method's.
 
     Raises:
-        DrafterMismatchError: It was made for another model.
+        DrafterMismatchError: It was made for another model, or is not a drafter.
         UnsupportedModelError: The model shows no hidden states to a drafter that reads them.
     """
+    check_drafter(drafter)
     state, now = state_of(model), Fingerprint.of(model)
     for part in drafter.parts:
         _bind(model, part, now)
-    state.drafters[name] = drafter
+    state.drafters[name or drafter.method] = drafter
 
 
 def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
@@ -220,6 +223,14 @@ def current_program(
         return state.programs[form].runner
 
 
+def release_programs(model: Any) -> None:
+    """Let go of every program and graph of a model, and of the memory that is kept for them."""
+    state = state_of(model)
+    with COMPILING:
+        state.programs.clear()
+        state.compiled.clear()
+
+
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Drafter:
     """The drafter with its own forwards in another form, made where there is none of these weights yet.
 
@@ -236,7 +247,8 @@ def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Dr
         known = kept.get(form)
         if known is None or known[0] != made_of:
             try:
-                other = drafter.compiled(model, form)
+                with persistent_tensors():
+                    other = drafter.compiled(model, form)
             except CannotRecordError as error:
                 logger.warning("%r is not compiled: %s. Its own forward drafts.", drafter, error)
                 other = drafter
@@ -263,6 +275,8 @@ def _made(
 
 
 def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
-    drafter.bind(model)
+    check_drafter(drafter)
+    with persistent_tensors():
+        drafter.bind(model)
     check_features(model, drafter.needs.feature_layers)
     state_of(model).bound[drafter] = now

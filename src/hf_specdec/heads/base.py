@@ -209,7 +209,7 @@ class EagleFamilyHead(DraftHead):
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
         """See `DraftHead`; `[B, 1, Vd]`."""
-        positions = torch.full((1, 1), position, device=features.device)
+        positions = torch.full((1, 1), position, dtype=torch.long, device=features.device)
         logits: Tensor = self.score(self(features, features, positions), lm_head)
         return logits
 

@@ -19,7 +19,9 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.compiled import CompiledDraftLayer, LayerInOtherForm
 from hf_specdec.target.cache import TreeCache, TreeLayer
-from hf_specdec.target.graphs import WIDTHS, BucketLayer, KeptMemory, Recorder, Recordings, Shape, bucket_of, width_for
+from hf_specdec.target.graphs import WIDTHS, BucketLayer, KeptMemory, Recordings, Shape, width_for
+from hf_specdec.target.memory import bucket_of, persistent_tensors
+from hf_specdec.target.recorders import Recorder
 from hf_specdec.tree import TokenTree
 from hf_specdec.tree_growth import Level, Plan, StaticLevels, grow, scored
 
@@ -156,7 +158,7 @@ class _Growth(Shape):
         self._hot_token_ids, self._window = layer.hot_token_ids, layer.config.sliding_window
         self._plan, self._embedding = plan, embedding
         self._cached, self._bucket = cached, bucket
-        with torch.inference_mode(False):  # such buffers could not be written to outside of it
+        with persistent_tensors():
             self._roots, self._last, self._positions, self._lengths = (
                 torch.zeros_like(given) for given in (growing.roots, growing.last, growing.positions, growing.lengths)
             )
@@ -211,7 +213,7 @@ class _Reading(Shape):
         super().__init__()
         rows, width, bucket = key
         self._inner, self._width, device = inner, width, hidden.device
-        with torch.inference_mode(False):  # such buffers could not be written to outside of it
+        with persistent_tensors():
             self._embeddings, self._hidden = (
                 torch.zeros(rows, width, given.shape[-1], dtype=given.dtype, device=device)
                 for given in (token_embeddings, hidden)

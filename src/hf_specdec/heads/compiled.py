@@ -149,7 +149,8 @@ class CompiledDraftLayer(LayerInOtherForm):
 
 def _numbers(width: int) -> Tensor:
     """`[2, 7, width]`, between -1 and 1, no two alike in a row."""
-    return (torch.arange(RECORDED_SHAPE[0] * RECORDED_SHAPE[1] * width) * 0.7).cos().view(*RECORDED_SHAPE, width)
+    places = torch.arange(RECORDED_SHAPE[0] * RECORDED_SHAPE[1] * width, dtype=torch.float32, device="cpu")
+    return (places * 0.7).cos().view(*RECORDED_SHAPE, width)
 
 
 _ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)

@@ -23,7 +23,7 @@ from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
-from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule
+from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
 
 
 class EagleConfig(CheckedConfig, LlamaConfig):
@@ -75,12 +75,13 @@ class EagleConfig(CheckedConfig, LlamaConfig):
             **overrides: Fields of this class that shall differ, e.g. `intermediate_size`.
 
         Raises:
-            InvalidConfigError: Fields that this class has not, or sizes that the target has not (a state-space model
-                knows no attention heads) and that are not given.
+            InvalidConfigError: Fields that this class has not, values that mean nothing, or sizes that the target has
+                not (a state-space model knows no attention heads) and that are not given.
         """
         general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
         own = [field.name for field in dataclasses.fields(cls) if field.name not in general]
         check_names(cls.__name__, overrides, own)
+        checked(overrides, cls.rules)
         text = target_config.get_text_config()
         shared = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                   "max_position_embeddings", "rms_norm_eps")  # fmt: skip

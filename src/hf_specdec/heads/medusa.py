@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
-from hf_specdec.heads.schema import MEDUSA, Rule
+from hf_specdec.heads.schema import MEDUSA, Rule, checked
 
 
 class MedusaConfig(CheckedConfig, PreTrainedConfig):
@@ -72,9 +72,10 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
             **overrides: Fields of this class that shall differ.
 
         Raises:
-            InvalidConfigError: Fields that this class has not.
+            InvalidConfigError: Fields that this class has not, or values that mean nothing.
         """
         check_names(cls.__name__, overrides, list(inspect.signature(cls).parameters)[:-1])
+        checked(overrides, cls.rules)
         text = target_config.get_text_config()
         fields = {
             "hidden_size": text.hidden_size,

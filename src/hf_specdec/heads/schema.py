@@ -237,7 +237,7 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     known = {name: value for name, value in fields.items() if name in rules}
     said = {name: value for name, value in known.items() if value is not None}
     for name, value in said.items():
-        rules[name].check(name, value)
+        rules[name].check(name, _listed(value))
     heads, groups = said.get("num_attention_heads", 1), said.get("num_key_value_heads", 1)
     if heads % groups:
         raise InvalidConfigError(f"`num_key_value_heads` {groups} must divide `num_attention_heads` {heads}.")
@@ -249,6 +249,11 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
             f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {MAX_CANDIDATES} candidates."
         )
     return known
+
+
+def _listed(value: Any) -> Any:
+    """The same with lists for tuples, as a file would have it."""
+    return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 MAX_CANDIDATES = 2**20

@@ -11,6 +11,7 @@ The only file that knows transformers' caches. Called by: `target/target.py`, th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,17 @@ from hf_specdec.target.memory import CacheLayout, KeyValueBuffer, KeyValueStore,
 class TreeLayer(CacheLayerMixin):
     """One layer's view of the cache's buffer, in the shape transformers' attention expects."""
 
-    is_sliding = False
-
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
         self.store, self.layout = store, layout
+        self.window: int | None = None  # while a prompt is read, see `TreeCache.begin_prompt`
         self.share: Share | None = None  # of the store, from the first forward on
         self.end = 0  # slots written, committed or not
         self.is_initialized = False
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether transformers' own masks (at prefill) are those of a window."""
+        return self.window is not None
 
     @property
     def keys(self) -> Tensor:
@@ -55,19 +60,26 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append T tokens and return everything written so far: `[B, H, end, D]` views of the buffer."""
+        """Append T tokens and return everything written so far: `[B, H, end, D]` views of the buffer.
+
+        While a prompt is read, a layer with a window returns what transformers' own would: the window and T tokens.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin, self.end = self.end, self.end + key_states.shape[-2]
+        begin, first, self.end = self.end, self._first_seen, self.end + key_states.shape[-2]
         self.store.make_room(self.end)
         keys, values = self._taken.keys, self._taken.values
         keys[:, :, begin : self.end] = key_states
         values[:, :, begin : self.end] = value_states
-        return keys[:, :, : self.end], values[:, :, : self.end]
+        return keys[:, :, first : self.end], values[:, :, first : self.end]
+
+    @property
+    def _first_seen(self) -> int:
+        return 0 if self.window is None else max(self.end - self.window + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Key length and offset that transformers' own masks (at prefill) must have."""
-        return self.end + query_length, 0
+        return self.end - self._first_seen + query_length, self._first_seen
 
     def get_seq_length(self) -> int:
         """Slots written so far."""
@@ -129,7 +141,7 @@ class TreeCache(Cache):
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """`[B]` committed tokens of each row; kept on the device, so that a step uploads nothing."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
-            self._lengths = torch.tensor(self.lengths or [0] * batch_size, device=device)
+            self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
         return self._lengths
 
     def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
@@ -159,8 +171,21 @@ class TreeCache(Cache):
         self._lengths = device_lengths + (path >= 0).sum(-1)
         self._rewind()
 
+    def begin_prompt(self, windows: Sequence[int | None]) -> None:
+        """Until `commit_all`, return from each layer what transformers' own cache would.
+
+        Some models build full causal masks over caches with windows: a prompt in chunks, or after a handed-in cache,
+        depends on what the cache has dropped.
+
+        Args:
+            windows: Of each layer, see `layer_windows`.
+        """
+        for layer, window in zip(self.layers, windows, strict=False):
+            layer.window = window
+
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
+        self.begin_prompt([None] * len(self.layers))
         end = max(layer.end for layer in self.layers)
         self.lengths, self._lengths = [end] * batch_size, None
 
@@ -221,21 +246,71 @@ ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "Static
 """transformers' layers that hold plain keys and values, or (a dummy) share another layer's."""
 
 
-def seen_tokens(cache: Cache) -> int:
+def seen_tokens(cache: Any) -> int:
     """Tokens that a cache of transformers' holds.
 
     Raises:
-        UnsupportedGenerationError: It is offloaded, quantised, or holds something else than keys and values.
+        UnsupportedGenerationError: It is no cache, is offloaded or quantised, or holds more than keys and values.
     """
-    strange = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS
-    if type(cache) not in (DynamicCache, StaticCache) or strange or cache.offloading:
+    known = type(cache) in (DynamicCache, StaticCache)
+    strange = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
+    if not known or strange or cache.offloading:
         raise UnsupportedGenerationError(
             f"`speculative` continues a DynamicCache, or a StaticCache without sliding windows, as `past_key_values`; "
-            f"got a {type(cache).__name__}"
-            f"{' of ' + ', '.join(sorted(strange)) if strange else ''}{', offloaded' if cache.offloading else ''}.",
+            f"got {type(cache).__name__}{' of ' + ', '.join(sorted(strange)) if strange else ''}"
+            f"{', offloaded' if known and cache.offloading else ''}.",
             "Pass such a cache, or drop one of the two.",
         )
     return int(cache.get_seq_length())
+
+
+def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
+    """Compare a cache of transformers' with the one that the model fills.
+
+    Args:
+        cache: Passed `seen_tokens`.
+        layout: What the probe measured.
+        rows: Prompts of the call, each as often as it is answered.
+
+    Raises:
+        UnsupportedGenerationError: Another model filled it, or it was filled for other prompts.
+    """
+    held = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
+    wanted = {index: entry for index, entry in enumerate(layout) if entry is not None}
+    length, in_layer = seen_tokens(cache), dict[int, int]()
+    if isinstance(cache, DynamicCache):  # a static layer keeps the number on its device
+        in_layer = {index: layer.get_seq_length() for index, layer in held.items()}
+        length = max([length, *in_layer.values()])
+    if length and held.keys() != wanted.keys():
+        _refuse(
+            f"has {len(held)} filled layers, the model fills {len(wanted)}", "Pass a cache that this model filled."
+        )
+    for index in held.keys() & wanted.keys():
+        layer, entry = held[index], wanted[index]
+        if len(layer.keys) != rows:
+            _refuse(
+                f"has {len(layer.keys)} rows, the prompt has {rows}", "Give as many prompts as the cache has rows."
+            )
+        found = layer_layout(layer.keys, layer.values)
+        if found != entry:
+            _refuse(f"holds in layer {index} {_shape(found)}, the model {_shape(entry)}", "Pass one that fits it.")
+        if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
+            _refuse(f"holds {_types(found)}, the model computes {_types(entry)}", "Pass one that this model filled.")
+        window = getattr(layer, "sliding_window", None) or length + 1
+        if in_layer.get(index, length) < length or layer.keys.shape[2] < min(length, window - 1):
+            _refuse(f"has {layer.keys.shape[2]} of {length} tokens in layer {index}", "Fill or cut all layers alike.")
+
+
+def _refuse(what: str, hint: str) -> None:
+    raise UnsupportedGenerationError(f"The cache handed in as `past_key_values` {what}.", hint)
+
+
+def _types(entry: LayerLayout) -> str:
+    return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
+
+
+def _shape(entry: LayerLayout) -> str:
+    return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
 
 
 def layer_windows(config: object) -> list[int | None]:

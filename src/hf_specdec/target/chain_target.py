@@ -92,7 +92,7 @@ class ChainTarget(Target):
         inputs = self._every_step(tokens)
         if self._takes_positions:
             depths = torch.arange(num_nodes, device=tokens.device)[None]
-            lengths = torch.full((len(tokens),), start, device=tokens.device)
+            lengths = torch.full((len(tokens),), start, dtype=torch.long, device=tokens.device)
             inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
         inputs[cache_argument(self.model)] = cache
         prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.target.graph_forward import GraphForward
-from hf_specdec.target.graphs import RECORDERS
 from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.target.probe import EXACT, MOST_ROUNDED, TargetFacts
+from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.runners import CannotRecordError, CompiledForward, Form, ModelForward, Runner
 from hf_specdec.tree import TokenTree
 
@@ -70,7 +70,16 @@ def why_not(model: PreTrainedModel, facts: TargetFacts) -> str:
         return f"its weights lie on {', '.join(sorted(map(str, devices)))}"
     if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
         return "transformers calls its quantisation not compileable"
+    compiled = next((name or "it" for name, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is not None:
+        return f"{compiled} is compiled by torch.compile already"
     return ""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module runs by torch.compile: it may compile, and read the device, at any call."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, program: Runner, rows: int) -> None:
@@ -105,7 +114,7 @@ def _verified(
         target.prefill(prompt, GenerationConfig(), inputs)
         for parents in CHECKED_TREES:
             nodes = tokens[:, CHECKED_PROMPT : CHECKED_PROMPT + len(parents)]
-            tree = TokenTree(nodes, torch.tensor(parents, device=device))
+            tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
             verification = target.verify(tree)
             found.append(verification.logits.float())
             if verification.features is not None:

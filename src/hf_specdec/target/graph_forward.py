@@ -17,13 +17,12 @@ from hf_specdec.target.graphs import (
     WIDTHS,
     BucketLayer,
     KeptMemory,
-    Recorder,
     Recordings,
     Shape,
-    bucket_of,
     width_for,
 )
-from hf_specdec.target.memory import CacheLayout
+from hf_specdec.target.memory import CacheLayout, bucket_of, persistent_tensors
+from hf_specdec.target.recorders import Recorder
 from hf_specdec.target.runners import Runner
 
 
@@ -98,7 +97,7 @@ class _Verification(Shape):
         rows, width, bucket = key
         self._inner, self._width = inner, width
         self.layers: list[int] = []  # whose hidden states it gives, in the order of its outputs
-        with torch.inference_mode(False):  # such buffers could not be written to outside of it
+        with persistent_tensors():
             self._tokens, self._positions = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
             self._slots = torch.zeros(width, dtype=torch.long, device=device)
             self._masks = {

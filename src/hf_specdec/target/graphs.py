@@ -5,29 +5,28 @@ once. A graph holds addresses, so a step is a function over buffers that stay wh
 and slots go in, logits and hidden states come out, and keys and values are appended to a cache whose memory is kept
 from call to call. Nothing that a graph has made outside these buffers is ever read: graphs share memory, in any order.
 Widths are rounded up to `WIDTHS`, lengths to buckets half as long again as the one before, and what is padded is
-hidden by the mask. The only file that knows what records. Called by: `target/graph_forward.py`, `heads/captured.py`.
+hidden by the mask. What records: `target/recorders.py`. Called by: `target/graph_forward.py`, `heads/captured.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.one_time import note_one_time_work
 from hf_specdec.target.cache import TreeCache, TreeLayer
-from hf_specdec.target.memory import CacheLayout, KeyValueStore, Share
+from hf_specdec.target.memory import CacheLayout, KeyValueStore, Share, persistent_tensors
+from hf_specdec.target.recorders import CapturableOnly, NotCapturableError, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -35,128 +34,16 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
 """Nodes per row that graphs are made for; a tree is padded to the next one, a larger one runs without."""
 MOST_PADDED = max(wider - width for width, wider in pairwise(WIDTHS)) - 1
 """Slots that a tree's padding may take behind it."""
-SHORTEST_BUCKET = 256
-"""Slots that the shortest graphs attend to."""
 PAYS_AFTER = 2
 """Times that a shape is run before it is recorded: most of a generation's steps are of a few shapes."""
 TRIED_AGAIN = 500
 """Times that a shape is run before it is recorded after all, where there was no memory for it."""
-KEPT_SHAPES = 64
-"""Shapes that are kept; the one that was used longest ago goes."""
+GIVEN_UP_AFTER = 3
+"""Shapes in a row that could not be recorded, after which no other one of the same step is tried."""
+KEPT_SHAPES = 512
+"""Shapes that are kept; the one that was used longest ago goes. Texts up to 8,192 tokens have 88 per batch size."""
 REPLAYED_ALIKE = 0.02
 """Relative distance that the first replay may have from what was recorded."""
-
-
-class Recorder(Protocol):
-    """What a device's graphs are recorded with."""
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what a function does on the device, once; what it returns does it again, without the function.
-
-        Args:
-            run: Reads and writes the same memory whenever it is called.
-
-        Raises:
-            Exception: Of any kind, where it reads the device, copies from the host, or waits.
-        """
-
-
-class CudaRecorder:
-    """CUDA graphs of one device, in one pool of memory and on one stream.
-
-    A pool lives as long as a graph in it, so an empty one keeps it. Workspaces of matrix products are taken anew
-    inside of it: those outside may be freed by anybody. Where recording fails all the same, torch's allocator takes
-    this process to be recording for ever: nothing is recorded in it any more.
-
-    Args:
-        device: A CUDA device.
-    """
-
-    _underway = threading.Lock()  # torch records one graph at a time in a process
-    _failed: ClassVar[list[Any]] = []  # graphs whose recording failed: the allocator may still know them
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._keeper: Any = None
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`. Everything that is made once per stream (workspaces, handles) is made before."""
-        with self._underway, torch.cuda.device(self._device):
-            if self._failed:
-                raise RuntimeError("an earlier recording in this process failed")
-            before = torch.cuda.current_stream()
-            try:
-                self._stream.wait_stream(before)
-                with torch.cuda.stream(self._stream):
-                    for _ in range(2):
-                        run()
-                before.wait_stream(self._stream)
-                if self._keeper is None:
-                    with warnings.catch_warnings(action="ignore"):  # it is empty, on purpose
-                        self._keeper = self._captured(lambda: None)
-                torch._C._cuda_clearCublasWorkspaces()
-                try:
-                    graph = self._captured(run)
-                finally:
-                    torch._C._cuda_clearCublasWorkspaces()
-            finally:
-                torch.cuda.set_stream(before)
-        replay: Callable[[], None] = graph.replay
-        return replay
-
-    def _captured(self, run: Callable[[], None]) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # another thread of the user's may allocate meanwhile, which is none of this graph's business
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
-        except BaseException:
-            self._failed.append(graph)
-            raise
-        return graph
-
-
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
-"""What records, by type of device."""
-
-
-class _Alone(TorchDispatchMode):
-    """Refuses what a graph cannot hold, before a device is asked to record it: a failed recording is never undone."""
-
-    waiting = frozenset({
-        "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
-        "unique_consecutive", "bincount",
-    })  # fmt: skip
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-        kinds = {tensor.device.type for tensor in tensors}
-        if name == "_to_copy" and kwargs.get("device") is not None:
-            kinds.add(torch.device(kwargs["device"]).type)
-        by_mask = name.startswith("index") and any(
-            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1])
-        )
-        if name in self.waiting or by_mask:
-            raise RuntimeError(f"{name} waits for the device")
-        if len(kinds) > 1:
-            raise RuntimeError(f"{name} copies between {' and '.join(sorted(kinds))}")
-        return func(*args, **kwargs)
-
-
-def bucket_of(length: int) -> int:
-    """The slots that a graph for so many attends to: 256, 384, 512, 768, 1024, 1536, ...
-
-    Example: 512 for 512, 768 for 513.
-    """
-    size = SHORTEST_BUCKET
-    while size < length:
-        if size + size // 2 >= length:
-            return size + size // 2
-        size *= 2
-    return size
 
 
 class KeptMemory:
@@ -202,11 +89,13 @@ class Shape(ABC):
     Attributes:
         times: It was run.
         replay: What runs it without its Python.
+        refused: Its recording failed.
     """
 
     def __init__(self) -> None:
         self.times = 0
         self.replay: Callable[[], None] | None = None
+        self.refused = False
         self.outputs: list[Tensor] = []  # shared by shapes whose results have the same sizes
 
     @abstractmethod
@@ -217,7 +106,7 @@ class Shape(ABC):
         """What is recorded: compute, and copy what came out to where it stays."""
         found = self.compute()
         if not self.outputs:
-            with torch.inference_mode(False):
+            with persistent_tensors():
                 self.outputs.extend(torch.empty_like(tensor) for tensor in found)
         for kept, tensor in zip(self.outputs, found, strict=True):
             kept.copy_(tensor)
@@ -236,7 +125,7 @@ class Recordings:
         self._shapes: dict[tuple[int, ...], Shape] = {}  # the latest last
         self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by rows and width
         self._made_of = -1  # moves of their memory when they were made
-        self._fails = False
+        self._failures = 0  # in a row; `GIVEN_UP_AFTER` of them end all trying
 
     def recorded(self) -> list[tuple[int, ...]]:
         """The keys of the shapes that are graphs by now."""
@@ -246,12 +135,19 @@ class Recordings:
         """The shape of a key, made where it is new; all are where their memory has moved."""
         if self._made_of != moves:
             self._shapes.clear()
+            self._outputs.clear()
             self._made_of = moves
-        shape = self._shapes.pop(key, None) or make()
+        shape = self._shapes.pop(key, None)
+        if shape is None:
+            note_one_time_work()
+            shape = make()
         shape.outputs = self._outputs.setdefault(key[:2], [])
         self._shapes[key] = shape
         if len(self._shapes) > KEPT_SHAPES:
-            self._shapes.pop(next(iter(self._shapes)))
+            gone = next(iter(self._shapes))
+            del self._shapes[gone]
+            if all(kept[:2] != gone[:2] for kept in self._shapes):
+                del self._outputs[gone[:2]]
         return shape
 
     def run(self, shape: Shape) -> Sequence[Tensor]:
@@ -261,23 +157,32 @@ class Recordings:
             shape.replay()
             return shape.outputs
         shape.run()
-        if shape.times > PAYS_AFTER and not self._fails:
+        if shape.times > PAYS_AFTER and not shape.refused and self._failures < GIVEN_UP_AFTER:
             try:
                 shape.replay = self._recorded(shape)
-            except torch.OutOfMemoryError as error:  # of the moment
-                shape.times = -TRIED_AGAIN
-                logger.info("%s is not recorded now: %s", self._what, error)
-                shape.run()
+                self._failures = 0
             except Exception as error:  # of any kind: it comes out of a model's own code, or a driver
-                self._fails = True
-                cause = error.__context__ or error  # what ends a recording says less than what went before
-                name = type(cause).__name__
-                logger.warning("%s cannot be recorded as a graph (%s: %s). It runs without.", self._what, name, cause)
+                self._note_failure(shape, error)
                 shape.run()
         return shape.outputs
 
+    def _note_failure(self, shape: Shape, error: Exception) -> None:
+        """A shape without memory is tried later, one that failed never; of a step that no graph can hold, none is."""
+        # what ends a recording says less than what went before it
+        causes = [error, *([error.__context__] if error.__context__ else [])]
+        if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
+            shape.times = -TRIED_AGAIN
+            logger.info("%s is not recorded now: %s", self._what, error)
+            return
+        shape.refused = True
+        self._failures = GIVEN_UP_AFTER if isinstance(error, NotCapturableError) else self._failures + 1
+        told, name = causes[-1], type(causes[-1]).__name__
+        rest = "It runs without." if self._failures >= GIVEN_UP_AFTER else "This shape of it runs without."
+        logger.warning("%s cannot be recorded as a graph (%s: %s). %s", self._what, name, told, rest)
+
     def _recorded(self, shape: Shape) -> Callable[[], None]:
-        with _Alone():
+        note_one_time_work()
+        with CapturableOnly():
             shape.run()
         replay = self._recorder.record(shape.run)
         wanted = shape.outputs[0].to(torch.float32, copy=True)

@@ -104,7 +104,7 @@ class Positions:
     def of(cls, prompt_ids: Tensor | None, num_slots: int, device: torch.device) -> Positions:
         """From the prompt's position ids; without any they are the slots."""
         if prompt_ids is None:
-            return cls(torch.tensor([num_slots - 1], device=device), num_slots)
+            return cls(torch.tensor([num_slots - 1], dtype=torch.long, device=device), num_slots)
         return cls(prompt_ids[..., -1], num_slots)
 
     def of_nodes(self, depths: Tensor, lengths: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def num_embedded_tokens(model: PreTrainedModel) -> int:
+    """Token ids that the model embeds; some embed more than their configuration counts."""
+    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    return max(int(text_config(model).vocab_size), int(embedded or 0))
+
+
 def execution_device(model: PreTrainedModel) -> torch.device:
     """Where the model's forwards take their inputs; an offloaded model's weights lie nowhere, its hook tells."""
     if model.device.type != "meta":

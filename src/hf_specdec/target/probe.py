@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.errors import UnsupportedModelError
@@ -29,6 +29,7 @@ from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.masks import LAYER_KINDS
 from hf_specdec.target.memory import CacheLayout
 from hf_specdec.target.model import cache_argument, execution_device, text_config
+from hf_specdec.target.plain import refusal, why_not_transformers_loop
 from hf_specdec.target.runners import Runner
 from hf_specdec.target.target import Target
 from hf_specdec.target.tree_target import TreeTarget
@@ -82,20 +83,28 @@ def gate(model: Any) -> None:
     Raises:
         UnsupportedModelError: Naming the reason.
     """
-
-    def refuse(reason: str, hint: str = "Use plain generate() for it.") -> None:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot verify drafted tokens: {reason}.", hint)
-
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
-        refuse("it is not a transformers model with generate()", "Load it with AutoModelForCausalLM.")
+        raise refusal(model, "it is not a transformers model with generate()", "Load it with AutoModelForCausalLM.")
+    if not isinstance(model, GenerationMixin):
+        raise refusal(model, "its generate() is not transformers' GenerationMixin.generate()")
     if model.config.is_encoder_decoder:
-        refuse("it is an encoder-decoder model")
+        raise refusal(model, "it is an encoder-decoder model")
+    if reason := why_not_transformers_loop(model):
+        raise refusal(model, reason)
     parameters = inspect.signature(model.forward).parameters
     if cache_argument(model) not in parameters or not model._supports_default_dynamic_cache():
-        refuse("it does not keep its past in a transformers cache that could be rolled back")
-    if implementation(text_config(model)) not in ("sdpa", "eager"):
-        refuse(
-            f"its attention {implementation(text_config(model))!r} takes no custom mask",
+        raise refusal(model, "it does not keep its past in a transformers cache that could be rolled back")
+    try:
+        config = text_config(model)
+    except ValueError as error:
+        raise refusal(model, "its configuration does not name one text decoder") from error
+    for name in ("vocab_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            raise refusal(model, f"its configuration has no number `{name}`")
+    if implementation(config) not in ("sdpa", "eager"):
+        raise refusal(
+            model,
+            f"its attention {implementation(config)!r} takes no custom mask",
             'Call model.set_attn_implementation("sdpa") first.',
         )
 
@@ -147,7 +156,10 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     return TargetFacts(None, reason, signs)
 
 
-FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 """What a forward raises that cannot do what it is asked for."""
 PROBE_TEXTS = 3
 """Texts of the probe in half precision (one in float32, float64); half of its rows are without padding, half with."""
@@ -162,19 +174,22 @@ def _probe(target: Target, parents: list[int]) -> None:
         _CannotVerifyError: The forward fails, or its logits are not those of plain decoding.
     """
     model = target.model
-    device, vocab_size = execution_device(model), text_config(model).vocab_size
+    device, config = execution_device(model), text_config(model)
     exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
     rows = 2 if exact else 2 * PROBE_TEXTS
-    tokens = ((torch.arange(17 * rows, device=device) * 7 + 3) % vocab_size).view(rows, 17)
+    tokens = ((torch.arange(17 * rows, device=device) * 7 + 3) % config.vocab_size).view(rows, 17)
     prompt, nodes = tokens.split([13, 4], dim=-1)
+    pad_token_id = getattr(config, "pad_token_id", None)
+    if isinstance(pad_token_id, int) and 0 <= pad_token_id < config.vocab_size:
+        nodes[:, 1] = pad_token_id  # some models do not count it as a position
     mask = torch.ones_like(prompt)
     mask[rows // 2 :, :PROBE_PADDING] = 0
-    tree = TokenTree(nodes, torch.tensor(parents, device=device))
+    tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
     try:
         target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         logits = target.verify(tree).logits.float()
         target.commit(tree, _first_child_kept(nodes))
-        root = TokenTree(nodes[:, 2:3], torch.tensor([-1], device=device))
+        root = TokenTree(nodes[:, 2:3], torch.tensor([-1], dtype=torch.long, device=device))
         seen = [("after a committed path", [0, 1, 2], target.verify(root).logits[:, 0].float())]
         for node in range(1, len(parents)):
             path = [node]
@@ -195,7 +210,7 @@ def _probe(target: Target, parents: list[int]) -> None:
 
 def _first_child_kept(tokens: Tensor) -> Acceptance:
     """The root and its first child, in every row of the tree's tokens `[B, N]`."""
-    path = torch.tensor([[0, 1]] * len(tokens), device=tokens.device)
+    path = torch.tensor([[0, 1]] * len(tokens), dtype=torch.long, device=tokens.device)
     kept, rows = tokens[:, 1:3], ((0, 1),) * len(tokens)
     return Acceptance(path, kept, kept[:, 1], rows, rows, (tokens.shape[1] - 1,) * len(tokens))
 
@@ -280,7 +295,7 @@ def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens
     outputs = model._prefill(prompt, GenerationConfig(), inputs, is_first_iteration=True)
     text, logits = prompt, []
     for column in tokens.split(1, dim=-1):
-        inputs = model._update_model_kwargs_for_generation(outputs, inputs)
+        inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=False)
         text = torch.cat([text, column], dim=-1)
         outputs = model(
             **model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs), return_dict=True
@@ -326,7 +341,7 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
     with reproducible(model), FeatureTap(model, layers) as tap:
         _run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
         found = tap.shapes()
-    wanted = [(1, 2, text_config(model).hidden_size)]
+    wanted = [(1, 2, getattr(text_config(model), "hidden_size", None))]
     strange = {layer: shapes for layer, shapes in found.items() if shapes != wanted}
     if strange:
         raise UnsupportedModelError(
@@ -348,7 +363,7 @@ def drops_cache(model: nn.Module) -> bool:
 
 def _multiplies_exactly(device: torch.device) -> bool:
     """Whether float32 matrices are multiplied in float32 here, not in TF32 or the like, which users may switch on."""
-    matrix = torch.arange(64.0 * 64).cos().view(64, 64)
+    matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
     exact = matrix.double() @ matrix.double()
     product = (matrix.to(device) @ matrix.to(device)).cpu().double()
     return bool((product - exact).norm() < 1e-5 * exact.norm())

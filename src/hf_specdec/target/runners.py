@@ -27,7 +27,7 @@ from hf_specdec.target.attention import TreeForward, attending, implementation
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.masks import MaskLayout
-from hf_specdec.target.memory import CacheLayout
+from hf_specdec.target.memory import CacheLayout, persistent_tensors
 from hf_specdec.target.model import execution_device, text_config
 
 OPTIONS: dict[str, Any] = {
@@ -143,7 +143,7 @@ def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Ca
         CannotRecordError: It reads numbers on the host, or fails.
     """
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with persistent_tensors():
             graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
             sizes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
             program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=OPTIONS)
@@ -188,7 +188,7 @@ class CompiledForward(Runner):
         """See `Runner`."""
         token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
-            start = start if isinstance(start, Tensor) else torch.tensor(start, device=tokens.device)
+            start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
             logits, *states = self._run(tokens.contiguous(), positions.contiguous(), start)
         finally:
             _RUNNING.reset(token)

@@ -186,7 +186,7 @@ class Target(ABC):
                 model_kwargs["logits_to_keep"] = 0  # transformers' word for all of them
             elif self._tap is not None:
                 # an int lets some models (gemma4) skip prompt positions in upper layers; a tensor keeps them all
-                model_kwargs["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
+                model_kwargs["logits_to_keep"] = torch.tensor([-1], dtype=torch.long, device=input_ids.device)
         known = self.cache.start
         if self._tap is not None:
             self._tap.clear()

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.draft import Draft
 from hf_specdec.target.attention import TreeForward, attending
-from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.cache import TreeCache, layer_windows
 from hf_specdec.target.masks import MaskLayout, Masks, last_queries, tree_masks
 from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.runners import Runner
-from hf_specdec.target.target import Target
+from hf_specdec.target.target import Target, Verification
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,18 @@ class TreeTarget(Target):
         """All of it."""
         return draft
 
+    def prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *,
+        prompt_logits: bool = False,
+    ) -> Verification:
+        """See `Target`."""
+        self.cache.begin_prompt(layer_windows(text_config(self.model)))
+        return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits)
+
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Compact the kept path in place."""
         self.cache.commit(acceptance.path, acceptance.nodes)
@@ -93,10 +105,10 @@ class TreeTarget(Target):
             size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
             chunks = [row[:size] for row in missing]
             padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
-            tokens = torch.tensor(padded, device=execution_device(self.model))
+            tokens = torch.tensor(padded, dtype=torch.long, device=execution_device(self.model))
             nodes = torch.arange(size, device=tokens.device)
             self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
-            counts = torch.tensor([len(row) for row in chunks], device=tokens.device)[:, None]
+            counts = torch.tensor([len(row) for row in chunks], dtype=torch.long, device=tokens.device)[:, None]
             cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
             missing = [row[size:] for row in missing]
 

@@ -5,10 +5,8 @@ The loss mask says which tokens are the target's own answers: a head learns noth
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,8 @@ from torch import Tensor
 
 from hf_specdec.atomic import whole_file
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import shortened
+from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, tokens_of, turns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Conversation:
 
         Example: prompt [5, 6], answer [7, 8, 9], 2 answer tokens: [5, 6, 7, 8], the last two in the loss.
         """
-        mask = opening_mask(torch.tensor(self.loss_mask), answer_tokens)
+        mask = opening_mask(torch.tensor(self.loss_mask, dtype=torch.bool, device="cpu"), answer_tokens)
         return Conversation(self.input_ids[: len(mask)], tuple(mask.tolist()))
 
 
@@ -74,24 +74,9 @@ def load_rows(source: str | Path, *, split: str = "train") -> Iterable[dict[str,
     """Rows of a JSON-lines file (`.gz` too), of a directory that `distill` wrote, or of a `datasets` name.
 
     Raises:
-        InvalidConfigError: Nothing of that kind, or the `datasets` package is missing.
+        InvalidConfigError: See `read_rows`; while the rows are read.
     """
-    path = Path(source)
-    if path.is_file() and ".jsonl" in path.suffixes:
-        return _json_lines(path)
-    load_dataset = _datasets(f"Reading {str(source)!r}")[0].load_dataset
-    try:
-        if path.suffix in (".parquet", ".json") and path.is_file():
-            rows = load_dataset(path.suffix[1:], data_files=str(path), split="train")
-        else:
-            rows = load_dataset(str(source), split=split)
-    except Exception as error:  # datasets raises a dozen kinds for one thing: it is not there or not readable
-        raise InvalidConfigError(
-            f"{str(source)!r} cannot be read as a dataset: {str(error).strip().splitlines()[0]}",
-            "Give a .jsonl, .parquet or .txt file, a directory written by `hf-specdec distill`, or a Hub id.",
-        ) from error
-    found: Iterable[dict[str, Any]] = rows
-    return found
+    return (row for _, row in read_rows(source, split=split))
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -100,7 +85,7 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         InvalidConfigError: The `datasets` package is missing.
     """
-    datasets, parquet = _datasets(f"Writing {path}")
+    datasets, parquet = datasets_package(f"Writing {path}")
     words = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     features = datasets.Features({
         "number": datasets.Value("int32"), "source": datasets.Value("string"), "model": datasets.Value("string"),
@@ -114,39 +99,8 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
         parquet.write_table(table, partial)  # what to_parquet does, without a progress bar per file
 
 
-def need_datasets(why: str) -> None:
-    """Have the package `datasets` before a work that ends with it.
-
-    Raises:
-        InvalidConfigError: It is missing.
-    """
-    _datasets(why)
-
-
-def _datasets(why: str) -> tuple[Any, Any]:
-    """The packages `datasets` and `pyarrow.parquet`."""
-    try:
-        import datasets  # an optional dependency, used in this file alone
-        from pyarrow import parquet
-    except ImportError as error:
-        raise InvalidConfigError(
-            f"{why} needs the package datasets.", "pip install 'hf-specdec[training]'."
-        ) from error
-    return datasets, parquet
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise InvalidConfigError(f"{path}, line {number} is not JSON: {error}.") from error
-
-
 def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str = "train") -> list[Conversation]:
-    """Conversations to train on.
+    """Conversations to train on; rows without an answer teach nothing and are left out.
 
     Args:
         *sources: What `distill` wrote; or rows with `input_ids` and `loss_mask`, with `prompt_ids` and
@@ -159,33 +113,45 @@ def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str =
     """
     found: list[Conversation] = []
     for source in sources:
-        for number, row in enumerate(load_rows(source, split=split), start=1):
-            if "input_ids" in row and "loss_mask" in row:
-                found.append(Conversation(tuple(row["input_ids"]), tuple(map(bool, row["loss_mask"]))))
-            elif "prompt_ids" in row and "response_ids" in row:
-                found.append(Conversation.of(row["prompt_ids"], row["response_ids"]))
-            elif "messages" in row and tokenizer is not None and tokenizer.chat_template:
-                found.append(_of_messages(row["messages"], tokenizer))
-            else:
-                raise InvalidConfigError(
-                    f"{source}, row {number} is not a conversation; it has the fields {', '.join(row)}.",
-                    "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
-                    "`hf-specdec distill` makes such a dataset.",
-                )
+        for place, row in read_rows(source, split=split):
+            try:
+                talk = _conversation(row, tokenizer, place)
+            except InvalidConfigError as error:
+                raise error if str(error).startswith(place) else InvalidConfigError(f"{place}: {error}") from error
+            if any(talk.loss_mask):
+                found.append(talk)
     return found
 
 
-def _of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> Conversation:
+def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
+    if "input_ids" in row and "loss_mask" in row:
+        return Conversation(tokens_of(row, "input_ids", place), mask_of(row, "loss_mask", place))
+    if "prompt_ids" in row and "response_ids" in row:
+        return Conversation.of(tokens_of(row, "prompt_ids", place), tokens_of(row, "response_ids", place))
+    if "messages" in row and tokenizer is not None and tokenizer.chat_template:
+        return _of_messages(turns_of(row, "messages", "role", "content", place), tokenizer)
+    raise InvalidConfigError(
+        f"{place} is not a conversation; it has the fields {shortened(list(row))}.",
+        "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
+        "`hf-specdec distill` makes such a dataset.",
+    )
+
+
+def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
     """An answer is what a longer conversation's template adds to the one that asked for it."""
+    messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     mask: list[bool] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        asked, told = (
-            tokenizer.apply_chat_template(part, add_generation_prompt=prompt, return_dict=True)["input_ids"]
-            for part, prompt in ((messages[:index], True), (messages[: index + 1], False))
-        )
+        try:
+            asked, told = (
+                tokenizer.apply_chat_template(part, add_generation_prompt=prompt, return_dict=True)["input_ids"]
+                for part, prompt in ((messages[:index], True), (messages[: index + 1], False))
+            )
+        except Exception as error:  # a template is a program of the tokenizer's author
+            raise InvalidConfigError(f"The chat template does not take these messages: {error}.") from error
         if told[: len(asked)] != asked or asked[: len(ids)] != ids:
             raise InvalidConfigError(
                 "The chat template rewrites earlier turns, so answers cannot be told from it.",
@@ -194,6 +160,20 @@ def _of_messages(messages: Sequence[dict[str, str]], tokenizer: Any) -> Conversa
         mask += [False] * (len(asked) - len(ids)) + [True] * (len(told) - len(asked))
         ids = told
     return Conversation(tuple(ids), tuple(mask))
+
+
+def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None:
+    """See that a target knows every token, before it is given them.
+
+    Raises:
+        InvalidConfigError: Naming the first conversation with another one.
+    """
+    for number, talk in enumerate(conversations, start=1):
+        if talk.input_ids and max(talk.input_ids) >= vocab_size:
+            raise InvalidConfigError(
+                f"Conversation {number} has the token {max(talk.input_ids)}; the target has {vocab_size} tokens.",
+                "Give data that was tokenised for this target.",
+            )
 
 
 RUN_OF_TOKENS = 8
@@ -270,4 +250,4 @@ def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Te
     while len(chosen) < size:
         chosen.add(candidate)
         candidate += 1
-    return torch.tensor(sorted(chosen))
+    return torch.tensor(sorted(chosen), device="cpu")

@@ -23,15 +23,25 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import alone, clear_partials, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.training.conversations import need_datasets, write_parquet
+from hf_specdec.records import open_regular, shortened
+from hf_specdec.training.conversations import write_parquet
+from hf_specdec.training.data import datasets_package
 from hf_specdec.training.processes import processes
 from hf_specdec.training.prompts import INVENTED, Prompt
+from hf_specdec.training.recipes import MOST_TOKENS, check_numbers
+from hf_specdec.training.runs import read_state
 from hf_specdec.training.voices import ModelVoice, Voice
 
 logger = logging.getLogger(__name__)
 
 SETTINGS = ".distill.json"
 """What a directory was made with; hidden, so that `datasets` does not take it for data."""
+
+HOTTEST = 1000
+"""Temperature at which every token is as likely as any other."""
+
+ROW = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
+"""Of a conversation, in a row of the dataset."""
 
 MARK = "USER-TURN-8d1f"
 """Stands for the user's words while the chat template is taken apart."""
@@ -66,11 +76,13 @@ class DistillConfig:
     def __post_init__(self) -> None:
         sizes = ("max_new_tokens", "num_turns", "batch_size", "batches_per_part", "max_prompt_tokens",
                  "max_invented_tokens")  # fmt: skip
+        check_numbers(self, {"seed": 2**63}, MOST_TOKENS)
         for name in sizes:
             if getattr(self, name) < 1:
                 raise InvalidConfigError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise InvalidConfigError(f"`temperatures` must be values >= 0, got {self.temperatures}.")
+        numbers = all(isinstance(value, int | float) and 0 <= value <= HOTTEST for value in self.temperatures)
+        if not self.temperatures or not numbers:
+            raise InvalidConfigError(f"`temperatures` must be values from 0 to {HOTTEST}, got {self.temperatures}.")
 
 
 @dataclass(slots=True)
@@ -133,7 +145,7 @@ def distill(
             made with other settings, prompts or weights; no prompts, only ones that are too long, or turns that a
             model without chat template cannot take; a server that does not answer, or reads other tokens.
     """
-    need_datasets("Distilling")
+    datasets_package("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     voice = model if isinstance(model, Voice) else ModelVoice(model, config.batch_size)
@@ -170,7 +182,8 @@ def _answer_parts(
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
             bar.update()
     if voice.num_lost:
-        logger.warning("%d answers were given up: their token ids could not be told for sure.", voice.num_lost)
+        reasons = "; ".join(f"{number} x {reason}" for reason, number in voice.lost.most_common())
+        logger.warning("%d answers were given up: %s.", voice.num_lost, reasons)
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
@@ -219,20 +232,40 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     clear_partials(folder / "data")
     if path.exists():
-        known = json.loads(path.read_text())
+        known = read_state(path, folder)
         differing = [name for name in settings if known.get(name) != settings[name]]
         if differing:
-            changes = ", ".join(f"{name} {known.get(name)!r}, now {settings[name]!r}" for name in differing)
+            changes = ", ".join(f"{name} {shortened(known.get(name))}, now {settings[name]!r}" for name in differing)
             raise InvalidConfigError(
                 f"{folder} was distilled with other settings: {changes}.",
                 "Use the same ones to go on, or another directory.",
             )
+        for part in sorted((folder / "data").glob("part-*.parquet")):
+            _check_part(part)
         return
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     if any(data.iterdir()):
         raise InvalidConfigError(f"{folder} holds data that distill did not begin.", "Use another directory.")
     write_text(path, json.dumps(settings, indent=1))
+
+
+def _check_part(part: Path) -> None:
+    """See that a part that lies there is one.
+
+    Raises:
+        InvalidConfigError: It is damaged.
+    """
+    parquet = datasets_package("Distilling")[1]
+    open_regular(part).close()
+    try:
+        missing = set(ROW) - set(parquet.read_schema(part).names)
+    except Exception as error:  # pyarrow raises its own classes, and others
+        raise InvalidConfigError(
+            f"{part} cannot be read: {error}.", "Delete it: it is made again when the same command is run."
+        ) from error
+    if missing:
+        raise InvalidConfigError(f"{part} has no {', '.join(sorted(missing))}.", "Delete it: it is made again.")
 
 
 # ------------------------------------------------------------------------------------------------------ one part
@@ -264,8 +297,7 @@ def _answer_part(
             text = tokenizer.decode(answer, skip_special_tokens=True)
             chat.add(prompt, answer or (), text, "stop" if voice.ended(answer or ()) else "length")
         alive = [chat for chat, _, _ in answered if chat.finish_reason == "stop"]
-    names = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-    return [{"model": voice.name, **{name: getattr(chat, name) for name in names}} for chat in chats if chat.messages]
+    return [{"model": voice.name, **{name: getattr(chat, name) for name in ROW}} for chat in chats if chat.messages]
 
 
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:

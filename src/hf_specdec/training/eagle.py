@@ -27,7 +27,8 @@ from hf_specdec.target.model import find_backbone, text_config
 from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
-from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
+from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.trainer import Objective, TrainingData, fit
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
 
@@ -94,7 +95,7 @@ def train_eagle(
 
     Args:
         model: The frozen target; only its embedding and lm_head are read where features were captured.
-        head: The head to train, in float32.
+        head: The head to train; it is trained in float32.
         data: What `capture_features` wrote (its layers must be `(*head.feature_layers, LAST)`, or more), or
             conversations, whose features are then made in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
@@ -140,7 +141,7 @@ def _take_feature(head: Eagle3Head, model: PreTrainedModel) -> bool:
     if head.target_hidden_size != size:
         return False
     head.fc.weight.mul_(0.3)
-    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+    head.fc.weight[:, -size:] += torch.eye(size, dtype=head.fc.weight.dtype, device=head.fc.weight.device)
     return True
 
 
@@ -201,7 +202,7 @@ def _take_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
     parameter = getattr(theirs, "weight", None)
     if theirs is None or not isinstance(parameter, Tensor) or parameter.shape != weight.shape:
         return False
-    first, second = torch.randn(2, 4, len(weight), device=weight.device).unbind()
+    first, second = torch.randn(2, 4, len(weight), dtype=weight.dtype, device=weight.device).unbind()
     weight.fill_(1.0)
     weight.copy_((theirs(first.to(parameter)).to(weight) / own(first)).median(dim=0).values)
     return torch.allclose(theirs(second.to(parameter)).to(weight), own(second), atol=0.05, rtol=0.05)
@@ -246,8 +247,8 @@ class EagleObjective(Objective):
         recipe, size = self.recipe, self.head.target_hidden_size
         wanted = features[:, 1:, -size:]  # [B, T-1, D] what the target has where entry t predicts
         with torch.no_grad():
-            embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device).float()
-            read = features[:, :-1, : self._width].float()
+            embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device, self.dtype)
+            read = features[:, :-1, : self._width].to(self.dtype)
             if self.training:
                 read = read + (torch.rand_like(read) - 0.5) * recipe.noise
         trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers

@@ -10,13 +10,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,10 +26,13 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import alone, clear_partials, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import Fields, open_regular
 from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.training.conversations import Conversation, opening_mask
+from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
+from hf_specdec.training.data import MOST_TOKENS
 from hf_specdec.training.processes import processes
+from hf_specdec.training.runs import read_state
 
 INDEX = "features.json"
 
@@ -76,14 +79,14 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
 
     def __init__(self, folder: str | Path, answer_tokens: int = 0) -> None:
         self.folder, self.answer_tokens = Path(folder), answer_tokens
-        try:
-            index = json.loads((self.folder / INDEX).read_text())
-        except (OSError, ValueError) as error:
+        if not (self.folder / INDEX).is_file():
             raise InvalidConfigError(
-                f"{self.folder} holds no captured features: {error}.", "capture_features(...) writes them."
-            ) from error
+                f"{self.folder} holds no captured features: it has no {INDEX}.", "capture_features(...) writes them."
+            )
+        index = _read_index(self.folder)
         self.layers: tuple[int, ...] = tuple(index["layers"])
         self.lengths: list[int] = index["lengths"]
+        self._whole = self.lengths
         self._places = [(file, row) for file, count in enumerate(index["counts"]) for row in range(count)]
         missing = [file for file in range(len(index["counts"])) if not _part(self.folder, file).exists()]
         if missing:
@@ -100,21 +103,35 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
 
     def _opening_masks(self) -> Iterator[Tensor]:
         for file, places in groupby(self._places, key=lambda place: place[0]):
-            with safe_open(_part(self.folder, file), framework="pt") as tensors:
+            with _opened(_part(self.folder, file)) as tensors:
                 for _, row in places:
-                    yield opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
+                    yield opening_mask(tensors.get_tensor(f"{row}.loss_mask").bool(), self.answer_tokens)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         file, row = self._places[index]
-        with safe_open(_part(self.folder, file), framework="pt") as tensors:
+        with _opened(_part(self.folder, file)) as tensors:
+            self._check(tensors, row, self._whole[index])
             if not self.answer_tokens:
                 return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
             mask = opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
             ids, features = (tensors.get_slice(f"{row}.{name}")[: len(mask)] for name in ("input_ids", "features"))
             return {"input_ids": ids, "loss_mask": mask, "features": features}
+
+    @staticmethod
+    def _check(tensors: Any, row: int, length: int) -> None:
+        """See that a conversation's tensors are what `capture_features` wrote.
+
+        Raises:
+            SafetensorError: They are something else.
+        """
+        found = [tensors.get_slice(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")]
+        (ids, mask, features), kinds = (held.get_shape() for held in found), [held.get_dtype() for held in found]
+        right = ids == mask == [length] and features[:1] == [length] and len(features) == 2
+        if not right or kinds[:2] != ["I64", "BOOL"] or not kinds[2].startswith(("F", "BF")):
+            raise SafetensorError(f"conversation {row} has shapes {ids}, {mask} and {features} of {', '.join(kinds)}")
 
 
 def openings(data: FeatureStore | Sequence[Conversation], answer_tokens: int) -> FeatureStore | Sequence[Conversation]:
@@ -157,6 +174,7 @@ def capture_features(
         raise InvalidConfigError(
             f"Capturing needs conversations and layers that end with {LAST}, got {len(conversations)} and {layers}."
         )
+    check_tokens(conversations, int(text_config(model).vocab_size))
     folder, state = Path(folder), processes()
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
@@ -186,31 +204,80 @@ def _capture_parts(
     share = range(state.process_index, len(parts), state.num_processes)
     mine = [number for number in share if not _part(folder, number).exists()]
     for number in tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)):
-        rows = [torch.tensor(conversation.input_ids) for conversation in parts[number]]
-        sizes = torch.tensor([len(row) for row in rows])
+        rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in parts[number]]
+        sizes = torch.tensor([len(row) for row in rows], device="cpu")
         features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
         tensors = {}
         for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
             tensors[f"{place}.input_ids"] = row
-            tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask)
+            tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
             tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
         with whole_file(_part(folder, number)) as partial:
             save_file(tensors, partial)
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(rows: Sequence[dict[str, Any]], vocab_size: int = MOST_TOKENS) -> dict[str, Tensor]:
     """Pad to the right. What is padding has no loss.
+
+    Args:
+        rows: Items of a `FeatureStore`, say.
+        vocab_size: Of the target.
 
     Returns:
         `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` where captured.
+
+    Raises:
+        InvalidConfigError: Tokens that the target does not know.
     """
+    for ids in (row["input_ids"] for row in rows):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            raise InvalidConfigError(
+                f"A conversation has the tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}.",
+                "Give data that was tokenised for this target.",
+            )
     names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
     batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
-    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows])}
+    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows], device="cpu")}
 
 
 def _part(folder: Path, number: int) -> Path:
     return folder / f"part-{number:05}.safetensors"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of captured features.
+
+    Raises:
+        InvalidConfigError: It is damaged, or of something else.
+    """
+    try:
+        open_regular(path).close()
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise InvalidConfigError(
+            f"{path} cannot be read: {error}.",
+            "Delete it and run capture_features(...) again; it makes what is missing.",
+        ) from error
+
+
+def _read_index(folder: Path) -> Fields:
+    """What a folder of captured features says of itself.
+
+    Raises:
+        InvalidConfigError: It cannot be read, or says something else.
+    """
+    index = read_state(folder / INDEX, folder)
+    sound = all(
+        isinstance(index.get(name), list) and all(type(value) is int and value >= least for value in index[name])
+        for name, least in (("layers", LAST), ("lengths", 0), ("counts", 1))
+    )
+    if not sound or sum(index["counts"]) != len(index["lengths"]) or not index["layers"]:
+        raise InvalidConfigError(
+            f"{folder / INDEX} does not tell what was captured.", f"Delete {folder} to start anew."
+        )
+    return index
 
 
 def _claim(folder: Path, index: dict[str, Any], model: PreTrainedModel, left: Sequence[Conversation]) -> list[int]:
@@ -219,7 +286,7 @@ def _claim(folder: Path, index: dict[str, Any], model: PreTrainedModel, left: Se
     clear_partials(folder)
     path = folder / INDEX
     if path.exists():
-        held = json.loads(path.read_text())
+        held = _read_index(folder)
         if {**held, "layers": index["layers"]} != index:
             raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
         if not set(index["layers"]) <= set(held["layers"]):

@@ -33,12 +33,12 @@ class Counts:
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
         """How often the r-th best token of each depth is right."""
-        return tuple(map(tuple, (self.right / self.counted[:, None].clamp(min=1)).tolist()))
+        return tuple(map(tuple, (self.right.double() / self.counted[:, None].clamp(min=1)).tolist()))
 
     @property
     def acceptance(self) -> list[float]:
         """How often a greedy chain gets so far, by depth."""
-        shares: list[float] = (self.accepted / self.chains.clamp(min=1)).tolist()
+        shares: list[float] = (self.accepted.double() / self.chains.clamp(min=1)).tolist()
         return shares
 
 

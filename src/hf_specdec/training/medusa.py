@@ -19,7 +19,8 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
-from hf_specdec.training.trainer import Objective, Teacher, TrainingData, fit
+from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.trainer import Objective, TrainingData, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def train_medusa(
 
     Args:
         model: The frozen target; only its lm_head is read where features were captured.
-        heads: The heads to train, in float32.
+        heads: The heads to train; they are trained in float32.
         data: What `capture_features` wrote, or conversations, whose features are then made in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: The loss.
@@ -86,7 +87,7 @@ class MedusaObjective(Objective):
         num_heads = self.head.config.medusa_num_heads
         answers, later = answers_ahead(loss_mask, num_heads)
         places = answers.any(-1)
-        logits = self.head(features[places].float(), self._lm_head)  # [K, M, Vd]
+        logits = self.head(features[places].to(self.dtype), self._lm_head)  # [K, M, Vd]
         answers, later = answers[places], later[places]
         # what the target saw when it chose x[t] is the feature before it
         said = features[:, :-1][loss_mask[:, 1:]]
@@ -113,8 +114,8 @@ NO_LABEL = -100
 def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
     """`[V]` from target ids to draft ids, `NO_LABEL` where the draft vocabulary lacks the token."""
     if hot_token_ids is None:
-        return torch.arange(vocab_size)
-    ids = torch.full((vocab_size,), NO_LABEL, device=hot_token_ids.device)
+        return torch.arange(vocab_size, device="cpu")
+    ids = torch.full((vocab_size,), NO_LABEL, dtype=torch.long, device=hot_token_ids.device)
     ids[hot_token_ids] = torch.arange(len(hot_token_ids), device=ids.device)
     return ids
 

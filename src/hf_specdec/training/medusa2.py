@@ -22,7 +22,9 @@ from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
-from hf_specdec.training.trainer import Objective, Teacher, fit
+from hf_specdec.training.recipes import STEEPEST, check_numbers
+from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.trainer import Objective, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Medusa2TrainingConfig:
     lora_dropout: float = 0.05
 
     def __post_init__(self) -> None:
+        check_numbers(self, {"head_decay": STEEPEST})
         if min(self.head_weight, self.head_decay, self.learning_rate_multiplier, self.lora_rank) <= 0:
             raise InvalidConfigError(f"Weights, the multiplier and the rank must be > 0, got {self}.")
         if self.schedule not in ("constant", "sine"):
@@ -138,7 +141,7 @@ class Medusa2Objective(Objective):
         weight = recipe.head_weight * (1.0 if recipe.schedule == "constant" else math.sin(self.progress * math.pi / 2))
         known, later = answers_ahead(loss_mask, num_heads)
         places = known.any(-1)
-        drafted = self.head(hidden[places].float(), self._lm_head)
+        drafted = self.head(hidden[places].to(self.dtype), self._lm_head)
         known, later = known[places], later[places]
         following = input_ids[:, 1:][answered]
         tokens = self._draft_ids.to(input_ids.device)[following]

@@ -5,14 +5,14 @@ Feeds: `training/distill.py`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.training.conversations import load_rows
+from hf_specdec.records import shortened
+from hf_specdec.training.data import Row, existing, read_rows, text_of, turns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +40,33 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
     Raises:
         InvalidConfigError: A source that is none of that, or a row without a prompt.
     """
-    path = Path(source)
-    name = path.name if path.exists() else str(source)
-    rows: Iterable[Any]
-    if path.suffix == ".txt" and path.is_file():
-        rows = [{"prompt": line} for line in path.read_text().splitlines() if line.strip()]
-    else:
-        rows = load_rows(source, split=split)
+    path = existing(source)
+    name = path.name if path is not None else str(source)
     prompts: list[Prompt] = []
-    for number, row in enumerate(rows, start=1):
+    for place, row in read_rows(source, split=split):
         if limit is not None and len(prompts) == limit:
             break
-        turns = _turns(row) if isinstance(row, dict) else None
+        turns = _turns(row, place)
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise InvalidConfigError(
-                f"{source}, row {number} holds no prompt: {json.dumps(row, default=str)[:80]}.",
+                f"{place} holds no prompt: {shortened(row)}.",
                 "Expected one of prompt, turns, messages, conversations, instruction, text.",
             )
-        prompts.append(Prompt(tuple(turns), str(row.get("source") or name)))
+        told = row.get("source")
+        origin = told if isinstance(told, str) and told else name
+        prompts.append(Prompt(tuple(text_of(turn, place) for turn in turns), text_of(origin, place)))
     return prompts
 
 
-def _turns(row: dict[str, Any]) -> Sequence[str] | None:
+def _turns(row: Row, place: str) -> Sequence[Any] | None:
     if row.get("turns"):
-        return [str(turn) for turn in row["turns"]]
+        return row["turns"] if isinstance(row["turns"], list) else None
     for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         if row.get(key):
-            return [turn[content] for turn in row[key] if turn.get(role) in ("user", "human")]
-    if row.get("instruction"):
-        return ["\n\n".join(part for part in (row["instruction"], row.get("input")) if part)]
-    text = row.get("prompt") or row.get("text")
-    return [text] if text else None
+            return [said for who, said in turns_of(row, key, role, content, place) if who in ("user", "human")]
+    asked = row.get("instruction")
+    parts = [
+        part for part in ((asked, row.get("input")) if asked else (row.get("prompt") or row.get("text"),)) if part
+    ]
+    texts = [part for part in parts if isinstance(part, str)]
+    return ["\n\n".join(texts)] if parts and texts == parts else None

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from transformers.trainer_utils import EvalPrediction, SchedulerType
 from hf_specdec.atomic import alone, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.target.features import LAST
-from hf_specdec.target.model import lm_head_rows, text_config
-from hf_specdec.training.conversations import Conversation
+from hf_specdec.target.model import text_config
+from hf_specdec.training.conversations import Conversation, check_tokens
 from hf_specdec.training.estimate import estimate_run
 from hf_specdec.training.features import FeatureStore, collate, features_of
 from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
+from hf_specdec.training.modes import check_trainable, training_modes
 from hf_specdec.training.progress import say, show_progress
-from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, run_facts
+from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, reading, run_facts
 
 TrainingData = FeatureStore | Sequence[Conversation]
 """Captured features, or conversations whose features are made in every step."""
@@ -61,6 +63,11 @@ class Objective(nn.Module, ABC):
         super().__init__()
         self.head = head
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the head computes in, outside of autocast: float32, or float64 where its weights are."""
+        return torch.promote_types(next(self.head.parameters()).dtype, torch.float32)
+
     @abstractmethod
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
@@ -76,54 +83,6 @@ class Objective(nn.Module, ABC):
         """
 
 
-class Teacher:
-    """What training reads of the frozen target: embedding and lm_head. No module, so nobody trains or saves it.
-
-    Args:
-        target: The target.
-        hot_token_ids: `[Vd]` the head's draft vocabulary; None is the target's whole one.
-        embedding: What heads read tokens by; None is the target's.
-    """
-
-    def __init__(
-        self, target: PreTrainedModel, hot_token_ids: Tensor | None, embedding: nn.Module | None = None
-    ) -> None:
-        self._embedding = embedding or target.get_input_embeddings()
-        self.rows = lm_head_rows(target, hot_token_ids)
-        self._whole = target.get_output_embeddings()
-        self._hot_token_ids = hot_token_ids
-        self.dtype = target.dtype
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; gradients pass through."""
-        logits: Tensor = self.rows(features.to(self.dtype))
-        return logits.float()
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """`[B, T]` token ids to embeddings `[B, T, D]`."""
-        embeddings: Tensor = self._embedding(input_ids)
-        return embeddings
-
-    @torch.no_grad()
-    def correct(self, draft_logits: Tensor, features: Tensor, following: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Compare drafted tokens, and the text, with the target's greedy choice in its whole vocabulary.
-
-        Args:
-            draft_logits: `[M, Vd]`.
-            features: `[M, D]` post-final-norm features at the same places.
-            following: `[M]` what the text says there.
-            ranks: R.
-
-        Returns:
-            `[M, R]`: whether the r-th best drafted token is the choice. `[M]`: whether the text is.
-        """
-        best = draft_logits.topk(ranks, dim=-1).indices
-        if self._hot_token_ids is not None:
-            best = self._hot_token_ids.to(best.device)[best]
-        chosen: Tensor = self._whole(features.to(self.dtype)).argmax(-1)
-        return best == chosen[:, None], following == chosen
-
-
 class _Tokens(Dataset[dict[str, Tensor]]):
     """Conversations as the trainer reads them; their features are not known yet."""
 
@@ -136,7 +95,8 @@ class _Tokens(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         conversation = self._conversations[index]
-        return {"input_ids": torch.tensor(conversation.input_ids), "loss_mask": torch.tensor(conversation.loss_mask)}
+        mask = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
+        return {"input_ids": torch.tensor(conversation.input_ids, device="cpu"), "loss_mask": mask}
 
 
 class _ByLength(LengthGroupedSampler):
@@ -183,7 +143,8 @@ class HeadTrainer(Trainer):
         arguments = copy.copy(arguments)
         arguments.remove_unused_columns = False  # an objective takes all of them
         super().__init__(
-            model=objective, args=arguments, train_dataset=dataset, data_collator=collate,
+            model=objective, args=arguments, train_dataset=dataset,
+            data_collator=partial(collate, vocab_size=int(text_config(target).vocab_size)),
             eval_dataset=None if held_out is None else as_dataset(held_out), compute_metrics=_metrics,
         )  # fmt: skip
         self.progress = show_progress(self)
@@ -260,7 +221,8 @@ class HeadTrainer(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        tensors = load_file(Path(resume_from_checkpoint) / "model.safetensors")
+        with reading(resume_from_checkpoint):
+            tensors = load_file(Path(resume_from_checkpoint) / "model.safetensors")
         differing = tensors.keys() ^ self._objective.state_dict().keys()
         if differing:
             raise CheckpointFormatError(
@@ -268,6 +230,21 @@ class HeadTrainer(Trainer):
                 "Give another output directory.",
             )
         self._objective.load_state_dict(tensors, strict=False)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The Trainer's own; a `CheckpointFormatError` where the files are damaged."""
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The Trainer's own; a `CheckpointFormatError` where the file is damaged."""
+        with reading(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The Trainer's own; a `CheckpointFormatError` where the file is damaged."""
+        with reading(checkpoint):
+            super()._load_scaler(checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The lengths are known: the Trainer would read every feature to find them."""
@@ -280,10 +257,11 @@ class HeadTrainer(Trainer):
 
 def _metrics(gathered: EvalPrediction) -> dict[str, float]:
     """Of held-out conversations, from the counts of all their batches `[N, K, 4]`."""
-    acceptance = Counts.of(torch.as_tensor(gathered.predictions).sum(0)).acceptance
+    acceptance = Counts.of(torch.as_tensor(gathered.predictions, device="cpu").sum(0)).acceptance
     return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
 
 
+@training_modes()
 def fit(
     objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool,
     held_out: TrainingData | None = None,
@@ -301,11 +279,17 @@ def fit(
         main process, and an untrained one on the others.
 
     Raises:
-        InvalidConfigError: FSDP in a single process, or a directory whose run has another head, settings or data.
+        InvalidConfigError: FSDP in a single process, weights made in inference mode, tokens that the target
+            does not know, or a directory whose run has another head, settings or data.
         DrafterMismatchError: The head was made for another model.
     """
     objective.head.check_sizes(text_config(target))
+    for talks in (data, held_out):
+        if not isinstance(talks, FeatureStore | None):
+            check_tokens(talks, int(text_config(target).vocab_size))
+    check_trainable(objective.head, target)
     check_processes(arguments)
+    objective.head.float()  # what a head was made or loaded in is too coarse for small updates
     checkpoint = last_checkpoint(Path(arguments.output_dir)) if resume else None
     facts = run_facts(objective.head, objective.recipe, as_dataset(data).lengths)
     if checkpoint is not None:
@@ -396,4 +380,4 @@ def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
             f"Capture them with layers={list(wanted)}.",
         )
     size = len(data[0]["features"][0]) // len(data.layers)
-    return torch.cat([torch.arange(size) + size * data.layers.index(layer) for layer in wanted])
+    return torch.cat([torch.arange(size, device="cpu") + size * data.layers.index(layer) for layer in wanted])

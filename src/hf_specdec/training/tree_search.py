@@ -26,10 +26,12 @@ from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.target.model import text_config
+from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
-from hf_specdec.training.features import collate
+from hf_specdec.training.features import FeatureStore, collate
 from hf_specdec.training.measures import Counts
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
+from hf_specdec.training.modes import training_modes
 from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
 from hf_specdec.tree_growth import Accuracies, likeliest_choices, node_acceptance
 
@@ -133,6 +135,8 @@ def find_tree(
     size = head.config.draft_vocab_size or head.config.vocab_size
     if top_k > size:
         raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {size} tokens.")
+    if not isinstance(data, FeatureStore):
+        check_tokens(data, int(text_config(model).vocab_size))
     accuracies = count_right(model, head, data, num_steps=num_steps, top_k=top_k).accuracies
     grown = likeliest_choices(accuracies, num_nodes or max_nodes)
     if not grown:
@@ -151,6 +155,7 @@ def find_tree(
     return TreeSearch(tuple(grown), accuracies, expected, seconds, drafting.get(len(grown) + 1, 0.0))
 
 
+@training_modes()
 @torch.no_grad()
 def count_right(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
@@ -171,14 +176,14 @@ def count_right(
     objective = OBJECTIVES[type(head)](head, model, num_steps)
     parameter = next(head.parameters())
     columns = columns_of(data, objective.layers)
-    total: Tensor | float = 0.0
+    found: list[Tensor] = []
     for batch in DataLoader(as_dataset(data), batch_size=batch_size, collate_fn=collate):
         batch = with_features(batch, model, objective.layers, columns)
         batch = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
-        with torch.autocast(parameter.device.type, enabled=parameter.dtype != torch.float32, dtype=parameter.dtype):
+        with torch.autocast(parameter.device.type, enabled=parameter.dtype.itemsize < 4, dtype=parameter.dtype):
             counts = objective(**batch, measure=top_k).counts
-        total = total + counts.packed().cpu()
-    counted = Counts.of(torch.as_tensor(total)[:num_steps])
+        found.append(counts.packed().cpu())
+    counted = Counts.of(torch.stack(found).sum(0)[:num_steps])
     if not bool(counted.counted.sum()):
         raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
     return counted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,19 @@ class Voice(ABC):
     Attributes:
         name: Of the target, for the rows: a Hub id, or the last part of a path of this machine.
         end_ids: Tokens that end an answer.
-        num_lost: Answers that were given up because their token ids are not known for sure.
+        lost: Answers that were given up, by reason.
     """
 
     name: str
     end_ids: Sequence[int]
-    num_lost: int = 0
+
+    def __init__(self) -> None:
+        self.lost: Counter[str] = Counter()
+
+    @property
+    def num_lost(self) -> int:
+        """Answers that were given up because they were malformed or their token ids are not certain."""
+        return self.lost.total()
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -58,7 +66,7 @@ class Voice(ABC):
             label: Names this call within the whole work; it decides the draws.
 
         Returns:
-            An answer per prompt; None where its ids are not known for sure.
+            An answer per prompt; None if it was given up, which `lost` counts.
         """
 
     def ended(self, answer: Sequence[int]) -> bool:
@@ -75,6 +83,7 @@ class ModelVoice(Voice):
     """
 
     def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+        super().__init__()
         self.model, self._batch_size = model, batch_size
         self.end_ids = _ids(model.generation_config.eos_token_id)
         name = model.config._name_or_path
@@ -110,8 +119,8 @@ class ModelVoice(Voice):
     def _continue(self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int) -> list[list[int]]:
         width = max(map(len, prompts))
         pad = self.end_ids[0] if self.end_ids else 0
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device="cpu")
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device="cpu")
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         output = self.model.generate(
             input_ids=ids.to(self.model.device), attention_mask=mask.to(self.model.device),

@@ -1,0 +1,211 @@
+"""`examples/serve.py`: a bad request, or a client that leaves, ends its own request and no other."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_examples import EXAMPLES, plain
+from zoo import END, build, chat_tokenizer
+
+for package in ("fastapi", "uvicorn", "openai"):
+    pytest.importorskip(package)
+
+ASKED, LENGTH = "w05 w06", 12
+CONTEXT = 100_000
+"""Tokens of the model's context: as many new ones take minutes."""
+
+
+class Server:
+    """Sends requests to the example, which runs in a process of its own."""
+
+    def __init__(self, model: Path, port: int) -> None:
+        self.model, self.port = str(model), port
+
+    def open(self, stream: bool = False, **changes: Any) -> http.client.HTTPConnection:
+        """Send a request and do not wait for the answer; `generation={...}` are fields of its `generation_config`."""
+        if "generation" in changes:
+            changes["generation_config"] = json.dumps(changes.pop("generation"))
+        body = {"model": self.model, "messages": [{"role": "user", "content": ASKED}], "max_tokens": LENGTH,
+                "temperature": 0, "stream": stream, **changes}  # fmt: skip
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def ask(self, **changes: Any) -> tuple[int, str]:
+        """The status and the body of an answer."""
+        connection = self.open(**changes)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        return response.status, text
+
+    def text(self, stream: bool = False) -> str:
+        """What the model says to a good request."""
+        status, body = self.ask(stream=stream)
+        assert status == 200, body
+        if not stream:
+            return str(json.loads(body)["choices"][0]["message"]["content"])
+        chunks = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
+        return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
+    """The server, and what it says to a good request."""
+    folder = tmp_path_factory.mktemp("model")
+    model = copy.deepcopy(build("llama"))
+    model.generation_config.eos_token_id, model.config.max_position_embeddings = END, CONTEXT
+    model.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", EXAMPLES / "serve.py", folder, "--port", str(port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    log = folder.with_suffix(".log")
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
+    ):
+        try:
+            wait_for(port, process, log)
+            yield Server(folder, port), plain(folder, [ASKED], LENGTH)[0]
+        finally:
+            process.kill()
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            socket.create_connection(("localhost", port)).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("The server did not start.")
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "unknown method": {"generation": {"speculative": "nonsense"}},
+    "unknown method of a dict": {"generation": {"speculative": {"method": "nonsense"}}},
+    "a method without its head": {"generation": {"speculative": "eagle"}},
+    "unknown field": {"generation": {"speculative": {"bogus": 1}}},
+    "a field of another type": {"generation": {"speculative": {"num_steps": "3"}}},
+    "a number": {"generation": {"speculative": 7}},
+    "a list": {"generation": {"speculative": ["eagle"]}},
+    "a tree without parents": {"generation": {"speculative": {"method": "prompt_lookup", "tree": [[0, 0]]}}},
+    "a file of the server": {"generation": {"speculative": {"adaptive": "/dev/zero"}}},
+    "a cache of the server": {"generation": {"speculative": {"max_cache_length": 10**9}}},
+    "a mode that cannot be kept": {"generation": {"num_beams": 4}},
+    "many answers": {"generation": {"num_return_sequences": 1000, "do_sample": True}},
+    "no JSON": {"generation_config": "{"},
+    "no object": {"generation_config": "[]"},
+    "a config that is no string": {"generation_config": 7},
+    "too long": {"max_tokens": 2**70},
+    "longer than the context": {"max_tokens": CONTEXT},
+    "longer, in the config": {"max_tokens": None, "generation": {"max_new_tokens": 10**9}},
+    "a total length": {"max_tokens": None, "generation": {"max_length": 10**9}},
+    "no tokens": {"max_tokens": 0},
+    "fewer": {"max_tokens": -1},
+    "length of text": {"max_tokens": "x"},
+    "temperature of text": {"temperature": "hot"},
+    "no list of messages": {"messages": 7},
+    "no role": {"messages": [{}]},
+    "content of a number": {"messages": [{"role": "user", "content": 7}]},
+    "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "bias of a foreign token": {"logit_bias": {"500": 1.0}},
+    "stop of a number": {"stop": 7},
+    "seed": {"seed": 2**70},
+    "another model": {"model": "org/other"},
+    "unknown parameter": {"speculative": "eagle"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_good_requests_behind_bad_ones(served: tuple[Server, str], stream: bool) -> None:
+    """Every kind is answered with a status and a reason, also as a stream; a good one follows, of either sort."""
+    server, expected = served
+    for name, changes in BAD.items():
+        status, body = server.ask(stream=stream, **changes)
+        assert status in (400, 422), (name, status, body)
+        reply = json.loads(body)
+        assert len(reply["detail"] if "detail" in reply else reply["error"]["message"]) > 8, name
+        assert server.text(stream=not stream) == expected, name
+
+
+def test_bad_and_good_requests_at_once(served: tuple[Server, str]) -> None:
+    server, expected = served
+    with ThreadPoolExecutor(12) as pool:
+        kinds = ("unknown method", "unknown method", "too long", "unknown field")
+        bad = [pool.submit(server.ask, stream=number % 2 == 1, **BAD[name]) for number, name in enumerate(kinds)]
+        good = [pool.submit(server.text, number % 2 == 0) for number in range(6)]
+        assert {future.result()[0] for future in bad} == {400}
+        assert {future.result() for future in good} == {expected}
+
+
+LONG = {"max_tokens": CONTEXT - 1000, "generation": {"min_new_tokens": CONTEXT - 1000}}
+
+
+def test_clients_that_leave(served: tuple[Server, str]) -> None:
+    """In the middle of a stream, before it begins, while they wait for a whole answer, and while they queue."""
+    server, expected = served
+    begin = time.perf_counter()
+    streaming = server.open(stream=True, **LONG)
+    assert streaming.getresponse().read(2000)
+    queued = [server.open(stream=stream, **LONG) for stream in (True, False)]
+    time.sleep(0.3)
+    for connection in (*queued, streaming):
+        connection.close()
+    assert server.text() == expected
+    for stream in (True, False):
+        leaving = server.open(stream=stream, **LONG)
+        time.sleep(0.3)
+        leaving.close()
+        assert server.text(stream=stream) == expected
+    assert time.perf_counter() - begin < 15
+
+
+def test_errors_while_generating(served: tuple[Server, str]) -> None:
+    """Of the server, and in a stream that has begun: its last event is valid JSON."""
+    server, expected = served
+    for stream in (False, True):
+        status, body = server.ask(stream=stream, generation={"prefill_chunk_size": 0})
+        assert status == 400
+        assert "prefill_chunk_size" in json.loads(body)["error"]["message"]
+        assert server.text() == expected
+    late = {"generation": {"forced_eos_token_id": 999}}
+    status, body = server.ask(**late)
+    assert status == 400
+    assert "IndexError" in body
+    status, body = server.ask(stream=True, **late)
+    events = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line]
+    assert status == 200
+    assert "out of bounds" in events[-1]["error"]
+    assert server.text(stream=True) == expected
+
+
+def test_an_openai_client_reads_the_message(served: tuple[Server, str]) -> None:
+    import openai
+
+    server, _ = served
+    with openai.OpenAI(base_url=f"http://localhost:{server.port}/v1", api_key="none", max_retries=0) as client:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="There is no method or drafter 'nonsense'"):
+                client.chat.completions.create(
+                    model=server.model, messages=[{"role": "user", "content": ASKED}], stream=stream,
+                    extra_body={"generation_config": json.dumps({"speculative": "nonsense"})},
+                )  # fmt: skip
