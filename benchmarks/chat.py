@@ -41,7 +41,7 @@ def chat(model, tokenizer, methods, max_new_tokens):
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        options = {**inputs, "past_key_values": cache, "max_new_tokens": max_new_tokens, "do_sample": False}
+        options = {**inputs, "cache": cache, "max_new_tokens": max_new_tokens, "do_sample": False}
         answers = []
         thread = threading.Thread(target=answer_into, args=(answers, model, {**options, "streamer": streamer}, method))
         begin = time.perf_counter()

@@ -147,7 +147,7 @@ def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, t
     """The logits of the last of several forwards over chains, by width."""
     import torch
 
-    from hf_specdec.target.model import execution_device
+    from hf_specdec.target.model import cache_argument, execution_device
     from hf_specdec.target.probe import inspect_target
     from hf_specdec.tree import TokenTree
 
@@ -155,7 +155,7 @@ def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, t
         facts, device = inspect_target(model), execution_device(model)
         target = facts.new_target(model, context + max(widths), max(widths), runner=runner)
         ids = torch.arange(3, 3 + context + max(widths), device=device)[None] % model.config.vocab_size
-        inputs = {"attention_mask": torch.ones_like(ids[:, :context]), "past_key_values": target.cache}
+        inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
         target.prefill(ids[:, :context], model.generation_config, {**inputs, "use_cache": True})
         found = {}
         for width in widths:

@@ -36,7 +36,7 @@ def main():
         if prompt[: len(read)] != read:
             cache = DynamicCache(config=model.config)
         ids = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=options.max_new_tokens, speculative="auto",
+            **inputs, cache=cache, max_new_tokens=options.max_new_tokens, speculative="auto",
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )[0].tolist()  # fmt: skip
         read = ids[:-1]  # the last token has not been read yet

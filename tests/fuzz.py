@@ -43,6 +43,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.target.model import CACHE_FIELD
 
 MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",
@@ -230,7 +231,7 @@ def _outputs(made: Case, rng: random.Random) -> None:
 
 
 def _cache(made: Case, rng: random.Random) -> None:
-    if "past_key_values" in made.fresh:
+    if CACHE_FIELD in made.fresh:
         return
     kind = rng.choice(["empty", "filled", "filled", "new tokens", "static"])
     ids, mask = made.ids, made.mask
@@ -251,12 +252,12 @@ def _cache(made: Case, rng: random.Random) -> None:
                     input_ids=ids[:, :known],
                     attention_mask=whole[:, :known],
                     position_ids=positions[:, :known],
-                    past_key_values=past,
+                    **{CACHE_FIELD: past},
                     use_cache=True,
                 )
         return past
 
-    made.fresh["past_key_values"] = cache
+    made.fresh[CACHE_FIELD] = cache
     if kind == "new tokens" and known:
         made.mask = torch.ones_like(ids) if mask is None else mask
         made.ids = ids[:, known:]
@@ -265,7 +266,7 @@ def _cache(made: Case, rng: random.Random) -> None:
 
 
 def _embeddings(made: Case, rng: random.Random) -> None:
-    if "past_key_values" not in made.fresh and "encoder_repetition_penalty" not in made.options:
+    if CACHE_FIELD not in made.fresh and "encoder_repetition_penalty" not in made.options:
         made.fresh["inputs_embeds"] = lambda: made.target.get_input_embeddings()(made.ids).detach()
         if rng.random() < 0.7:
             made.options["drop_ids"] = True
@@ -282,7 +283,7 @@ def _chunks(made: Case, rng: random.Random) -> None:
 
 
 def _positions(made: Case, rng: random.Random) -> None:
-    if "past_key_values" not in made.fresh:
+    if CACHE_FIELD not in made.fresh:
         made.options["position_ids"] = torch.arange(made.ids.shape[1])[None].expand(made.ids.shape) + rng.choice(
             [1, 3]
         )
@@ -375,8 +376,8 @@ def check(made: Case) -> str:
     assert torch.equal(plain_state, our_state), "the random generator was used differently"
     if "streamer" in made.fresh:
         assert plain_fresh["streamer"].received == ours_fresh["streamer"].received, "streams differ"
-    if "past_key_values" in made.fresh:
-        compare_caches(plain_fresh["past_key_values"], ours_fresh["past_key_values"], made.mask)
+    if CACHE_FIELD in made.fresh:
+        compare_caches(plain_fresh[CACHE_FIELD], ours_fresh[CACHE_FIELD], made.mask)
     return "equal"
 
 
@@ -404,7 +405,7 @@ def compare(plain: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
         for index, (left, right) in enumerate(zip(wanted, got, strict=True)):
             assert left.shape == right.shape, f"{name}[{index}]: {tuple(left.shape)}, got {tuple(right.shape)}"
             torch.testing.assert_close(right, left, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
-    compare_caches(plain.past_key_values, ours.past_key_values, mask)
+    compare_caches(plain[CACHE_FIELD], ours[CACHE_FIELD], mask)
 
 
 def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None) -> None:

@@ -31,6 +31,7 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.generation import mixin, state
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.fingerprint import Fingerprint
+from hf_specdec.target.model import CACHE_FIELD
 from hf_specdec.target.probe import inspect_target
 from test_mixin import GREEDY, IDS
 
@@ -245,7 +246,7 @@ def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.Monkey
     for method in ("prompt_lookup", "eagle"):
         ours = model.generate(ids, speculative=method, **options)
         assert torch.equal(plain.sequences, ours.sequences)
-        for wanted, got in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        for wanted, got in zip(plain[CACHE_FIELD].layers, ours[CACHE_FIELD].layers, strict=True):
             torch.testing.assert_close(got.keys[0], wanted.keys[0])
 
 

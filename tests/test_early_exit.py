@@ -25,6 +25,7 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters import early_exit
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.early_exit import EarlyExitDrafter, search_skipped_layers
+from hf_specdec.target.model import CACHE_FIELD
 from hf_specdec.target.partial import GrowingTree, skippable, without_layers
 from hf_specdec.target.probe import first_inputs, inspect_target
 from hf_specdec.target.target import Target
@@ -103,9 +104,9 @@ def test_a_cache_that_was_handed_in() -> None:
     whole = model.generate(ids, attention_mask=mask, **{**OPTIONS, "max_new_tokens": 26})
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=ids[:, :12], past_key_values=cache, use_cache=True)
+        model(input_ids=ids[:, :12], **{CACHE_FIELD: cache}, use_cache=True)
     answer = model.generate(
-        ids, attention_mask=mask, past_key_values=cache, speculative="early_exit", max_new_tokens=26, do_sample=False
+        ids, attention_mask=mask, **{CACHE_FIELD: cache}, speculative="early_exit", max_new_tokens=26, do_sample=False
     )
     assert torch.equal(whole, answer)
     assert model.last_speculation.mean_accepted_length == 5.0

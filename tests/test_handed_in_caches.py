@@ -1,4 +1,4 @@
-"""Caches handed in as `past_key_values`: continued as plain generate does, or refused before any work."""
+"""Caches handed to `generate()`: continued as plain generate does, or refused before any work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.target.model import CACHE_FIELD
 from hf_specdec.target.tree_target import TreeTarget
 
 ROWS, LENGTH = 2, 6
@@ -24,7 +25,7 @@ def filled(rows: int = ROWS, length: int = LENGTH) -> DynamicCache:
     model: Any = zoo.build("llama")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=IDS[:1, :length].expand(rows, -1), past_key_values=cache, use_cache=True)
+        model(input_ids=IDS[:1, :length].expand(rows, -1), **{CACHE_FIELD: cache}, use_cache=True)
     return cache
 
 
@@ -100,13 +101,13 @@ def test_a_cache_that_does_not_fit_is_refused_before_any_work(
     make, expected = CACHES[kind]
     monkeypatch.setattr(TreeTarget, "prefill", None)
     with pytest.raises(UnsupportedGenerationError, match=expected):
-        llama.generate(IDS, past_key_values=make(), speculative="prompt_lookup", **OPTIONS)
+        llama.generate(IDS, **{CACHE_FIELD: make()}, speculative="prompt_lookup", **OPTIONS)
 
 
 def test_rows_are_counted_as_often_as_they_are_answered(llama: Any) -> None:
     options = {**OPTIONS, "num_return_sequences": 2, "do_sample": True, "speculative": "prompt_lookup"}
     with pytest.raises(UnsupportedGenerationError, match="has 2 rows, the prompt has 4"):
-        llama.generate(IDS, past_key_values=filled(), **options)
+        llama.generate(IDS, **{CACHE_FIELD: filled()}, **options)
 
 
 def test_a_cache_made_under_autocast_is_continued_there(llama: Any) -> None:
@@ -115,10 +116,10 @@ def test_a_cache_made_under_autocast_is_continued_there(llama: Any) -> None:
         caches = [DynamicCache(config=llama.config) for _ in range(2)]
         with torch.no_grad():
             for cache in caches:
-                llama(input_ids=IDS[:, :LENGTH], past_key_values=cache, use_cache=True)
+                llama(input_ids=IDS[:, :LENGTH], **{CACHE_FIELD: cache}, use_cache=True)
         caches[1].layers[0].values = caches[1].layers[0].values.bfloat16()
-        plain = llama.generate(IDS, past_key_values=caches[0], **OPTIONS)
-        answer = llama.generate(IDS, past_key_values=caches[1], speculative="prompt_lookup", **OPTIONS)
+        plain = llama.generate(IDS, **{CACHE_FIELD: caches[0]}, **OPTIONS)
+        answer = llama.generate(IDS, **{CACHE_FIELD: caches[1]}, speculative="prompt_lookup", **OPTIONS)
         assert answer.shape == plain.shape
 
 
@@ -133,10 +134,8 @@ def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str) -> None
             first, again = (model.generate(ids, **short) for _ in range(2))
             text = torch.cat([first.sequences, ids[:, :3]], dim=-1)
             options = {**OPTIONS, "attention_mask": torch.ones_like(text), "max_new_tokens": 10}
-            plain = model.generate(text, past_key_values=first.past_key_values, **options)
-            answer = model.generate(
-                text, past_key_values=again.past_key_values, speculative="prompt_lookup", **options
-            )
+            plain = model.generate(text, **{CACHE_FIELD: first[CACHE_FIELD]}, **options)
+            answer = model.generate(text, **{CACHE_FIELD: again[CACHE_FIELD]}, speculative="prompt_lookup", **options)
             assert torch.equal(plain, answer), seed
             for size in (3, 9):
                 plain = model.generate(text, prefill_chunk_size=size, **options)
@@ -145,3 +144,10 @@ def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str) -> None
                 ), (seed, size)
     finally:
         SpeculativeGenerationMixin.detach(model)
+
+
+def test_a_cache_goes_by_the_same_name_with_every_transformers(llama: Any) -> None:
+    plain = llama.generate(IDS, **OPTIONS)
+    cache = DynamicCache(config=llama.config)
+    assert torch.equal(plain, llama.generate(IDS, cache=cache, speculative="prompt_lookup", **OPTIONS))
+    assert cache.get_seq_length() == plain.shape[1] - 1

@@ -43,6 +43,7 @@ from hf_specdec import (
 from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.model import CACHE_FIELD
 from reference import OracleDrafter
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))
@@ -236,7 +237,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "prompt_lookup", "num_beams": 2, "do_sample": True}, UnsupportedGenerationError, "beam"),
         ({"speculative": "prompt_lookup", "prompt_lookup_num_tokens": 3}, UnsupportedGenerationError, "assisted"),
         ({"speculative": "prompt_lookup", "use_cache": False}, UnsupportedGenerationError, "use_cache"),
-        ({"speculative": "prompt_lookup", "past_key_values": HALF_CACHE}, UnsupportedGenerationError, "offloaded"),
+        ({"speculative": "prompt_lookup", CACHE_FIELD: HALF_CACHE}, UnsupportedGenerationError, "offloaded"),
         ({"speculative": "prompt_lookup", "cache_implementation": "offloaded"}, UnsupportedGenerationError, "offload"),
         ({"speculative": "prompt_lookup", "custom_generate": print}, UnsupportedGenerationError, "loop"),
         ({"speculative": {"method": "prompt_lookup", "compile": "cuda_graph"}}, UnsupportedGenerationError, "compile"),
@@ -378,10 +379,10 @@ def test_the_returned_cache_continues_plainly(name: str) -> None:
     try:
         plain = with_oracle(model)
         first = model.generate(IDS, speculative="oracle", return_dict_in_generate=True, **GREEDY)
-        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+        assert first[CACHE_FIELD].get_seq_length() == first.sequences.shape[1] - 1
         more = torch.cat([first.sequences, torch.tensor([[7, 8, 9]])], dim=-1)
         wanted = model.generate(more, max_new_tokens=10, do_sample=False)
-        got = model.generate(more, past_key_values=first.past_key_values, max_new_tokens=10, do_sample=False)
+        got = model.generate(more, **{CACHE_FIELD: first[CACHE_FIELD]}, max_new_tokens=10, do_sample=False)
         assert torch.equal(wanted, got)
         assert torch.equal(first.sequences, plain)
     finally:
@@ -401,7 +402,7 @@ def test_a_cache_is_continued_and_written_back(name: str, batch_size: int) -> No
                        "attention_mask": torch.ones_like(text)}  # fmt: skip
             plain = model.generate(text, **options)
             model.add_drafter(OracleDrafter(plain[:, text.shape[1] :], "sometimes", zoo.VOCAB_SIZE))
-            answer = model.generate(text, past_key_values=cache, speculative=method, **options)
+            answer = model.generate(text, **{CACHE_FIELD: cache}, speculative=method, **options)
             assert torch.equal(plain, answer), method
             assert cache.get_seq_length() == answer.shape[1] - 1
             more = torch.randint(3, zoo.VOCAB_SIZE, (batch_size, 3), generator=generator)
@@ -412,17 +413,17 @@ def test_a_cache_is_continued_and_written_back(name: str, batch_size: int) -> No
 
 def test_a_failed_generation_leaves_a_handed_in_cache_alone(llama: Any) -> None:
     cache = DynamicCache(config=llama.config)
-    first = llama.generate(IDS, past_key_values=cache, speculative="prompt_lookup", **GREEDY)
+    first = llama.generate(IDS, **{CACHE_FIELD: cache}, speculative="prompt_lookup", **GREEDY)
     more, known = torch.cat([first, IDS], dim=-1), cache.get_seq_length()
     options = {**GREEDY, "attention_mask": torch.ones_like(more), "logits_processor": LogitsProcessorList([Raises()])}
     with pytest.raises(RuntimeError, match="processor"):
-        llama.generate(more, past_key_values=cache, speculative="prompt_lookup", **options)
+        llama.generate(more, **{CACHE_FIELD: cache}, speculative="prompt_lookup", **options)
     assert cache.get_seq_length() == known
     with pytest.raises(UnsupportedGenerationError, match="has 1 rows, the prompt has 2"):
-        llama.generate(more.expand(2, -1), past_key_values=cache, speculative="prompt_lookup", max_new_tokens=3)
+        llama.generate(more.expand(2, -1), **{CACHE_FIELD: cache}, speculative="prompt_lookup", max_new_tokens=3)
     small = StaticCache(config=llama.config, max_cache_len=30)
     with pytest.raises(CacheCapacityError, match="has 30 slots"):
-        llama.generate(IDS, past_key_values=small, speculative="prompt_lookup", **GREEDY)
+        llama.generate(IDS, **{CACHE_FIELD: small}, speculative="prompt_lookup", **GREEDY)
 
 
 def test_guidance_runs_the_model_without_disturbing_features(llama: Any) -> None:

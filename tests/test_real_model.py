@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreame
 
 from hf_specdec import SpeculativeGenerationMixin, bench
 from hf_specdec.loading import encode
+from hf_specdec.target.model import CACHE_FIELD
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def test_a_chat_of_six_turns_on_one_cache(small_model: Any, small_tokenizer: Any
         options = {"max_new_tokens": 16, "do_sample": False}
         plain = small_model.generate(**inputs, **options)
         known = cache.get_seq_length()
-        answer = small_model.generate(**inputs, past_key_values=cache, speculative=method, **options)
+        answer = small_model.generate(**inputs, **{CACHE_FIELD: cache}, speculative=method, **options)
         assert torch.equal(plain, answer), (turn, method)
         assert known < length < cache.get_seq_length() == answer.shape[1] - 1
         text = small_tokenizer.decode(answer[0, length:], skip_special_tokens=True)

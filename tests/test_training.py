@@ -445,7 +445,7 @@ def test_a_recipe_with_other_values() -> None:
     recipe = EagleTrainingConfig(noise=0.0)
     assert recipe.changed(noise=1, soft_tokens=False) == EagleTrainingConfig(noise=1, soft_tokens=False)
     for fields, message in (
-        ({"nose": 1.0}, "has no nose"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
+        ({"nose": 1.0}, "no field 'nose'"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
         ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"), ({"noise": -1.0}, ">= 0"),
         ({"growing": 1.5}, "a share of the run"),
     ):  # fmt: skip

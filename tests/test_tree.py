@@ -105,9 +105,9 @@ def test_validate_checks_draft_probs() -> None:
         ([(0,), (0,)], "occurs twice"),
         ([(0, 0)], "no parent"),
         ([(0,), ()], "non-empty"),
-        ([(-1,)], "integers >= 0"),
-        ([(0.5,)], "integers >= 0"),
-        ([(True,)], "integers >= 0"),
+        ([(-1,)], "must be integers from 0"),
+        ([(0.5,)], "must be integers from 0"),
+        ([(True,)], "must be integers from 0"),
         ([3], "non-empty paths"),
     ],
 )

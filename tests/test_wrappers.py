@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -26,6 +27,7 @@ from transformers import (
     SiglipVisionConfig,
     pipeline,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import drafters
 import zoo
@@ -75,6 +77,14 @@ def adapted(**fields: Any) -> Any:
     )
 
 
+def compatible_peft() -> Any:
+    """The peft package; skips the test if it is older than this transformers can work with."""
+    peft = pytest.importorskip("peft")
+    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        pytest.skip(f"transformers {transformers.__version__} needs peft >= {MIN_PEFT_VERSION}")
+    return peft
+
+
 def test_lora_active_disabled_several_and_merged() -> None:
     peft = pytest.importorskip("peft")
     wrapped = SpeculativeGenerationMixin.attach(peft.get_peft_model(fresh(), adapted(target_modules=["q_proj"])))
@@ -91,7 +101,7 @@ def test_lora_active_disabled_several_and_merged() -> None:
 
 
 def test_an_adapter_around_or_inside_an_attached_model() -> None:
-    peft = pytest.importorskip("peft")
+    peft = compatible_peft()
     model = with_head(fresh())
     assert_equal(peft.get_peft_model(model, adapted(target_modules=["q_proj"])), model)
     inside = with_head(fresh())
@@ -101,7 +111,7 @@ def test_an_adapter_around_or_inside_an_attached_model() -> None:
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
 def test_prompt_tuning_puts_virtual_tokens_in_front() -> None:
-    peft = pytest.importorskip("peft")
+    peft = compatible_peft()
     for config in (
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
         peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, encoder_hidden_size=16),

@@ -27,7 +27,7 @@ from hf_specdec.one_time import one_time_work
 from hf_specdec.outputs import LayerOutputs
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.step import Step, StepSeconds
-from hf_specdec.target.model import text_config
+from hf_specdec.target.model import CACHE_FIELD, text_config
 from hf_specdec.target.target import Target, Verification
 from hf_specdec.trace import TracedStep
 from hf_specdec.transcript import Transcript
@@ -104,8 +104,8 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         logits=tuple(transcript.logits) if config.output_logits else None,
         hidden_states=layers.hidden_states,
         attentions=layers.attentions,
-        past_key_values=cache,
         speculation=stats,
+        **{CACHE_FIELD: cache},
     )
 
 

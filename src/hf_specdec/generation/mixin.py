@@ -44,7 +44,7 @@ from hf_specdec.heads.base import DraftHead
 from hf_specdec.stats import SpeculationStats
 from hf_specdec.target.cache import seen_tokens
 from hf_specdec.target.memory import RESERVED_SLOTS
-from hf_specdec.target.model import cache_argument
+from hf_specdec.target.model import CACHE_FIELD, cache_argument
 from hf_specdec.target.plain import check_plain_generate
 from hf_specdec.target.probe import gate, inspect_target, reproducible
 from hf_specdec.transcript import Transcript
@@ -116,7 +116,12 @@ class SpeculativeGenerationMixin:
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; that it runs is noted down, for `detach`."""
+        """Same as transformers; registers the running call so that `detach` can refuse.
+
+        `cache=` is taken with every supported version of transformers, which calls it `past_key_values` before 5.24.
+        """
+        if "cache" in kwargs:
+            kwargs[CACHE_FIELD] = kwargs.pop("cache")
         if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
             kwargs["speculative"] = WithAssistant(kwargs["speculative"], kwargs.pop("assistant_model"))
         with SWAP:

@@ -30,7 +30,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.target.cache import check_fits, seen_tokens
 from hf_specdec.target.memory import CacheLayout
-from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.model import CACHE_FIELD, execution_device, text_config
 from hf_specdec.target.probe import drops_cache
 from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
@@ -204,7 +204,7 @@ def check_cache(
     """
     if config.cache_implementation is not None:
         raise UnsupportedGenerationError(
-            f"`cache_implementation={config.cache_implementation!r}` and `past_key_values` are two caches.",
+            f"`cache_implementation={config.cache_implementation!r}` and `{CACHE_FIELD}` are two caches.",
             "Drop one.",
         )
     length = seen_tokens(cache)
@@ -220,7 +220,7 @@ def check_cache(
     slots = min(layer.max_cache_len for layer in cache.layers) if isinstance(cache, StaticCache) else None
     if slots is not None and slots < max_cache_length:
         raise CacheCapacityError(
-            f"The cache handed in as `past_key_values` has {slots} slots, prompt and answer need {max_cache_length}.",
+            f"The cache handed in as `{CACHE_FIELD}` has {slots} slots, prompt and answer need {max_cache_length}.",
             "Make it larger, or use a DynamicCache.",
         )
     return length

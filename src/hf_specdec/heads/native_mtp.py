@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.target.features import LAST
-from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.model import CACHE_FIELD, execution_device, text_config
 
 INSTEAD = "Load an MTP module that was trained for it (model.load_drafter(...)), or choose another method."
 
@@ -156,7 +156,7 @@ class NativeMtp:
             position_embeddings=rotary,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE_FIELD: cache},
         )
         return modules.shared_post_norm(output) if modules.use_shared_post_norm else output
 

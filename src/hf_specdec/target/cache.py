@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.target.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
+from hf_specdec.target.model import CACHE_FIELD
 
 
 class TreeLayer(CacheLayerMixin):
@@ -256,7 +257,7 @@ def seen_tokens(cache: Any) -> int:
     strange = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
     if not known or strange or cache.offloading:
         raise UnsupportedGenerationError(
-            f"`speculative` continues a DynamicCache, or a StaticCache without sliding windows, as `past_key_values`; "
+            f"`speculative` continues a DynamicCache, or a StaticCache without sliding windows, as `{CACHE_FIELD}`; "
             f"got {type(cache).__name__}{' of ' + ', '.join(sorted(strange)) if strange else ''}"
             f"{', offloaded' if known and cache.offloading else ''}.",
             "Pass such a cache, or drop one of the two.",
@@ -302,7 +303,7 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
 
 
 def _refuse(what: str, hint: str) -> None:
-    raise UnsupportedGenerationError(f"The cache handed in as `past_key_values` {what}.", hint)
+    raise UnsupportedGenerationError(f"The cache handed in as `{CACHE_FIELD}` {what}.", hint)
 
 
 def _types(entry: LayerLayout) -> str:

@@ -19,7 +19,7 @@ from hf_specdec.acceptance import Acceptance
 from hf_specdec.draft import Draft
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.target.chain_cache import ChainCache
-from hf_specdec.target.model import cache_argument
+from hf_specdec.target.model import CACHE_FIELD, cache_argument
 from hf_specdec.target.target import Target
 from hf_specdec.tree import TokenTree
 
@@ -51,7 +51,7 @@ class ChainTarget(Target):
         """Refuse: it is not known how to copy a recurrent state without touching its owner's."""
         raise UnsupportedGenerationError(
             "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
-            "`past_key_values` with `speculative`.",
+            f"`{CACHE_FIELD}` with `speculative`.",
             "Leave it out: the prompt is read anew.",
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specdec.errors import UnsupportedModelError
 
@@ -33,10 +34,16 @@ def execution_device(model: PreTrainedModel) -> torch.device:
     return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
 
 
+CACHE_FIELD = next(name for name in ("cache", "past_key_values") if name in GenerateDecoderOnlyOutput.__annotations__)
+"""Name of the cache in the output of `generate()`: `cache` since transformers 5.24, `past_key_values` before."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names under which a forward can take its cache: as above, and that of state-space models before 5.24."""
+
+
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name under which the model's forward takes its cache (state-space models have another one)."""
+    """Return the name under which the model's forward takes its cache; empty if it takes none."""
     parameters = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in parameters else "past_key_values"
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), "")
 
 
 def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:

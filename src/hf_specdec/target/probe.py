@@ -91,8 +91,7 @@ def gate(model: Any) -> None:
         raise refusal(model, "it is an encoder-decoder model")
     if reason := why_not_transformers_loop(model):
         raise refusal(model, reason)
-    parameters = inspect.signature(model.forward).parameters
-    if cache_argument(model) not in parameters or not model._supports_default_dynamic_cache():
+    if not cache_argument(model) or not model._supports_default_dynamic_cache():
         raise refusal(model, "it does not keep its past in a transformers cache that could be rolled back")
     try:
         config = text_config(model)
@@ -111,7 +110,7 @@ def gate(model: Any) -> None:
 
 def why_chains_only(model: PreTrainedModel) -> str:
     """What in class and configuration rules out a tree; empty where nothing does."""
-    if getattr(model, "_is_stateful", False) or cache_argument(model) != "past_key_values":
+    if getattr(model, "_is_stateful", False) or cache_argument(model) == "cache_params":
         return "its layers carry a recurrent state, which cannot branch"
     for name in ("attention_mask", "position_ids"):
         if name not in inspect.signature(model.forward).parameters:

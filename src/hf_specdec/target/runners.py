@@ -28,7 +28,7 @@ from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.features import FeatureTap
 from hf_specdec.target.masks import MaskLayout
 from hf_specdec.target.memory import CacheLayout, persistent_tensors
-from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.model import cache_argument, execution_device, text_config
 
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights become constants that are packed for the kernels; the model keeps its own
@@ -87,6 +87,7 @@ class ModelForward(Runner):
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self._model, self._order, self.layers = weakref.ref(model), tuple(layers), frozenset(layers)
+        self._cache_argument = cache_argument(model)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
@@ -99,9 +100,9 @@ class ModelForward(Runner):
                 input_ids=tokens,
                 attention_mask=dict(masks) if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_argument: cache},
             )
             return outputs.logits, dict(tap.take().states)
 

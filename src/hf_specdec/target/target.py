@@ -26,7 +26,7 @@ from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.chain_cache import ChainCache
 from hf_specdec.target.features import Features, FeatureTap
 from hf_specdec.target.masks import Positions, PromptPadding
-from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.model import CACHE_ARGUMENTS, execution_device, text_config
 from hf_specdec.tree import TokenTree
 
 
@@ -244,7 +244,7 @@ def _every_step(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PREPARED_INPUTS = frozenset({
-    "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep",
+    "attention_mask", "position_ids", *CACHE_ARGUMENTS, "use_cache", "logits_to_keep",
     "inputs_embeds", "input_ids", "output_attentions", "output_hidden_states", "tokenizer", "return_dict",
 })  # fmt: skip
 """What `generate()` prepares for the prompt, and a verify forward gets in its own way."""

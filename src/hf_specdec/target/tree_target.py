@@ -20,7 +20,7 @@ from hf_specdec.draft import Draft
 from hf_specdec.target.attention import TreeForward, attending
 from hf_specdec.target.cache import TreeCache, layer_windows
 from hf_specdec.target.masks import MaskLayout, Masks, last_queries, tree_masks
-from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.model import cache_argument, execution_device, text_config
 from hf_specdec.target.runners import Runner
 from hf_specdec.target.target import Target, Verification
 from hf_specdec.tree import ROOT_PARENT, TokenTree
@@ -53,6 +53,7 @@ class TreeTarget(Target):
         super().__init__(model, outputs)
         self.cache, self._packs, self._runner = cache, packs, runner
         self._told = False  # that its runner cannot run this call
+        self._cache_argument = cache_argument(model)
         self._mask_layout = MaskLayout.of(text_config(model))
 
     @property
@@ -130,9 +131,9 @@ class TreeTarget(Target):
                 input_ids=tokens,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_argument: cache},
                 **self._every_step(tokens),
             )
 
