@@ -22,7 +22,8 @@ import drafters
 import zoo
 from benchmark_script import script
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.drafters.eagle import EagleDrafter, EagleSession
+from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.generation.state import current_costs
 from hf_specdec.target import graphs, memory, recorders
 from hf_specdec.target.graphs import PAYS_AFTER

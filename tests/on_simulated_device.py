@@ -80,10 +80,10 @@ def test_the_same_answers_with_one_read_per_step(
         assert torch.equal(state, torch.get_rng_state())
     steps = there.last_speculation.num_target_forwards
     of_steps = [(name, place) for name, place in reads if place not in TRANSFORMERS_READS]
-    # one read tells the host the first token of every row; lookup and lookahead read the prompt besides, merged
-    # drafting the first roots and every tree that it asked for, and lookahead the choices at its window, after every
-    # step that verified one and was not the last
-    besides = (row.name in ("prompt_lookup", "lookahead", "hybrid")) + bool(merged) + sum(merged.values())
+    # one read tells the host the first token of every row; lookup and lookahead read the prompt as well, merged
+    # drafting the first roots (its heads' trees come with the steps), and lookahead the choices at its window, after
+    # every step that verified one and was not the last
+    besides = (row.name in ("prompt_lookup", "lookahead", "hybrid")) + bool(merged)
     oracle = row.knows_answers  # a test's own drafter, which reads its first roots, and whose first drafts are checked
     besides += CHECKED_STEPS * oracle
     windows = of_steps.count(READ) - (steps + 1 + besides)

@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
-    0: "config errors atomic records one_time host_sync palette",
+    0: "config errors atomic records one_time host_sync palette pipelining",
     1: "tree draft tree_growth transcript target.model target.masks heads.card",
     2: "acceptance accept target target.cache target.chain_cache target.features target.target "
     "target.memory target.plain target.attention target.runners target.recorders target.graphs "
@@ -22,7 +22,7 @@ ROWS = {
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
     "checkpoints.export checkpoints.hub checkpoints.report "
     "drafters drafters.base drafters.foreign drafters.candidates drafters.asking drafters.calibration "
-    "drafters.suffix_automaton drafters.draft_layer "
+    "drafters.suffix_automaton drafters.draft_layer drafters.layer_session drafters.launching drafters.queries "
     "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
     "drafters.mtp drafters.draft_model drafters.last_logits drafters.lookahead drafters.early_exit drafters.hybrid",
     4: "drafters.registry drafters.compatibility decode viz viz.text viz.trees viz.steps viz.runs",

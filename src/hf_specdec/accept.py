@@ -51,6 +51,11 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
     return (descend if transcript.decides_on(logits.device) else follow)(tree, logits, transcript)
 
 
+def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torch.device) -> bool:
+    """Whether every step of a deterministic draft is decided on the device, without the host."""
+    return rule in (greedy, rejection) and transcript.decides_on(device)
+
+
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
     """The argmax at every node, and the longest path that agrees with it, on the device."""
     ended = transcript.padded(logits.device)[:, None]

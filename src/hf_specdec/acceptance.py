@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.host_sync import read, upload
+from hf_specdec.pipelining import Decision
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
@@ -31,6 +32,7 @@ class Acceptance:
     nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
     emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
     num_drafted: tuple[int, ...]  # nodes of each row's tree on the host, roots and padding not counted
+    launched: tuple[list[list[int]], ...] | None = None  # rows of what `Launch` returned; None if nothing was launched
 
     @property
     def num_kept(self) -> Tensor:
@@ -68,22 +70,29 @@ class Acceptance:
 
 
 def settle(tree: TokenTree, path: Tensor, tokens: Tensor, transcript: Transcript) -> Acceptance:
-    """Cut paths `[B, P]` and the tokens after their nodes where rows end, and tell the host in one transfer."""
+    """Cut paths `[B, P]` and the tokens after their nodes where rows end, and read them in one transfer.
+
+    The next draft is launched before the read, see `pipelining.py`.
+    """
     kept = transcript.cut(tokens, (path >= 0).sum(-1))
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
     last = tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
-    nodes, chosen, drafted = read(path, tokens, tree.num_drafted[:, None])
+    next_token = torch.where(kept > 0, last, tree.tokens[:, 0])
+    launch = transcript.launch
+    also = None if launch is None else launch(Decision(path, tokens, next_token))
+    nodes, chosen, drafted, *launched = read(path, tokens, tree.num_drafted[:, None], *(also or ()))
     counts = [sum(node >= 0 for node in row) for row in nodes]
     emitted = tuple(tuple(row[:count]) for row, count in zip(chosen, counts, strict=True))
     transcript.record_all(emitted)
     return Acceptance(
         path=path,
         tokens=tokens,
-        next_token=torch.where(kept > 0, last, tree.tokens[:, 0]),
+        next_token=next_token,
         nodes=tuple(tuple(row[:count]) for row, count in zip(nodes, counts, strict=True)),
         emitted=emitted,
         num_drafted=tuple(count for (count,) in drafted),
+        launched=None if also is None else tuple(launched),
     )
 
 

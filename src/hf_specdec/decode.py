@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specdec.accept import AcceptanceRule
+from hf_specdec.accept import AcceptanceRule, decides_on_device
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.controller import Controller
 from hf_specdec.draft import PLAIN_STEP, Budget, Draft
@@ -25,8 +25,9 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.foreign import start_session
 from hf_specdec.one_time import one_time_work
 from hf_specdec.outputs import LayerOutputs
+from hf_specdec.pipelining import Decision, Stopwatch
 from hf_specdec.stats import SpeculationStats
-from hf_specdec.step import Step, StepSeconds
+from hf_specdec.step import Step, StepSeconds, UnreadStep
 from hf_specdec.target.model import CACHE_FIELD, text_config
 from hf_specdec.target.target import Target, Verification
 from hf_specdec.trace import TracedStep
@@ -74,7 +75,9 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         transcript.stream(call.streamer)
         stack.enter_context(target.model._optimize_model_for_decode())
         with stats.time("draft"):
-            session = start_session(call.drafter, target, _context(call, prefill, roots), call.config)
+            context = _context(call, prefill, roots, launches=decides_on_device(call.rule, transcript, roots.device))
+            session = start_session(call.drafter, target, context, call.config)
+            stopwatch = Stopwatch(roots.device) if context.launches else None
         stack.callback(session.close)
         del prefill
         begin = time.perf_counter()
@@ -82,7 +85,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
             # a last token needs no draft
             budget = call.controller.next() if transcript.num_remaining > 1 else PLAIN_STEP
             begun = time.perf_counter() - begin
-            step, seconds = _step(call, session, budget, roots, transcript, stats, layers)
+            step, seconds = _step(call, session, budget, roots, transcript, stats, layers, stopwatch)
             if call.config.trace:
                 stats.trace.append(TracedStep.of(step, call.drafter.method, begun, seconds))
             roots = step.acceptance.next_token
@@ -111,9 +114,12 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
 
 def _step(
     call: Call, session: DraftSession, budget: Budget, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
-    layers: LayerOutputs,
+    layers: LayerOutputs, stopwatch: Stopwatch | None,
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
-    """Propose, admit, verify, accept, commit, and count."""
+    """Propose, admit, verify, accept, commit, and count.
+
+    With a stopwatch the session launches the next draft before the host reads this step, see `pipelining.py`.
+    """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
     before = one_time_work()
     with stats.time("draft"):
@@ -122,9 +128,18 @@ def _step(
             draft = draft.with_repeated(transcript.pad_token_id, transcript.padded(roots.device))
     with stats.time("verify"):
         verification = target.verify(draft.tree)
+
+    def launch(decision: Decision) -> Sequence[Tensor]:
+        assert stopwatch is not None
+        with stopwatch:
+            return session.launch(UnreadStep(draft, verification, decision), budget)
+
+    transcript.launch = None if stopwatch is None or budget.is_plain else launch
     with stats.time("accept"):
         acceptance = call.rule(draft.tree, verification.logits, transcript)
         layers.add(verification, acceptance, target.start)
+    if stopwatch is not None:
+        stats.move_seconds(stopwatch.take(), "accept", "draft")
     with stats.time("commit"):
         target.commit(draft.tree, acceptance)
     stats.add_step(map(operator.sub, transcript.num_generated, generated), acceptance.num_drafted)
@@ -133,7 +148,7 @@ def _step(
     return Step(draft, verification, acceptance), seconds
 
 
-def _context(call: Call, prefill: Verification, roots: Tensor) -> DraftContext:
+def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:
     """What a session starts from."""
     width, padding = call.input_ids.shape[1], call.target.padding
     whole = call.drafter.needs.prompt_logits and prefill.logits.shape[1] == width
@@ -143,4 +158,5 @@ def _context(call: Call, prefill: Verification, roots: Tensor) -> DraftContext:
         roots=roots,
         features=prefill.features,
         logits=prefill.logits if whole else None,
+        launches=launches,
     )

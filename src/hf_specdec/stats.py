@@ -64,6 +64,11 @@ class SpeculationStats:
             name = f"{stage}_seconds"
             setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
+    def move_seconds(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that were timed with one stage for another one."""
+        for stage, change in ((source, -seconds), (target, seconds)):
+            setattr(self, f"{stage}_seconds", getattr(self, f"{stage}_seconds") + change)
+
     @property
     def stage_seconds(self) -> tuple[float, float, float]:
         """Seconds so far of drafting, of verifying, and of what follows in a step."""

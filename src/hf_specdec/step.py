@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.draft import Draft
+from hf_specdec.pipelining import Decision
 from hf_specdec.target.target import Verification
 
 
@@ -16,6 +17,15 @@ class Step:
     draft: Draft  # as verified: a chain where the target takes no branches
     verification: Verification
     acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadStep:
+    """A step that was decided on the device and that the host has not read yet; fields as in `Step`."""
+
+    draft: Draft
+    verification: Verification
+    acceptance: Decision
 
 
 @dataclass(frozen=True, slots=True)

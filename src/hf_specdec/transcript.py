@@ -23,6 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.host_sync import read
+from hf_specdec.pipelining import Launch
 
 RESERVED_TOKENS = 1024
 """Room for answers before it is known how long they will be; it doubles where they are longer."""
@@ -95,6 +96,7 @@ class Transcript:
         self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.finished = [False] * batch_size
         self.num_generated = [0] * batch_size  # tokens of each row up to the one that finished it
+        self.launch: Launch | None = None  # what to launch before the next read of the device
         self.scores: list[Tensor] = []  # [B, V] per column
         self.logits: list[Tensor] = []
         self._num_streamed = 0

@@ -19,7 +19,7 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.step import Step
+from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.features import Features
 from hf_specdec.target.masks import PromptPadding
 from hf_specdec.target.model import execution_device, text_config
@@ -49,10 +49,17 @@ class DraftContext:
     roots: Tensor  # [B] first emitted tokens
     features: Features | None = None  # of all P positions; None where the drafter needs none
     logits: Tensor | None = None  # [B, P, V]; None where the drafter needs none, or the prompt came in chunks
+    launches: bool = False  # whether `DraftSession.launch` is called in every step
 
 
 class DraftSession(ABC):
-    """One generation's drafting."""
+    """One generation's drafting.
+
+    Attributes:
+        can_launch: Whether `launch` makes the next draft.
+    """
+
+    can_launch = False
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
@@ -61,6 +68,21 @@ class DraftSession(ABC):
     @abstractmethod
     def observe(self, step: Step) -> None:
         """Learn from a step: any tree, this session's own or not, and what became of it."""
+
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """Launch the next draft on the device before the host reads the step; the default launches nothing.
+
+        Called only on devices that decide steps themselves, see `pipelining.py`. `observe` is called with the step
+        afterwards, and then `propose`, which may be given another budget, or not be called at all.
+
+        Args:
+            step: What was verified and what is kept of it.
+            budget: What the next `propose` is likely to be given.
+
+        Returns:
+            Integer tensors `[B, *]` that the host needs of the draft; they come back in `Acceptance.launched`.
+        """
+        return ()
 
     def close(self) -> None:  # noqa: B027  (most keep nothing)
         """The generation has ended, in whatever way: memory that outlives it is free for the next one."""

@@ -58,11 +58,17 @@ class Entries:
     features: Tensor  # [B, T, layers * D] the target's, of each token but the last
     tokens: Tensor  # [B, T] the tokens after them
     path: Tensor  # [B, T] which of the T entries are real, in order; -1 beyond
-    nodes: Sequence[Sequence[int]]  # the same on the host
+    nodes: Sequence[Sequence[int]] | None  # the same on the host; None if the host has not read the step yet
+
+    @property
+    def counts(self) -> list[int]:
+        """Entries of each row; the host must have read the step that they come from."""
+        assert self.nodes is not None
+        return [len(row) for row in self.nodes]
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
-        """The entries of several steps as one."""
+        """Join the entries of several steps."""
         if len(parts) == 1:
             return parts[0]
         offsets = [sum(part.tokens.shape[1] for part in parts[:index]) for index in range(len(parts))]
@@ -75,8 +81,14 @@ class Entries:
             torch.cat([part.features for part in parts], dim=1),
             torch.cat([part.tokens for part in parts], dim=1),
             torch.where(path == last, -1, path),
-            [
-                [offset + node for part, offset in zip(parts, offsets, strict=True) for node in part.nodes[row]]
+            None
+            if any(part.nodes is None for part in parts)
+            else [
+                [
+                    offset + node
+                    for part, offset in zip(parts, offsets, strict=True)
+                    for node in (part.nodes or ())[row]
+                ]
                 for row in range(len(path))
             ],
         )

@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
@@ -26,7 +26,6 @@ from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, Dr
 from hf_specdec.drafters.calibration import Calibration
 from hf_specdec.drafters.candidates import (
     Candidates,
-    DraftedCandidates,
     Merged,
     Prospect,
     Remembered,
@@ -35,10 +34,10 @@ from hf_specdec.drafters.candidates import (
     merge,
 )
 from hf_specdec.drafters.foreign import limits_of, start_session
+from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
-from hf_specdec.one_time import one_time_work
-from hf_specdec.step import Step
+from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.target import Target
 from hf_specdec.tree import stack_trees
 
@@ -57,8 +56,6 @@ ASKED_NODES = 32
 
 FIRST_DRAFTS = (10.0, 5.0)
 """Expected and accepted drafts with which a model begins: what no text has shown yet is half believed."""
-FINE = 2.0**-20
-"""Unit in which log-probabilities travel to the host, beside integers."""
 
 
 class Experience:
@@ -164,7 +161,7 @@ class HybridDrafter(Drafter):
         for name, part in self._parts.items():
             part_config = _part_config(part, name)
             session = start_session(part, target, context, part_config, name)
-            sources.append(_Source(name, session, limits_of(part, part_config, name)))
+            sources.append(Source(name, session, limits_of(part, part_config, name)))
         return _HybridSession(sources, self.experience, context)
 
 
@@ -178,23 +175,8 @@ def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
     return wide
 
 
-@dataclass(slots=True)
-class _Source:
-    """A part's session, and what it did in this generation."""
-
-    name: str
-    session: DraftSession
-    limits: Budget
-    asked: int = 0
-    seconds: float = 0.0
-
-    @property
-    def is_free(self) -> bool:
-        return isinstance(self.session, CandidateSession)
-
-
 class _HybridSession(DraftSession):
-    def __init__(self, sources: Sequence[_Source], experience: Experience, context: DraftContext) -> None:
+    def __init__(self, sources: Sequence[Source], experience: Experience, context: DraftContext) -> None:
         self._sources, self._experience = sources, experience
         self._roots = context.roots
         self._going = list(range(len(context.roots)))  # rows that have not ended
@@ -203,6 +185,9 @@ class _HybridSession(DraftSession):
         self._plain_steps = 0  # in a row, in which all were heard
         self._resting = 0  # plain steps to come, in which nobody is heard
         self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
+        self._launches = context.launches
+        self._without: Width | None = None  # what this step expects without heads
+        self._queries = Queries(context.roots.device)
         self._asked: list[tuple[Worth, Width, Width]] = []  # whose worth this step will show: without it, and with it
         self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
         self._expected_drafts, self._accepted_drafts = 0.0, 0
@@ -213,32 +198,26 @@ class _HybridSession(DraftSession):
         if self._resting and budget.costs is not None:
             self._resting, self._expected = self._resting - 1, None
             return Draft.plain(self._roots)
-        begin, rows, on_host = time.perf_counter(), len(self._going), self._roots.device.type == "cpu"
+        begin = time.perf_counter()
         trees = self._merge(budget, self._free_seconds)
         heard = time.perf_counter() - begin
-        width = self._width(trees, budget, self._free_seconds)
+        width = self._without = self._width(trees, budget, self._free_seconds)
         for source in self._sources:
             if source.is_free:
                 continue
-            asking = self._asking(source, budget)
-            worth = asking.choose(width, rows) if budget.costs is not None else asking.options[-1]
-            if worth is None:
+            answer = self._answer(source, budget, width)
+            if answer is None:
                 continue
-            begin, before = time.perf_counter(), one_time_work()
-            least = asking.level_seconds * width.rate if on_host and budget.costs is not None else 0.0
-            levels = self._ask(source, budget, worth.num_steps, least)
-            # the first time it reads the prompt: not what it costs in a step
-            usual = source.asked > 0 and one_time_work() == before
-            if usual:
-                asking.time_levels(levels, time.perf_counter() - begin)
-            spent, seconds = width.seconds - self._cost(budget, width), time.perf_counter() - begin
-            trees = self._merge(budget, spent + (seconds if usual else worth.seconds))
-            seconds = time.perf_counter() - begin
-            source.asked, source.seconds = source.asked + 1, source.seconds + seconds
-            if not usual:
+            self._heard[source.name] = list(answer.found)
+            source.asked, begin = source.asked + 1, time.perf_counter()
+            spent, worth = width.seconds - self._cost(budget, width), answer.worth
+            trees = self._merge(budget, spent + (answer.seconds if answer.usual else worth.seconds))
+            seconds = answer.seconds + time.perf_counter() - begin
+            source.seconds += seconds
+            if not answer.usual:
                 seconds = worth.seconds if worth.asked else 0.0
             wider = self._width(trees, budget, spent + seconds)
-            if usual:
+            if answer.usual:
                 self._asked.append((worth, width, wider))
             width = wider
         self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
@@ -276,7 +255,7 @@ class _HybridSession(DraftSession):
     def _cost(budget: Budget, width: Width) -> float:
         return 0.0 if budget.costs is None else budget.costs[width.num_nodes - 1]
 
-    def _asking(self, source: _Source, budget: Budget) -> Asking:
+    def _asking(self, source: Source, budget: Budget) -> Asking:
         """What is known about asking a source for batches of this size."""
         key, num_steps = (source.name, len(self._tokens)), min(source.limits.num_steps, budget.num_steps)
         known = self._experience.asking.get(key)
@@ -288,28 +267,38 @@ class _HybridSession(DraftSession):
             self._experience.asking[key] = known
         return known
 
-    def _ask(self, source: _Source, budget: Budget, num_steps: int, least: float) -> int:
-        """Have a part draft: its tree, read in one transfer, is a source of this step. Returns its levels."""
-        limits = source.limits.chain if budget.top_k == 1 else source.limits
-        draft = source.session.propose(replace(limits, num_steps=num_steps, least=least))
-        tree = draft.tree
-        told = [tree.tokens, tree.parents.expand(tree.tokens.shape)]
-        if draft.log_probs is not None:
-            told.append((draft.log_probs.clamp(min=-100.0, max=0.0) / FINE).round().long())
-        if draft.bucket is not None:
-            told.append(draft.bucket)
-        tokens, parents, *others = read(*told)
-        log_probs = [[FINE * units for units in row] for row in others.pop(0)] if draft.log_probs is not None else None
-        buckets = others.pop(0) if draft.bucket is not None else None
-        found = [
-            DraftedCandidates(
-                source.name, tokens[row], parents[row], None if log_probs is None else log_probs[row],
-                None if buckets is None else buckets[row],
-            )
-            for row in range(len(tokens))
-        ]  # fmt: skip
-        self._heard[source.name] = list(found)
-        return max(candidates.depth for candidates in found)
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """Let the heads that are expected to pay draft for the next step; their trees are read with this step.
+
+        What the other sources will expect then is not known yet: what they expected in this step stands in for it.
+        """
+        wanted = list[Tensor]()
+        if self._without is None or self._resting:
+            return wanted
+        for source in self._sources:
+            if source.session.can_launch:
+                worth = self._chosen(self._asking(source, budget), budget, self._without)
+                if worth is not None:
+                    wanted += self._queries.launch(source, worth, budget, step)
+        return wanted
+
+    def _answer(self, source: Source, budget: Budget, without: Width) -> Answer | None:
+        """A head's draft for this step: launched in the last one, or made now if that is expected to pay."""
+        if self._launches and source.session.can_launch:
+            return self._queries.launched(source)
+        asking = self._asking(source, budget)
+        worth = self._chosen(asking, budget, without)
+        if worth is None:
+            return None
+        stops = self._roots.device.type == "cpu" and budget.costs is not None
+        answer = self._queries.ask(source, worth, budget, asking.level_seconds * without.rate if stops else 0.0)
+        if answer.usual:
+            asking.time_levels(max(candidates.depth for candidates in answer.found), answer.seconds)
+        return answer
+
+    def _chosen(self, asking: Asking, budget: Budget, without: Width) -> Worth | None:
+        """The depth for which to query a head; None if querying is not expected to pay."""
+        return asking.options[-1] if budget.costs is None else asking.choose(without, len(self._going))
 
     def _draft(self, trees: Sequence[Merged], num_nodes: int) -> Draft:
         """The first nodes of every tree; rows that have ended draft nothing."""
@@ -332,6 +321,7 @@ class _HybridSession(DraftSession):
     # ------------------------------------------------------------------------------------------- learning
 
     def observe(self, step: Step) -> None:
+        self._queries.receive(step.acceptance.launched or ())
         begin, emitted = time.perf_counter(), step.acceptance.emitted
         for row in self._going:
             self._replay(row, emitted[row])

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.step import Step
+from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.features import LAST
 from hf_specdec.target.model import lm_head_rows
 from hf_specdec.target.target import Target
@@ -128,19 +129,19 @@ class _RankTree:
         )
 
 
-class _MedusaSession(DraftSession):
+class _MedusaSession(LaunchingSession):
     def __init__(
         self, heads: MedusaHeads, model: PreTrainedModel, context: DraftContext, choices: list[Choice]
     ) -> None:
         if context.features is None:
             raise ValueError("a Medusa session needs the prompt's features")
+        super().__init__(context.roots)
         self._heads, self._choices = heads, choices
         self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.shares_lm_head else None
         self._trees: dict[Budget, _RankTree | None] = {}
         self._features: Tensor = context.features.of((LAST,))[:, -1]  # [B, D] of the node before the root
-        self._roots = context.roots
 
-    def propose(self, budget: Budget) -> Draft:
+    def _draft(self, budget: Budget) -> Draft:
         if budget not in self._trees:
             cut = choices_within(self._choices, budget)
             self._trees[budget] = _RankTree.of(cut, self._roots.device) if cut else None
@@ -158,12 +159,8 @@ class _MedusaSession(DraftSession):
             torch.nn.functional.pad(log_probs[tree.depths, :, tree.ranks].T, (1, 0)),
         )
 
-    def observe(self, step: Step) -> None:
-        features, acceptance = step.verification.features, step.acceptance
-        if features is None:
-            raise ValueError("a Medusa session needs the features of every verification")
-        last = acceptance.path.gather(1, (acceptance.num_kept - 1).clamp(min=0)[:, None]).clamp(min=0)
-        states = features.of((LAST,))
-        index = last.to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
-        self._features = states.gather(1, index)[:, 0]
-        self._roots = acceptance.next_token
+    def _follow(self, step: Step | UnreadStep) -> None:
+        kept, states = step.acceptance, features_of(step).of((LAST,))
+        last = (kept.num_kept - 1).clamp(min=0)[:, None]
+        index = kept.path.gather(1, last).clamp(min=0).to(states.device)
+        self._features = states.gather(1, index[:, :, None].expand(-1, -1, states.shape[-1]))[:, 0]

@@ -17,7 +17,8 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.draft_layer import Entries
-from hf_specdec.drafters.eagle import RESERVED_SLOTS, EagleDrafter, EagleSession, EagleTreeShape, LayerDrafter
+from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
+from hf_specdec.drafters.layer_session import RESERVED_SLOTS, EagleSession, EagleTreeShape
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
@@ -115,6 +116,7 @@ class _ModulesSession(EagleSession):
     them are the same for every continuation.
     """
 
+    can_launch = False  # the last entries are read again, and the host must know how many they are
     _head: NativeMtp
 
     def __init__(self, head: NativeMtp, model: PreTrainedModel, context: DraftContext, shape: EagleTreeShape) -> None:
@@ -127,7 +129,7 @@ class _ModulesSession(EagleSession):
             return Draft.plain(self._roots)
         if self._prompt is not None:
             self._pending, self._prompt = [self._read_beginning(self._prompt), *self._pending], None
-        tokens, log_probs = self._draft(_aligned(Entries.joined(self._pending)))
+        tokens, log_probs = self._draft_chain(_aligned(Entries.joined(self._pending)))
         steps = min(budget.num_steps, budget.num_nodes - 1, self._num_layers)
         nodes = torch.arange(ROOT_PARENT, steps, device=tokens.device)
         tree = TokenTree(torch.cat([self._roots[:, None], tokens[:, :steps]], dim=-1), nodes, max_depth=steps)
@@ -160,7 +162,7 @@ class _ModulesSession(EagleSession):
             prompt.features[:, known:], prompt.tokens[:, known:], torch.where(path == width, -1, path), nodes
         )
 
-    def _draft(self, entries: Entries) -> tuple[Tensor, Tensor]:
+    def _draft_chain(self, entries: Entries) -> tuple[Tensor, Tensor]:
         """The L next tokens and their log-probabilities `[B, L]`; what a draft cannot change is committed.
 
         Args:
@@ -185,7 +187,7 @@ class _ModulesSession(EagleSession):
             read = read.roll(-1, dims=1).scatter(1, last, tokens[-1])
         known = counts - layers + 1
         self._cache.commit(
-            torch.where(places < known, places, -1), [range(max(len(row) - layers + 1, 0)) for row in entries.nodes]
+            torch.where(places < known, places, -1), [range(max(count - layers + 1, 0)) for count in entries.counts]
         )
         self._pending = [_last(entries, layers - 1)]
         return torch.cat(tokens, dim=-1), torch.cat(log_probs, dim=-1)
@@ -213,7 +215,7 @@ def _aligned(entries: Entries) -> Entries:
         entries.features.gather(1, index[:, :, None].expand(-1, -1, entries.features.shape[-1])),
         entries.tokens.gather(1, index),
         torch.where(entries.path >= 0, places, -1),
-        [range(len(row)) for row in entries.nodes],
+        [range(count) for count in entries.counts],
     )
 
 
@@ -231,6 +233,6 @@ def _last(entries: Entries, most: int) -> Entries:
             entries.features,
             entries.tokens,
             torch.where(index < counts, index, -1),
-            [range(min(len(row), most)) for row in entries.nodes],
+            [range(min(count, most)) for count in entries.counts],
         )
     )

@@ -26,9 +26,10 @@ from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
+from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular
-from hf_specdec.step import Step
+from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.memory import persistent_tensors
 from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.target import Target
@@ -257,19 +258,17 @@ class TokenRecyclingDrafter(Drafter):
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context)
 
 
-class _RecyclingSession(DraftSession):
+class _RecyclingSession(LaunchingSession):
     def __init__(self, table: RecycledTokens, context: DraftContext) -> None:
-        self._table, self._roots, ids = table, context.roots, context.input_ids
+        super().__init__(context.roots)
+        self._table, ids = table, context.input_ids
         self._previous = ids[:, -1] if ids.shape[1] else torch.full_like(context.roots, -1)
         if context.logits is not None and ids.shape[1]:
             valid = torch.ones_like(ids, dtype=torch.bool) if context.padding is None else context.padding.valid
             before = torch.nn.functional.pad(torch.where(valid, ids, -1), (1, -1), value=-1)
             table.write(before, ids, *table.candidates(context.logits), valid)
 
-    def propose(self, budget: Budget) -> Draft:
-        if budget.is_plain:
-            return Draft.plain(self._roots)
-
+    def _draft(self, budget: Budget) -> Draft:
         def follow(previous: Tensor, tokens: Tensor) -> Level:
             log_probs, ids = self._table.look_up(previous, tokens)
             return Level(tokens[..., None], log_probs, ids)
@@ -280,7 +279,7 @@ class _RecyclingSession(DraftSession):
         root = follow(self._previous[:, None], self._roots[:, None])
         return _known_nodes(grow_dynamic(self._roots, root, expand, growable(budget)))
 
-    def observe(self, step: Step) -> None:
+    def _follow(self, step: Step | UnreadStep) -> None:
         tree, acceptance = step.draft.tree, step.acceptance
         parents = tree.parents.expand(tree.tokens.shape)
         previous = tree.tokens.gather(1, parents.clamp(min=0))
@@ -297,7 +296,6 @@ class _RecyclingSession(DraftSession):
         last = (acceptance.num_kept - 1).clamp(min=0)[:, None]
         before_root = tree.tokens.gather(1, path.gather(1, last))[:, 0]
         self._previous = torch.where(going, before_root, self._previous)
-        self._roots = acceptance.next_token
 
 
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):

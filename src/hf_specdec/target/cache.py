@@ -172,6 +172,30 @@ class TreeCache(Cache):
         self._lengths = device_lengths + (path >= 0).sum(-1)
         self._rewind()
 
+    def commit_unread(self, path: Tensor) -> None:
+        """Keep one path per row, like `commit`, before the host has read how long the paths are.
+
+        The lengths on the device are exact at once; `lengths` and `start` count all P columns as kept until
+        `correct_lengths` is called.
+
+        Args:
+            path: See `commit`.
+        """
+        start, lengths = self.start, self.lengths or [0] * len(path)
+        device_lengths = self.lengths_on(path.device, len(path))
+        targets = device_lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+        sources = torch.where(path >= 0, start + path, targets)
+        for buffer in self.buffers:
+            buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
+        self.lengths = [length + path.shape[1] for length in lengths]
+        self._lengths = device_lengths + (path >= 0).sum(-1)
+        self._rewind()
+
+    def correct_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the exact number of committed tokens of each row after `commit_unread`."""
+        self.lengths = list(lengths)
+        self._rewind()
+
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
         """Until `commit_all`, return from each layer what transformers' own cache would.
 
