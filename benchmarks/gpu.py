@@ -4,15 +4,16 @@
     python benchmarks/gpu.py --quick --json gpu.jsonl            # three minutes
     python benchmarks/gpu.py --items oracle tests --json gpu.jsonl
 
-Needs PyTorch, transformers and this repository; no network, no model files, no installed package. Items are in
-`gpu_items.py`. One JSON line per row is written as soon as it is known, so that nothing is lost at a time limit. An
-item that fails, hangs or crashes the driver ends alone. What this machine cannot show is written as "not measured",
-with the reason.
+Needs PyTorch, transformers and this repository or its source distribution; no network, no model files, no installed
+package. Items and their bars are listed in `gpu_items.py`. One JSON line per row is written as soon as it is known, so
+that nothing is lost at a time limit. An item that fails, hangs or crashes ends alone, and the next one runs. Each bar
+is printed as pass, FAIL or "not measured", with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SECONDS_OF_A_PART = 60
 SECONDS_TO_STOP = 5
 """What a process gets to write its last line after it was asked to stop."""
 
@@ -55,6 +57,8 @@ def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> tuple
     )
     try:
         output, _ = process.communicate(timeout=seconds)
+        with contextlib.suppress(ProcessLookupError):  # parts that outlive an item that crashed
+            os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, output[-2000:]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
@@ -67,53 +71,100 @@ def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> tuple
 
 
 def rows_of(path: Path, name: str, begin: int) -> list[dict[str, Any]]:
-    """The rows that an item has written since the file was `begin` bytes long."""
+    """The rows that an item has written since the file was `begin` bytes long; a line that broke off is none."""
     with path.open("rb") as file:
         file.seek(begin)
-        rows = [json.loads(line) for line in file.read().decode().splitlines() if line.strip()]
+        lines = file.read().decode(errors="replace").splitlines()
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return [row for row in rows if row["item"] == name]
 
 
 def drive(items: Sequence[Any], path: Path, minutes: float, arguments: Sequence[str]) -> bool:
-    """Run items one after the other and print what became of them; whether none failed."""
-    end, fine = time.monotonic() + 60 * minutes, True
-    for item in items:
+    """Run items one after the other and print what became of them; whether none failed.
+
+    Where the first one finds no device, the others say so without a process of their own.
+    """
+    end, fine, absent = time.monotonic() + 60 * minutes, True, None
+    for number, item in enumerate(items):
         begin, left = path.stat().st_size, end - time.monotonic()
-        if left < 1:
-            status, output, seconds = None, "", 0.0
+        rows: list[dict[str, Any]] = []
+        if absent is not None:
+            ending = {"status": "not measured", "reason": absent, "seconds": 0.0}
+        elif left < 1:
+            reason = f"the {minutes:g} minutes were over before its turn"
+            ending = {"status": "not measured", "reason": reason, "seconds": 0.0}
         else:
-            started = time.monotonic()
-            status, output = run_in_process(item.name, arguments, min(item.seconds, left))
-            seconds = time.monotonic() - started
-        rows = rows_of(path, item.name, begin)
-        ending = next((row for row in rows if row["kind"] == "end"), None)
-        if ending is None:
-            if left < 1:
-                reason = f"the {minutes:g} minutes were over before its turn"
-                ending = {"status": "not measured", "reason": reason}
-            elif status is None:
-                reason = f"stopped at its limit of {min(item.seconds, left):.0f} s after {len(rows)} rows"
-                ending = {"status": "stopped", "reason": reason}
-            else:
-                ending = {"status": "failed", "reason": f"exit status {status}", "output": output}
-            ending = {"item": item.name, "kind": "end", "seconds": round(seconds, 1), **ending}
+            ending = run_item(item, path, min(item.seconds, left), arguments)
+            rows = rows_of(path, item.name, begin)
+        if not any(row["kind"] == "end" for row in rows):
+            ending = {"item": item.name, "kind": "end", **ending}
             with path.open("a") as file:
                 file.write(json.dumps(ending) + "\n")
-        fine &= report(rows, ending)
+        if number == 0 and ending.get("no_device"):
+            absent = ending["reason"]
+        fine &= report(item, rows, ending)
     return fine
 
 
-def report(rows: Sequence[dict[str, Any]], ending: dict[str, Any]) -> bool:
-    """Print one item's end and its bars; whether nothing failed."""
+def run_item(item: Any, path: Path, limit: float, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run an item in a process of its own; how it ended, in its own words where it had any."""
+    begin, started = path.stat().st_size, time.monotonic()
+    status, output = run_in_process(item.name, arguments, limit)
+    seconds = round(time.monotonic() - started, 1)
+    rows = rows_of(path, item.name, begin)
+    ending = next((row for row in rows if row["kind"] == "end"), None)
+    if ending is not None:
+        return ending
+    if status is None:
+        reason = f"stopped at its limit of {limit:.0f} s after {len(rows)} rows"
+        return {"status": "stopped", "reason": reason, "seconds": seconds, "output": output}
+    return {"status": "failed", "reason": f"exit status {status}", "seconds": seconds, "output": output}
+
+
+def run_part(kit: Any, part: str, key: str) -> None:
+    """Run one part of an item in a new process, which writes its rows; write one for it if it fails or hangs.
+
+    Args:
+        kit: The item's.
+        part: Its name.
+        key: Of the name in that row.
+    """
+    options = kit.options
+    command = [
+        sys.executable, str(Path(__file__).resolve()), "--run", options.run, "--part", part,
+        "--json", str(options.json), "--device", options.device, "--sizes", json.dumps(options.sizes),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
+            timeout=SECONDS_OF_A_PART,
+        )  # fmt: skip
+        failed = f"exit status {done.returncode}: {done.stdout[-1000:]}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        failed = f"it took longer than {SECONDS_OF_A_PART} s"
+    if failed:
+        kit.row(**{key: part}, failed=failed)
+
+
+def report(item: Any, rows: Sequence[dict[str, Any]], ending: dict[str, Any]) -> bool:
+    """Print how an item ended, and each of its bars; whether nothing failed."""
     reason = f": {ending['reason']}" if ending.get("reason") else ""
-    print(f"{ending['item']}: {ending['status']}{reason} ({ending['seconds']:.0f} s, {len(rows)} rows)", flush=True)
-    bars = [row for row in rows if row["kind"] == "bar"]
-    for bar in bars:
-        verdict = "pass" if bar["passed"] else "FAIL"
-        print(f"  {verdict}  {bar['bar']}: {bar['value']:.4g} (wanted {bar['wanted']})", flush=True)
+    print(f"{item.name}: {ending['status']}{reason} ({ending['seconds']:.0f} s, {len(rows)} rows)", flush=True)
+    told = {row["bar"]: row for row in rows if row["kind"] == "bar"}
+    for bar in item.bars:
+        row = told.get(bar.name, {"passed": None, "reason": ending.get("reason", "the item has no figure for it")})
+        if row["passed"] is None:
+            print(f"  not measured  {bar.name} (wanted {bar.wanted}): {row['reason']}", flush=True)
+            continue
+        verdict = "pass" if row["passed"] else "FAIL"
+        print(f"  {verdict}  {bar.name}: {row['value']:.4g} (wanted {bar.wanted})", flush=True)
     if ending.get("output"):
         print(ending["output"], flush=True)
-    return ending["status"] in ("measured", "not measured") and all(bar["passed"] for bar in bars)
+    missed = [row for row in told.values() if row["passed"] is False]
+    return ending["status"] in ("measured", "not measured") and not missed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--items", nargs="+", choices=list(items), help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="the most important items, in three minutes")
     parser.add_argument("--run", choices=list(items), help=argparse.SUPPRESS)  # in this process
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of that item, in a process that the item has started
     parser.add_argument("--device", default="cuda", help="type of the accelerator to measure")
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON object of a Llama's sizes, instead of 8B's")
     options = parser.parse_args(arguments)

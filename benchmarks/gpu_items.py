@@ -1,20 +1,25 @@
-"""What `gpu.py` measures: an item each, which writes rows and compares figures with bars.
+"""The items of `gpu.py`: what each measures and what is wanted of it, and the tools that they share.
 
-An item that this machine cannot run raises `NotMeasured` with the reason. Items import torch and the package when they
-run, so that a broken installation is one item's failure.
+An item writes rows and compares figures with its bars. One that this machine cannot run raises `NotMeasured` with the
+reason. Items import torch and the package when they run, so that a broken installation is one item's failure; the
+longer ones are in `gpu_attention.py` and `gpu_steps.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import logging
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +33,38 @@ ARCHITECTURES = (
 TINY = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": 2, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 32,
+    "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
 LLAMA_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
 }  # fmt: skip
+COPIED_BYTES = 2**31
+TESTS_PER_ROW = 20
 
 
 class NotMeasured(Exception):
     """What this machine cannot show; the message says why."""
+
+
+class NoDevice(NotMeasured):
+    """There is no accelerator of the wanted type: nothing else can be measured either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A figure, and what is wanted of it."""
+
+    name: str
+    at_most: float = math.inf
+    at_least: float = -math.inf
+
+    @property
+    def wanted(self) -> str:
+        """In words."""
+        return f"at most {self.at_most:g}" if self.at_most < math.inf else f"at least {self.at_least:g}"
 
 
 class Kit:
@@ -46,10 +73,12 @@ class Kit:
     Args:
         item: Its name.
         options: Of the command line.
+        bars: What is wanted of its figures.
     """
 
-    def __init__(self, item: str, options: argparse.Namespace) -> None:
+    def __init__(self, item: str, options: argparse.Namespace, bars: Sequence[Bar] = ()) -> None:
         self._item, self._path, self.options = item, options.json, options
+        self._bars = {bar.name: bar for bar in bars}
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one JSON line; it is on disk when this returns."""
@@ -62,29 +91,41 @@ class Kit:
         """Write what was measured."""
         self.write("row", **values)
 
-    def bar(self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
-        """Compare a figure with a bar and write both."""
-        passed = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
-        wanted = f"at most {at_most:g}" if at_most is not None else f"at least {at_least:g}"
-        self.write("bar", bar=name, value=value, wanted=wanted, passed=bool(passed))
+    def rows(self) -> list[dict[str, Any]]:
+        """Read what the item has written so far, in all of its processes."""
+        from gpu import rows_of
+
+        return [row for row in rows_of(self._path, self._item, 0) if row["kind"] == "row"]
+
+    def bar(self, name: str, value: float | None, reason: str = "") -> None:
+        """Compare a figure with its bar and write both.
+
+        Args:
+            name: One of the item's bars.
+            value: None where it could not be measured.
+            reason: Why it could not.
+        """
+        bar = self._bars[name]
+        passed = None if value is None else bool(bar.at_least <= value <= bar.at_most)
+        self.write("bar", bar=name, value=value, wanted=bar.wanted, passed=passed, reason="" if passed else reason)
 
     @property
     def device(self) -> Any:
         """The accelerator.
 
         Raises:
-            NotMeasured: There is none, or its graphs cannot be captured here.
+            NoDevice: There is none.
         """
         import torch
 
         wanted = torch.device(self.options.device)
         module = getattr(torch, wanted.type, None)
         if module is None or not module.is_available():
-            raise NotMeasured(f"this machine has no {wanted.type} device (torch {torch.__version__})")
+            raise NoDevice(f"this machine has no {wanted.type} device (torch {torch.__version__})")
         return wanted
 
     def llama(self, **changes: Any) -> Any:
-        """A Llama of random weights in bfloat16 on the device, of 8B's sizes unless `--sizes` says otherwise."""
+        """Make a Llama of random weights in bfloat16 on the device, of 8B's sizes unless `--sizes` says otherwise."""
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -96,55 +137,121 @@ class Kit:
         model.generation_config.eos_token_id = None
         return model
 
+    def sure_llama(self, **changes: Any) -> Any:
+        """Make the same Llama, sure of its choices (see `make_sure` of `oracle.py`), and attach it."""
+        from oracle import make_sure
+
+        from hf_specdec import SpeculativeGenerationMixin
+
+        return SpeculativeGenerationMixin.attach(make_sure(self.llama(**changes)))
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One measurement, its time limit, and whether `--quick` runs it."""
+    """One measurement, its time limit, its bars, and whether `--quick` runs it."""
 
     name: str
     measure: Callable[[Kit], None]
     seconds: float
     is_quick: bool = False
+    bars: tuple[Bar, ...] = ()
 
     def run(self, options: argparse.Namespace) -> int:
         """Measure in this process and write how it ended; the exit status."""
-        kit, begin = Kit(self.name, options), time.perf_counter()
+        kit, begin = Kit(self.name, options, self.bars), time.perf_counter()
+        with _warnings_in_rows(kit):
+            if options.part is None:
+                kit.write("end", **self._measured(kit, begin))
+            else:  # the process that has started this one writes how it ended
+                self.measure(kit)
+        return 0
+
+    def _measured(self, kit: Kit, begin: float) -> dict[str, Any]:
         ending: dict[str, Any] = {"status": "measured"}
         try:
             self.measure(kit)
         except NotMeasured as reason:
-            ending = {"status": "not measured", "reason": str(reason)}
+            ending = {"status": "not measured", "reason": str(reason), "no_device": isinstance(reason, NoDevice)}
         except Exception as error:  # of any kind: it is one line of the report
             reason = f"{type(error).__name__}: {error}"
             ending = {"status": "failed", "reason": reason[:500], "output": traceback.format_exc()[-2000:]}
-        kit.write("end", seconds=round(time.perf_counter() - begin, 1), **ending)
-        return 0
+        return {"seconds": round(time.perf_counter() - begin, 1), **ending}
+
+
+@contextmanager
+def _warnings_in_rows(kit: Kit) -> Iterator[None]:
+    """Write the package's warnings into the report: why a forward was not captured, say."""
+    logger, handler = logging.getLogger("hf_specdec"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: kit.write("warning", part=kit.options.part, text=record.getMessage()[:500])
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 # ----------------------------------------------------------------------------------------------- tools
 
 
-def synchronize(device: Any) -> None:
-    """Wait for the device."""
+def module_of(device: Any) -> Any:
+    """Return torch's module for a device: `torch.cuda`."""
     import torch
 
-    torch.get_device_module(device).synchronize(device)
+    return torch.get_device_module(device)
 
 
-def seconds_of(run: Callable[[], Any], device: Any, rounds: int) -> float:
-    """The median of some runs, after two that are not timed."""
+def synchronize(device: Any) -> None:
+    """Wait for the device."""
+    module_of(device).synchronize(device)
+
+
+def seconds_of(run: Callable[[], Any], device: Any, rounds: int, untimed: int = 2) -> float:
+    """Return the median of some runs, after a few that are not timed."""
     taken = []
-    for _ in range(rounds + 2):
+    for _ in range(rounds + untimed):
         synchronize(device)
         begin = time.perf_counter()
         run()
         synchronize(device)
         taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[2:])
+    return statistics.median(taken[untimed:])
 
 
-def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, times: int) -> dict[int, Any]:
-    """The logits of the last of several forwards over chains, by width."""
+def free_mebibytes(device: Any) -> float:
+    """Return what the device has left, blocks that torch only keeps for later included."""
+    module_of(device).empty_cache()
+    return module_of(device).mem_get_info(device)[0] / 2**20
+
+
+def copy_bandwidth(device: Any) -> float:
+    """Measure the bytes per second that a copy within the device reads and writes."""
+    import torch
+
+    block = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    return 2 * block.nbytes / seconds_of(lambda: block.clone(), device, 5)
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """Return how far two tensors are apart, relative to the second."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6))
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest number, and NaN where one is NaN, which passes no bar."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+@contextmanager
+def prefilled(model: Any, runner: Any, widths: Sequence[int], context: int) -> Iterator[Callable[[int], Any]]:
+    """Read a context, and yield a function that verifies a chain of so many nodes behind it and returns the logits.
+
+    Args:
+        model: The target.
+        runner: What runs its verify forward, None for the model itself.
+        widths: Numbers of nodes that will be asked for.
+        context: Tokens.
+    """
     import torch
 
     from hf_specdec.target.model import cache_argument, execution_device
@@ -157,72 +264,69 @@ def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, t
         ids = torch.arange(3, 3 + context + max(widths), device=device)[None] % model.config.vocab_size
         inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
         target.prefill(ids[:, :context], model.generation_config, {**inputs, "use_cache": True})
-        found = {}
-        for width in widths:
-            tree = TokenTree(ids[:, context : context + width], torch.arange(width, device=device) - 1)
-            for _ in range(times):
-                found[width] = target.verify(tree).logits
-                target.rollback(width)
-        target.close()
-    return found
+        trees = {
+            width: TokenTree(ids[:, context : context + width], torch.arange(width, device=device) - 1)
+            for width in widths
+        }
+
+        def verify(width: int) -> Any:
+            logits = target.verify(trees[width]).logits
+            target.rollback(width)
+            return logits
+
+        try:
+            with model._optimize_model_for_decode():  # as generation runs it
+                yield verify
+        finally:
+            target.close()
+
+
+def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, times: int) -> dict[int, Any]:
+    """Return the logits of the last of several forwards over chains, by width."""
+    with prefilled(model, runner, widths, context) as verify:
+        return {width: [verify(width) for _ in range(times)][-1] for width in widths}
+
+
+def captured_runner(model: Any, form: str = "cuda_graph") -> Any:
+    """Make the verify forward of a model in another form."""
+    import torch
+
+    from hf_specdec.target.compiling import make_runner
+    from hf_specdec.target.probe import inspect_target
+
+    with torch.no_grad():
+        return make_runner(model, inspect_target(model), frozenset(), form)
 
 
 def tiny(name: str, device: Any) -> Any:
-    """A model of an architecture at its smallest; sizes that its configuration does not know are left out."""
+    """Make a model of an architecture at its smallest; sizes that its configuration does not know are left out."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
-    config = AutoConfig.for_model(name, **{key: value for key, value in TINY.items() if key in known})
+    sizes = {**TINY, **({"num_key_value_heads": 4} if name == "deepseek_v3" else {})}  # of latent attention
+    config = AutoConfig.for_model(name, **{key: value for key, value in sizes.items() if key in known})
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(device)
-
-
-def copy_bandwidth(device: Any) -> float:
-    """Bytes per second read and written by a copy of 2 GiB within the device."""
-    import torch
-
-    block = torch.empty(2**31, dtype=torch.uint8, device=device)
-    return 2 * block.nbytes / seconds_of(lambda: block.clone(), device, 5)
 
 
 # ----------------------------------------------------------------------------------------------- items
 
 
-def environment(kit: Kit) -> None:
-    """Versions, the device, and how fast it copies."""
-    import torch
-    import transformers
-
-    device = kit.device
-    module = torch.get_device_module(device)
-    kit.row(
-        device=module.get_device_name(), capability=list(module.get_device_capability()), torch=torch.__version__,
-        cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), transformers=transformers.__version__,
-        memory=module.get_device_properties(0).total_memory,
-    )  # fmt: skip
-    kit.row(copy_bytes_per_second=copy_bandwidth(device))
-
-
 def capture(kit: Kit) -> None:
-    """Captured forwards of many architectures against the same forward run eagerly, mixture-of-experts last."""
-    import torch
-
-    from hf_specdec.target.compiling import make_runner
-    from hf_specdec.target.probe import inspect_target
+    """Compare captured forwards of architectures with the same forward run eagerly."""
     from hf_specdec.target.runners import CannotRecordError
 
-    device = kit.device
-    for name in ARCHITECTURES:
+    device, part = kit.device, getattr(kit.options, "part", None)
+    for name in ARCHITECTURES if part is None else (part,):
         begin, found = time.perf_counter(), {}
         try:
             model = tiny(name, device)
-            with torch.no_grad():
-                runner = make_runner(model, inspect_target(model), frozenset(), "cuda_graph")
+            runner = captured_runner(model)
             once, often = (verify_often(model, runner, (1, 8), 40, times) for times in (1, 6))
-            found["distance"] = max(float((often[width] - once[width]).abs().max()) for width in once)
-            found["captured"] = bool(runner.recorded())
+            found["distance"] = largest(distance(often[width], once[width]) for width in once)
+            found["captured"] = len(runner.recorded()) == len(once)
         except CannotRecordError as error:
             found["refused"] = str(error)
         except Exception as error:  # a model that this version makes in another way is one row of the report
@@ -230,75 +334,66 @@ def capture(kit: Kit) -> None:
         kit.row(architecture=name, seconds=round(time.perf_counter() - begin, 2), **found)
 
 
-def oracle(kit: Kit) -> None:
-    """Milliseconds per step of a Llama of random weights, with a drafter that knows the answer."""
-    import torch
-    from oracle import OracleDrafter, make_sure
-
-    from hf_specdec import SpeculativeGenerationMixin
-
-    device, count = kit.device, 128
-    model = SpeculativeGenerationMixin.attach(make_sure(kit.llama()))
-    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    kit.row(seconds_to_read_all_weights=2 * weights / copy_bandwidth(device))
-    ids = torch.arange(5, 5 + 64, device=device)[None] % model.config.vocab_size
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def run(**how: Any) -> Any:
-        return model.generate(**inputs, max_new_tokens=count, do_sample=False, **how)
-
-    answers = run()[:, 64:]
-    kit.row(method="plain", tokens_per_second=count / seconds_of(run, device, 3))
-    for form in ("none", "cuda_graph"):
-        for tau in (1.0, 3.0, 4.5):
-            model.add_drafter(OracleDrafter(answers, tau))
-            how = {"speculative": {"method": "oracle", "num_draft_tokens": 32, "compile": form}}
-            seconds = seconds_of(lambda how=how: run(**how), device, 3)
-            stats = model.last_speculation
-            kit.row(
-                method="oracle", form=form, wanted_tau=tau, tau=stats.mean_accepted_length,
-                tokens_per_second=count / seconds, milliseconds_per_step=1000 * seconds / stats.num_target_forwards,
-                answers_equal=bool(torch.equal(run(**how)[:, 64:], answers)),
-            )  # fmt: skip
-
-
-def memory(kit: Kit) -> None:
-    """MiB that the device loses to the captured forwards of each width."""
-    import torch
-
-    from hf_specdec.target.compiling import make_runner
-    from hf_specdec.target.graphs import WIDTHS
-    from hf_specdec.target.probe import inspect_target
-
-    device, model = kit.device, kit.llama(num_hidden_layers=4)
-    module = torch.get_device_module(device)
-    with torch.no_grad():
-        runner = make_runner(model, inspect_target(model), frozenset(), "cuda_graph")
-    for width in WIDTHS:
-        module.empty_cache()
-        before = module.mem_get_info(device)[0]
-        verify_often(model, runner, (width,), 512, 6)
-        module.empty_cache()
-        kit.row(width=width, mebibytes=(before - module.mem_get_info(device)[0]) / 2**20)
-
-
 def tests(kit: Kit) -> None:
-    """The suite's GPU tests."""
+    """Run the suite's GPU tests; write what fails at once."""
     kit.device  # noqa: B018
+    if importlib.util.find_spec("pytest") is None:
+        raise NotMeasured("pytest is not installed")
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *sys.path])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_gpu.py")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    lines = done.stdout.splitlines()
-    kit.row(summary=lines[-1] if lines else "", failed=[line for line in lines if line.startswith("FAILED")])
-    kit.bar("exit status of pytest", done.returncode, at_most=0)
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_gpu.py")]
+    count, lines = {"PASSED": 0, "FAILED": 0, "SKIPPED": 0, "ERROR": 0}, []
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        for line in process.stdout or ():
+            lines = [*lines[-40:], line.rstrip()]
+            verdict = next((word for word in count if f" {word} " in f"{line.rstrip()} " and "::" in line), None)
+            if verdict is None or "[" not in line.rsplit(verdict, 1)[1]:  # no test, or told again in the summary
+                continue
+            count[verdict] += 1
+            if verdict in ("FAILED", "ERROR"):
+                kit.row(failed=line.strip()[:500])
+            elif not sum(count.values()) % TESTS_PER_ROW:
+                kit.row(so_far=dict(count))
+    kit.row(summary=lines[-1] if lines else "", count=count, last=lines[-12:] if process.returncode else [])
+    kit.bar("exit status of pytest", process.returncode)
+
+
+def elsewhere(module: str, name: str) -> Callable[[Kit], None]:
+    """Return an item of another file, which is imported when it runs."""
+    return lambda kit: getattr(importlib.import_module(module), name)(kit)
 
 
 ITEMS = (
-    Item("environment", environment, 60, is_quick=True),
-    Item("oracle", oracle, 240),
-    Item("capture", capture, 180, is_quick=True),
-    Item("memory", memory, 90),
-    Item("tests", tests, 240, is_quick=True),
-)
+    Item("environment", elsewhere("gpu_attention", "environment"), 40, is_quick=True),
+    Item("attention", elsewhere("gpu_attention", "attention"), 60, bars=(
+        Bar("growing key length, times a fixed one: the package's attention", at_most=1.2),
+    )),
+    Item("verify", elsewhere("gpu_attention", "verify"), 90, is_quick=True, bars=(
+        Bar("relative distance of a replay from the eager forward", at_most=0.02),
+        Bar("captured verification, times the copy floor", at_most=2.2),
+    )),
+    Item("oracle", elsewhere("gpu_steps", "oracle"), 90, bars=(
+        Bar("answers that differ from plain", at_most=0),
+        Bar("milliseconds per captured step", at_most=8.5),
+    )),
+    Item("eagle", elsewhere("gpu_steps", "eagle"), 60, bars=(
+        Bar("reads per step", at_most=1),
+        Bar("idle share of the device", at_most=0.15),
+    )),
+    Item("auto", elsewhere("gpu_steps", "auto"), 60, bars=(
+        Bar("steps from a capture to the next query of the head", at_most=20),
+    )),
+    Item("capture", elsewhere("gpu_attention", "capture_matrix"), 90, is_quick=True, bars=(
+        Bar("architectures that are wrong, or fail", at_most=0),
+        Bar("captures that work after one that failed", at_least=1),
+    )),
+    Item("calls", elsewhere("gpu_steps", "calls"), 60, bars=(Bar("shapes captured twice", at_most=0),)),
+    Item("endurance", elsewhere("gpu_steps", "endurance"), 80, bars=(
+        Bar("MiB that 100 calls keep", at_most=16),
+        Bar("answers that differ from plain", at_most=0),
+    )),
+    Item("tests", tests, 180, is_quick=True, bars=(Bar("exit status of pytest", at_most=0),)),
+    Item("inductor", elsewhere("gpu_attention", "inductor"), 120),
+)  # fmt: skip

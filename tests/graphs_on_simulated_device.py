@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,16 +24,18 @@ import zoo
 from benchmark_script import script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.layer_session import EagleSession
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation.state import current_costs
 from hf_specdec.target import graphs, memory, recorders
 from hf_specdec.target.graphs import PAYS_AFTER
 from hf_specdec.target.memory import bucket_of
 from models import prompts
-from simulated_device import Graph, SimTensor, move, reads, simulation
+from simulated_device import Graph, SimTensor, attention_shapes, launches, move, reads, simulation
 from test_modes import MODES
 
-READ = ("tolist", "host_sync.py:read")
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "pipelining.py:finish"))
 CAPTURED = {"compile": "cuda_graph"}
 LOOKUP = {"method": "prompt_lookup", **CAPTURED}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
@@ -58,6 +61,7 @@ class SimRecorder:
         self.graphs: list[Graph] = []
         self.replays = 0
         self.failures: list[tuple[int, Exception]] = []  # of the next recordings: at which operation, with what
+        self.seconds = 0.0  # that a recording takes longer than here
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = Graph()
@@ -65,6 +69,7 @@ class SimRecorder:
             graph.tape = FailingTape(*self.failures.pop(0))
         with graph.record():
             run()
+        time.sleep(self.seconds)
         self.graphs.append(graph)
 
         def replay() -> None:
@@ -192,7 +197,7 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
         assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
         assert model.last_speculation.accepted_per_step == drafted
     ((_, drafter),) = model._speculation.compiled[model.drafters[row.method]].values()
-    layer, recordings = drafter.program, drafter.program._readings
+    layer, recordings = drafter.program, drafter.program._steps
     ids = torch.tensor([[9, 8, 7, 6, 5, 9, 8, 7]])  # another text over the same memory
     wanted = [model.generate(move_ids(ids), max_new_tokens=16, do_sample=False).raw.tolist()]
     for form in ("none", "cuda_graph"):
@@ -211,6 +216,20 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
     del taken
     assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
     assert recordings._recorder.replays > replays
+
+
+def test_a_draft_layer_reads_by_graphs_if_the_host_decides_steps() -> None:
+    """A processor that reads the text makes the host decide: nothing is launched before the read."""
+    model, options = attached(), {"repetition_penalty": 1.3}
+    config = {**drafters.BY_NAME["eagle3"].add(model), **CAPTURED}
+    plain = generate(model, 1, None, **options)
+    for _ in range(4):
+        assert generate(model, 1, config, **options) == plain
+    ((_, drafter),) = model._speculation.compiled[model.drafters["eagle3"]].values()
+    layer = drafter.program
+    assert layer._readings.recorded()
+    assert layer._growths.recorded()
+    assert not layer._steps.recorded()
 
 
 GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -234,29 +253,39 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     of_head, of_call = GROWN[kind]
     model = attached()
     model.add_drafter(EagleDrafter(drafters.random_head(model, **of_head)))
-    config, drafts, grow = {"method": "eagle", **of_call, **CAPTURED}, [], EagleSession._grow
+    config, drafts, launch = {"method": "eagle", **of_call, **CAPTURED}, [], EagleSession.launch
 
-    def grown_twice(session: Any, last: Tensor, plan: Any) -> Any:
-        layer, by_graph = session._head, grow(session, last, plan)
+    def launched_twice(session: Any, step: Any, budget: Any) -> Any:
+        if session._prompt is not None:
+            return launch(session, step, budget)
+        layer, cache = session._head, session._cache
+        before = list(cache.lengths), cache._lengths.clone()
+        launch(session, step, budget)
+        by_graph, last, grown = session._launched[1], session._last.clone(), cache._lengths.clone()
+        cache.lengths, cache._lengths = before
+        cache.rollback()
         session._head = layer._inner
-        by_hand = grow(session, last, plan)
-        session._head = layer
+        launch(session, step, budget)
+        session._head, by_hand = layer, session._launched[1]
         both: list[Any] = [by_graph.tree, by_hand.tree]
         assert torch.equal(*(tree.tokens.raw for tree in both))
         assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in both))
         torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
+        going = (step.acceptance.path >= 0).any(-1).raw
+        torch.testing.assert_close(last.raw[going], session._last.raw[going])
+        assert torch.equal(grown.raw, cache._lengths.raw)
         assert by_graph.tree.max_depth == by_hand.tree.max_depth
         drafts.append(by_graph)
-        return by_graph
+        return ()
 
-    monkeypatch.setattr(EagleSession, "_grow", grown_twice)
+    monkeypatch.setattr(EagleSession, "launch", launched_twice)
     plain = generate(model, rows, None, max_new_tokens=24)
     for length in (24, 10, 24, 17, 24):
         found = generate(model, rows, config, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
     assert len(drafts) > 50
-    assert drafter.program._growths.recorded()
+    assert drafter.program._steps.recorded()
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, Any]]) -> None:
@@ -292,7 +321,10 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     assert len(runner._recordings._recorder.graphs) == graphs_made
     assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
     operations = {len(graph.tape) for graph in runner._recordings._recorder.graphs}
-    assert len(operations) <= 2  # a chain of one node has fewer masks to make, and nothing else differs
+    widths = {width for _, width, _ in runner.recorded()}
+    assert len(operations) <= len(
+        widths
+    )  # ancestors of wider trees take more rounds to find, and nothing else differs
 
 
 def test_another_batch_takes_other_memory_and_comes_back(llama: Any) -> None:
@@ -444,6 +476,40 @@ def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
     costs = current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
     assert costs is current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
     assert costs is not current_costs(llama, facts, rows=1, widest=64, context=21)
+
+
+def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
+    """Per step of `eagle`, prompt included; 185 before acceptance, masks and what the head reads were captured."""
+    model, options = attached(), {"max_new_tokens": 60}
+    config = {**drafters.BY_NAME["eagle3"].add(model), **CAPTURED}
+    for _ in range(4):
+        generate(model, 1, config, **options)
+    launches.clear()
+    known = set(attention_shapes)
+    generate(model, 1, config, **options)
+    assert len(launches) <= 40 * model.last_speculation.num_target_forwards
+    assert attention_shapes == known
+
+
+def test_a_slow_recording_does_not_count_as_the_cost_of_a_step() -> None:
+    """A head that pays is queried again after graphs were recorded, whatever that took."""
+    model = attached()
+    plain = torch.tensor(generate(model, 1, None))
+    head = {"head": EagleDrafter(drafters.random_head(model))}
+    model.add_drafter(HybridDrafter({**head, "token_recycling": TokenRecyclingDrafter()}), "merged")
+    config = {"method": "merged", "trace": True, **CAPTURED}
+    generate(model, 1, config, max_new_tokens=2)  # makes what records
+    layer = next(iter(model._speculation.compiled[head["head"]].values()))[1].program
+    slow = [recorder_of(model), layer._steps._recorder, model._speculation.rule._recordings._recorder]
+    for recorder in slow:
+        recorder.seconds = 0.2
+    for _ in range(3):
+        assert generate(model, 1, config) == plain.tolist()
+    assert sum(len(recorder.graphs) for recorder in slow) > 3
+    (asking,) = [known for (name, _), known in model.drafters["merged"].experience.asking.items() if name == "head"]
+    assert all(option.seconds < 0.1 for option in asking.options)
+    costs = [costs for (_, _, runner), costs in model._speculation.costs if runner]
+    assert all(max(known.table()) < 0.2 for known in costs)
 
 
 def test_warmup_records_what_a_call_will_run(llama: Any) -> None:

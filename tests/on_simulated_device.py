@@ -19,16 +19,17 @@ from hf_specdec.accept import descend, match_at_once
 from hf_specdec.draft import Budget
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.foreign import CHECKED_STEPS
+from hf_specdec.row_ends import DeviceAccount, RowEnds
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
 from hf_specdec.target.memory import LayerLayout
-from hf_specdec.transcript import Draws, Transcript, _DeviceAccount
+from hf_specdec.transcript import Draws, Transcript
 from hf_specdec.tree import TokenTree
 from hf_specdec.tree_growth import Level, StaticLevels, grow_dynamic, grow_static
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads
 
-READ = ("tolist", "host_sync.py:read")
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "pipelining.py:finish"))
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
@@ -86,9 +87,9 @@ def test_the_same_answers_with_one_read_per_step(
     besides = (row.name in ("prompt_lookup", "lookahead", "hybrid")) + bool(merged)
     oracle = row.knows_answers  # a test's own drafter, which reads its first roots, and whose first drafts are checked
     besides += CHECKED_STEPS * oracle
-    windows = of_steps.count(READ) - (steps + 1 + besides)
+    windows = sum(map(of_steps.count, READS)) - (steps + 1 + besides)
     assert 0 < windows < steps if row.name == "lookahead" else windows == 0
-    assert len(of_steps) == of_steps.count(READ) + oracle, set(of_steps)
+    assert len(of_steps) == sum(map(of_steps.count, READS)) + oracle, set(of_steps)
     blocking = Counter(place for _, place in uploads if place not in UPLOADED_PER_CALL)
     assert not blocking, blocking
     chains = not there._speculation.facts[0].branches
@@ -96,7 +97,7 @@ def test_the_same_answers_with_one_read_per_step(
 
 
 UPLOADED_PER_CALL = (
-    "target/target.py:prefill", "target/masks.py:of", "target/cache.py:lengths_on", "transcript.py:__init__",
+    "target/target.py:prefill", "target/masks.py:of", "target/cache.py:lengths_on", "row_ends.py:__init__",
     "transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of", "tree_growth.py:of",
     "elsewhere",
 )  # fmt: skip
@@ -200,10 +201,14 @@ def test_whole_rules_can_be_captured_but_for_their_read(
 ) -> None:
     """With the read taken out, a rule touches the device alone: the path, the cut at a row's end, the next root."""
 
-    def nothing_read(*tensors: Tensor) -> list[list[list[int]]]:
-        return [[[-1] * tensor.shape[1]] * tensor.shape[0] for tensor in tensors]
+    class NothingRead:
+        def __init__(self, *tensors: Tensor) -> None:
+            self._tensors = tensors
 
-    monkeypatch.setattr("hf_specdec.acceptance.read", nothing_read)
+        def finish(self, also: Any = ()) -> list[list[list[int]]]:
+            return [[[-1] * tensor.shape[1]] * tensor.shape[0] for tensor in (*self._tensors, *also)]
+
+    monkeypatch.setattr("hf_specdec.acceptance.Transfer", NothingRead)
 
     def step(tokens: Tensor, parents: Tensor, logits: Tensor, remaining: Tensor) -> tuple[Tensor, ...]:
         text = Transcript(
@@ -215,7 +220,7 @@ def test_whole_rules_can_be_captured_but_for_their_read(
         acceptance = rule(TokenTree(tokens, parents), logits, text)
         return acceptance.path, acceptance.tokens, acceptance.next_token, text._account.remaining
 
-    accounts = {name: _DeviceAccount([8, 8], [], torch.device(name)) for name in ("cpu", "sim:0")}
+    accounts = {name: DeviceAccount([8, 8], RowEnds((), 0, False), torch.device(name)) for name in ("cpu", "sim:0")}
     logits = [torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     captured(step, (*TREES[0], logits[0], torch.tensor([8, 8])), (*TREES[1], logits[1], torch.tensor([1, 3])))
 

@@ -15,6 +15,7 @@ CPU's. After the idea of `../shared/tools/simulated_device.py`.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,28 @@ SIM = torch.device("sim:0")
 _module: Any = torch.get_device_module("sim")
 _module.default_generators = [torch.default_generator]
 _module.synchronize = lambda _device=None: None
+
+
+class Event:
+    """A mark in the device's queue; the host waits for what was launched before it."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._recorded_at = 0.0
+
+    def record(self) -> None:
+        self._recorded_at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        note_read("synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end._recorded_at - self._recorded_at)
+
+
+_module.Event = Event
 _module.get_rng_state = lambda _device=None: torch.get_rng_state()
 _module.set_rng_state = lambda state, _device=None: torch.set_rng_state(state)
 
@@ -45,6 +68,8 @@ reads: list[tuple[str, str]] = []
 """Operation and place of everything that made the host wait for a result."""
 uploads: list[tuple[str, str]] = []
 """Operation and place of every copy to the device that made the host wait."""
+attention_shapes: set[tuple[Any, ...]] = set()
+"""Sizes and strides of every attention so far: cuDNN would have built, and kept, a plan for each."""
 launches: list[tuple[str, str]] = []
 """Operation and place of everything that was started outside of graphs, replays included."""
 
@@ -77,7 +102,7 @@ def place_of_call() -> str:
     """The innermost file and function of the package that is running."""
     frame = sys._getframe(1)
     while frame is not None:
-        if "hf_specdec" in frame.f_code.co_filename:
+        if "hf_specdec/" in frame.f_code.co_filename:
             return f"{frame.f_code.co_filename.rsplit('hf_specdec/', 1)[1]}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
@@ -155,7 +180,10 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     by_mask = name.startswith("index") and any(
         isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_flatten(args[1])[0]
     )
-    if down or by_mask or name in WAITING:
+    waits_later = name == "copy_" and args[0] in _pinned and (kwargs.get("non_blocking") or args[2:] == (True,))
+    if down and waits_later:
+        note_launch(name)
+    elif down or by_mask or name in WAITING:
         note_read(name)
     elif foreign:
         note_upload(name, pinned=all(leaf in _pinned for leaf in foreign))
@@ -227,6 +255,8 @@ class _Uploads(TorchFunctionMode):
                 kwargs.pop("device", None)
                 given = args[0].detach()
                 return SimTensor(given.to(*args[2:], **kwargs) if args[2:] or kwargs else given.clone())
+        if function is nn.functional.scaled_dot_product_attention and isinstance(args[0], SimTensor):
+            attention_shapes.add(tuple((tensor.shape, tensor.stride()) for tensor in args[:3]))
         if function is Tensor.pin_memory:
             _pinned.add(args[0])
             return args[0]
@@ -250,7 +280,7 @@ def _is_sim(device: Any) -> bool:
 @contextmanager
 def simulation() -> Iterator[None]:
     """The device can be used inside; nothing is noted down at first."""
-    for noted in (reads, uploads, launches):
+    for noted in (reads, uploads, launches, attention_shapes):
         noted.clear()
     with _Uploads():
         yield

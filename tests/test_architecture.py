@@ -10,13 +10,13 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 ROWS = {
     0: "config errors atomic records one_time host_sync palette pipelining",
-    1: "tree draft tree_growth transcript target.model target.masks heads.card",
-    2: "acceptance accept target target.cache target.chain_cache target.features target.target "
-    "target.memory target.plain target.attention target.runners target.recorders target.graphs "
+    1: "row_ends tree draft tree_growth transcript target.model target.masks heads.card",
+    2: "acceptance accept captured_rules target target.cache target.chain_cache target.features target.target "
+    "target.memory target.plain target.kernels target.attention target.runners target.recorders target.graphs "
     "target.graph_forward target.tree_target "
     "target.chain_target step trace stats "
     "heads heads.attention heads.base heads.schema heads.vocabulary heads.eagle heads.eagle3 heads.medusa heads.mtp "
-    "heads.native_mtp heads.compiled heads.captured",
+    "heads.native_mtp heads.compiled heads.captured heads.captured_shapes",
     3: "outputs target.fingerprint target.probe target.compiling target.partial "
     "control control.controller control.costs control.cost_model control.tiers "
     "checkpoints checkpoints.files checkpoints.pickles checkpoints.layouts checkpoints.formats checkpoints.engines "
@@ -88,7 +88,7 @@ def test_imports_point_one_way() -> None:
 def test_small_on_purpose(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 400
-    if path.name != "recorders.py":
+    if path.name not in ("recorders.py", "kernels.py"):
         assert "cuda" not in text.replace("cuda_graph", "").lower(), "devices come from tensors"
     for node in ast.walk(ast.parse(text)):
         assert not isinstance(node, ast.Global)

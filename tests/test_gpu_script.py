@@ -1,25 +1,88 @@
-"""`benchmarks/gpu.py`: every item ends alone, no row is lost at a time limit, and a missing GPU is no error."""
+"""`benchmarks/gpu.py`: items end alone, no row is lost, a missing GPU is no error, and every item's code has run.
+
+Items run at tiny sizes on the simulated device, in a process of their own, and on the CPU what that device cannot do.
+What only CUDA has (events of its profiler, free memory) is made up for them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.utils import backend_registration
 
 from benchmark_script import BENCHMARKS, script
+from hf_specdec.target.probe import inspect_target
 
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator: run the script")
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+SMALL = {
+    "gpu_items": {"COPIED_BYTES": 64, "ARCHITECTURES": ("llama", "falcon")},
+    "gpu_attention": {
+        "NODES": (1, 8), "CONTEXTS": (16, 40), "HEADS": {"query": 4, "shared": 2, "dim": 16},
+        "LAYERS": 2, "FORWARDS": 2, "GROUPS": 1, "FEWER_LAYERS": (1, 2), "ARCHITECTURES": ("llama", "falcon"),
+    },
+    "gpu_steps": {
+        "CONTEXT": 16, "NEW_TOKENS": 14, "TAUS": (3.0,), "ORACLE_NODES": 8, "DRAFT_VOCABULARY": 96,
+        "FIRST_STEP": 1, "STEPS": 4, "FEWER_LAYERS": 1, "AUTO_CALLS": 2, "AUTO_TOKENS": 20,
+        "TREE": {"num_draft_tokens": 4, "num_steps": 2, "top_k": 2},
+        "GROWING": ((10, 8), (40, 10)), "ROWS": (1, 4, 1), "LENGTHS": (10, 20), "COUNT": 8, "NUM_CALLS": 4,
+    },
+}  # fmt: skip
+"""Numbers of the items' modules, in the place of an 8B's."""
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def options_for(path: Path, device: str, **others: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"json": path, "device": device, "sizes": SIZES, "part": None, "run": None, **others})
+
+
+def stub_device(module: Any, patch: pytest.MonkeyPatch) -> None:
+    """Give a device's module what `torch.cuda` has besides."""
+    for name, value in (
+        ("get_device_name", lambda: "a stand-in"), ("get_device_capability", lambda: (9, 0)),
+        ("get_device_properties", lambda _index: SimpleNamespace(total_memory=2**30)), ("empty_cache", lambda: None),
+        ("mem_get_info", lambda _device: (2**29, 2**30)), ("memory_allocated", lambda _device: 2**20),
+    ):  # fmt: skip
+        patch.setattr(module, name, value, raising=False)
+
+
+@pytest.fixture
+def items(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The items' modules as `gpu.py` imports them, with small numbers."""
+    return small_items(monkeypatch)
+
+
+def small_items(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    patch.syspath_prepend(str(BENCHMARKS))
+    for name in ("gpu_items", "gpu_attention", "gpu_steps", "oracle"):
+        patch.delitem(sys.modules, name, raising=False)
+    modules = {name: importlib.import_module(name) for name in SMALL}
+    for name, values in SMALL.items():
+        for key, value in values.items():
+            assert type(getattr(modules[name], key)) is type(value), key
+            patch.setattr(modules[name], key, value)
+    return modules
+
+
+# ------------------------------------------------------------------------------------------------- the driver
 
 
 @NO_GPU
@@ -33,27 +96,31 @@ def test_without_a_gpu_every_item_says_why_it_measured_nothing(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - begin < 60
     found = rows(tmp_path / "new" / "gpu.jsonl")
-    names = [item.name for item in script("gpu_items").ITEMS]
-    assert [row["item"] for row in found] == names
+    items = script("gpu_items").ITEMS
+    assert [row["item"] for row in found] == [item.name for item in items]
     for row in found:
         assert row["kind"] == "end"
         assert row["status"] == "not measured"
         assert row["reason"].startswith("this machine has no cuda device (torch ")
-    assert all(f"{name}: not measured: this machine has no cuda" in done.stdout for name in names)
+    for item in items:
+        assert f"{item.name}: not measured: this machine has no cuda" in done.stdout
+        for bar in item.bars:
+            assert f"  not measured  {bar.name} (wanted {bar.wanted}): this machine has no cuda" in done.stdout
 
 
 FAKE_ITEMS = """
 import os, time
-from gpu_items import Item, Kit, NotMeasured
+from gpu_items import Bar, Item, Kit, NoDevice, NotMeasured
 
-def fine(kit): kit.row(value=1); kit.bar("small", 2.0, at_most=3.0)
-def missed(kit): kit.bar("small", 4.0, at_most=3.0)
+SMALL = (Bar("small", at_most=3.0), Bar("large", at_least=3.0), Bar("unknown", at_most=1))
+def fine(kit): kit.row(value=1); kit.bar("small", 2.0); kit.bar("large", 4.0); kit.bar("unknown", None, "nobody knows")
+def missed(kit): kit.bar("small", 4.0)
 def raises(kit): kit.row(value=2); raise ValueError("no such thing")
 def hangs(kit): kit.row(value=3); time.sleep(60)
 def dies(kit): kit.row(value=4); os._exit(139)
 def absent(kit): raise NotMeasured("no reason to")
 
-ITEMS = tuple(Item(run.__name__, run, seconds) for run, seconds in
+ITEMS = tuple(Item(run.__name__, run, seconds, bars=SMALL) for run, seconds in
               ((raises, 30), (hangs, 4), (dies, 30), (absent, 30), (missed, 30), (fine, 30)))
 """
 
@@ -77,8 +144,14 @@ def test_an_item_that_fails_hangs_or_dies_ends_alone(tmp_path: Path) -> None:
     assert ends["hangs"]["reason"] == "stopped at its limit of 4 s after 1 rows"
     assert ends["dies"]["reason"] == "exit status 139"
     assert [row["value"] for row in found if row["kind"] == "row"] == [2, 3, 4, 1]  # what was written stays
-    assert "FAIL  small: 4 (wanted at most 3)" in done.stdout
-    assert "pass  small: 2 (wanted at most 3)" in done.stdout
+    for line in (
+        "FAIL  small: 4 (wanted at most 3)", "pass  small: 2 (wanted at most 3)", "pass  large: 4 (wanted at least 3)",
+        "not measured  unknown (wanted at most 1): nobody knows",
+        "not measured  large (wanted at least 3): the item has no figure for it",
+        "not measured  small (wanted at most 3): stopped at its limit of 4 s after 1 rows",
+        "not measured  small (wanted at most 3): no reason to",
+    ):  # fmt: skip
+        assert line in done.stdout, line
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert "out.jsonl exists" in again.stderr
@@ -92,7 +165,364 @@ def test_items_past_the_whole_time_are_not_begun(tmp_path: Path) -> None:
     assert {row["reason"] for row in rows(path)} == {"the 0 minutes were over before its turn"}
 
 
+def test_only_a_first_item_without_a_device_ends_the_others(
+    tmp_path: Path, items: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, path = script("gpu"), tmp_path / "gpu.jsonl"
+    path.touch()
+    endings = {"one": {"no_device": False}, "two": {"no_device": True}, "three": {}}
+    run = lambda item, *_: {"status": "not measured", "reason": item.name, "seconds": 0.0, **endings[item.name]}  # noqa: E731
+    monkeypatch.setattr(gpu, "run_item", run)
+    named = {name: items["gpu_items"].Item(name, len, 1) for name in endings}
+    assert gpu.drive([named["one"], named["two"], named["three"]], path, 1.0, [])
+    assert gpu.drive([named["two"], named["three"]], path, 1.0, [])
+    assert [row["reason"] for row in rows(path)] == ["one", "two", "three", "two", "two"]
+
+
+def test_what_is_no_number_passes_no_bar(items: dict[str, Any], tmp_path: Path) -> None:
+    gpu_items, path = items["gpu_items"], tmp_path / "rows.jsonl"
+    nan = float("nan")
+    assert gpu_items.largest([1.0, 3.0, 2.0]) == 3.0
+    kit = gpu_items.Kit("any", options_for(path, "cpu"), [gpu_items.Bar("far", at_most=1)])
+    for values in ([0.0, nan], [nan, 0.0], [0.0]):
+        kit.bar("far", gpu_items.largest(values))
+    assert [row["passed"] for row in rows(path)] == [False, False, True]
+    path.write_text(path.read_text() + '{"item": "any", "kind": "ro')  # a process that was killed while it wrote
+    assert kit.rows() == []
+
+
+def test_quick_is_what_it_says(items: dict[str, Any]) -> None:
+    quick = [item.name for item in items["gpu_items"].ITEMS if item.is_quick]
+    assert quick == ["environment", "verify", "capture", "tests"]
+    names = [item.name for item in items["gpu_items"].ITEMS]
+    assert names == ["environment", "attention", "verify", "oracle", "eagle", "auto", "capture", "calls", "endurance",
+                     "tests", "inductor"]  # fmt: skip
+
+
 def test_the_capture_matrix_builds_what_it_names() -> None:
     items = script("gpu_items")
     for name in items.ARCHITECTURES:
-        assert items.tiny(name, torch.device("cpu")).config.num_hidden_layers == 2, name
+        model = items.tiny(name, torch.device("cpu"))
+        assert model.config.num_hidden_layers == 2, name
+        assert inspect_target(model).branches, name
+
+
+def test_the_files_of_the_kit_are_in_the_source_distribution() -> None:
+    project = (BENCHMARKS.parent / "pyproject.toml").read_text()
+    (line,) = [line for line in project.splitlines() if line.startswith("include = ")]
+    assert all(f'"{part}"' in line for part in ("/src", "/tests", "/benchmarks/*.py"))
+
+
+# ------------------------------------------------------------------------------------------------- on the CPU
+
+
+class InTurn:
+    """In the place of a pool of threads, where a second thread would not know the device."""
+
+    map = staticmethod(map)
+
+    def __init__(self, _threads: int) -> None:
+        pass
+
+    def __enter__(self) -> InTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class RunsAgain:
+    """A recorder for a device without graphs: a replay is the function itself."""
+
+    def __init__(self, _device: torch.device) -> None:
+        pass
+
+    def record(self, run: Any) -> Any:
+        return run
+
+
+@pytest.fixture
+def on_cpu(items: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    from hf_specdec.target import recorders
+
+    stub_device(torch.cpu, monkeypatch)
+    monkeypatch.setitem(recorders.RECORDERS, "cpu", RunsAgain)
+    return items
+
+
+def measured(items: dict[str, Any], name: str, path: Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """The rows of an item that is run in this process; its end is the last."""
+    item = next(item for item in items["gpu_items"].ITEMS if item.name == name)
+    assert item.run(options_for(path, device, run=name)) == 0
+    found = rows(path)
+    assert found[-1]["status"] == "measured", found[-1]
+    assert {row["bar"] for row in found if row["kind"] == "bar"} == {bar.name for bar in item.bars}
+    return found
+
+
+@pytest.mark.parametrize("name", ["auto", "calls", "endurance"])
+def test_items_of_many_calls(on_cpu: dict[str, Any], tmp_path: Path, name: str) -> None:
+    """Threads know the CPU only, and many calls take long on the simulated device."""
+    found = measured(on_cpu, name, tmp_path / "rows.jsonl")
+    bars = {row["bar"]: row["value"] for row in found if row["kind"] == "bar"}
+    if name == "endurance":
+        assert bars == {"MiB that 100 calls keep": 0.0, "answers that differ from plain": 0}
+        assert next(row for row in found if row.get("threads") == 2)["different"] == 0
+        return
+    if name == "auto":
+        calls = [row for row in found if "queried_at" in row]
+        assert sum(row["control"]["asked"]["eagle"] for row in calls) == sum(len(row["queried_at"]) for row in calls)
+        assert all(row["captured_at"] for row in calls[:1])
+        assert bars["steps from a capture to the next query of the head"] >= 1
+        return
+    calls = [row for row in found if "captured" in row]
+    assert [(row["rows"], row["prompt"]) for row in calls] == [(r, p) for r in (1, 4, 1) for p in (10, 40)]
+    captured = [f"{what} {tuple(key)}" for row in calls for what, key in row["captured"]]
+    assert captured
+    assert bars == {"shapes captured twice": len({key for key in captured if captured.count(key) > 1})}
+
+
+def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
+    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_specdec.target import compiling
+    from hf_specdec.target.runners import ModelForward
+
+    def refuse(*_: Any) -> None:
+        raise compiling.CannotRecordError("no compiler")
+
+    monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
+    *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
+    assert (refused["form"], refused["refused"]) == ("compile", "no compiler")
+    monkeypatch.setattr(compiling.CompiledForward, "of", ModelForward)
+    *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
+    few, more = (row["seconds"] for row in each if row["form"] == "compile")
+    assert program["per_layer"]["seconds"] == pytest.approx(more - few)
+    assert program["extrapolated_to_32_layers"]["seconds"] == pytest.approx(more + 30 * (more - few))
+    assert graphs["form"] == "cuda_graph"
+
+
+def test_kernels_of_attention_agree_with_the_reference(on_cpu: dict[str, Any], tmp_path: Path) -> None:
+    """The CPU has some of them, and says of the others that it has not."""
+    found = [row for row in measured(on_cpu, "attention", tmp_path / "rows.jsonl") if row["kind"] == "row"]
+    assert {(row["kernel"], row["keys"], row["nodes"]) for row in found} == {
+        (kernel, keys, nodes) for kernel in ("hf_specdec", "flash", "efficient", "cudnn", "math")
+        for keys in (16, 40) for nodes in (1, 8)
+    }  # fmt: skip
+    assert all(row["error"] < 0.01 for row in found if "fixed_us" in row)
+    assert {row["kernel"] for row in found if "refused" in row} >= {"cudnn", "efficient"}
+    assert {row["kernel"] for row in found if "fixed_us" in row} >= {"hf_specdec", "math"}
+
+
+def test_a_kernel_that_is_built_for_every_length_is_timed_less(
+    on_cpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_attention = on_cpu["gpu_attention"]
+    monkeypatch.setattr(gpu_attention, "LONGEST", 0.0)
+    layer = gpu_attention.Attention(torch.device("cpu"), 1, 40)
+    lengths: list[int] = []
+    monkeypatch.setattr(layer, "step", lambda _name, length: lambda: lengths.append(length))
+    assert gpu_attention.seconds_per_layer(layer, "math", range(10, 20)) > 0
+    assert lengths == [10, 11, 12, 13]
+
+
+def test_an_8b_is_what_it_is_called(on_cpu: dict[str, Any]) -> None:
+    """Sizes by hand: layers, embedding and lm_head of Llama 3.1 8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**on_cpu["gpu_items"].LLAMA_8B, tie_word_embeddings=False)).bfloat16()
+    layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096
+    assert on_cpu["gpu_attention"].weight_bytes(model) == 2 * (32 * layer + 4096 + 4096 * 128256)
+
+
+def test_a_head_drafts_the_first_token_rightly(on_cpu: dict[str, Any], tmp_path: Path) -> None:
+    gpu_steps, kit = on_cpu["gpu_steps"], on_cpu["gpu_items"].Kit("any", options_for(tmp_path / "rows.jsonl", "cpu"))
+    model = kit.sure_llama()
+    gpu_steps.add_head(model)
+    inputs = gpu_steps.prompts(model, 16)
+    plain = gpu_steps.generated(model, inputs, 40)
+    order = gpu_steps.cycle(model)
+    assert plain[0].tolist() == order[16:56].tolist()
+    assert torch.equal(gpu_steps.generated(model, inputs, 40, speculative="eagle"), plain)
+    accepted = model.last_speculation.accepted_per_step[0]
+    assert min(accepted[:-1]) == 2
+
+
+def event(name: str, begin: float, end: float, *, on_device: bool = False) -> Any:
+    place = SimpleNamespace(start=begin, end=end)
+    return SimpleNamespace(name=name, device_type=DeviceType.CUDA if on_device else DeviceType.CPU, time_range=place)
+
+
+def test_what_a_profiler_saw_is_counted_by_hand(items: dict[str, Any]) -> None:
+    """Four steps in 1000 microseconds, 800 without a profiler; what lies outside of the window does not count."""
+    gpu_steps = items["gpu_steps"]
+    events = [
+        event("cudaDeviceSynchronize", 0, 5), event(gpu_steps.WINDOW, 10, 1010), event("aten::mm", 11, 20),
+        event(gpu_steps.WINDOW, 10, 1010, on_device=True), event("before", 1, 9, on_device=True),
+        *(event(name, 100 + number, 101 + number) for number, name in enumerate(
+            ["cudaLaunchKernel"] * 6 + ["cudaLaunchKernelExC"] * 2 + ["cudaGraphLaunch"] * 8
+            + ["cudaStreamSynchronize"] * 4 + ["cudaMemcpy", "cudaMemcpyAsync", "cudaEventQuery"])),
+        event("gemm", 200, 500, on_device=True), event("Memcpy DtoH", 600, 700, on_device=True),
+    ]  # fmt: skip
+    found = gpu_steps.counted(events, 800e-6)
+    wanted = {
+        "launches_per_step": 2.0, "graphs_per_step": 2.0, "copies_per_step": 0.25, "reads_per_step": 1.25,
+        "device_operations_per_step": 0.5, "device_ms_per_step": 0.1, "ms_per_step": 0.2,
+        "profiled_ms_per_step": 0.25, "idle": 0.5, "idle_beside_the_profiler": 0.6,
+    }  # fmt: skip
+    assert found.pop("waits") == {"cudaStreamSynchronize": 1.0, "cudaMemcpy": 0.25}
+    assert found == pytest.approx(wanted)
+
+
+def test_steps_to_the_next_query_by_hand(items: dict[str, Any]) -> None:
+    waits = items["gpu_steps"].waits
+    assert waits([3, 50], [4, 9], 60) == [1]
+    assert waits([3, 9], [3, 12], 60) == [9, 3]
+    assert waits([30], [4], 60) == [30]
+    captured: list[int] = []
+    steps = items["gpu_steps"].Steps(captured)
+    for call in ([0, 1, 1], [1, 1, 2]):  # queries so far, in the steps of two calls
+        told = iter(call)
+        session = SimpleNamespace(report=lambda told=told: {"asked": {"eagle": next(told)}})
+        for asked in call:
+            steps.before(session)
+            captured += [1] * (asked == 2)
+            steps.after(session)
+    assert (steps.queried_at, steps.captured_at, steps.count) == ([1, 3, 5], [5], 6)
+
+
+def test_what_torch_does_not_tell_is_told(items: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_attention = items["gpu_attention"]
+    assert "MATH" in gpu_attention.sdpa_order()
+    monkeypatch.delattr(torch._C, "_get_sdp_priority_order")
+    assert gpu_attention.sdpa_order().startswith("torch does not tell: ")
+    assert gpu_attention.version_of("torch")
+    assert gpu_attention.version_of("no-such-distribution") is None
+
+
+def test_a_part_that_dies_or_hangs_is_a_row(
+    items: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreters that are none: `sh`, which cannot read the script, and one that takes its time."""
+    gpu, slow = script("gpu"), tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    kit = items["gpu_items"].Kit("capture", options_for(tmp_path / "rows.jsonl", "cuda", run="capture"))
+    monkeypatch.setattr(gpu, "SECONDS_OF_A_PART", 1)
+    for executable, key, part in (("/bin/sh", "architecture", "llama"), (str(slow), "part", "after a failure")):
+        monkeypatch.setattr(sys, "executable", executable)
+        gpu.run_part(kit, part, key)
+    llama, after = kit.rows()
+    assert (llama["architecture"], after["part"]) == ("llama", items["gpu_attention"].AFTER_A_FAILURE)
+    assert llama["failed"].startswith("exit status ")
+    assert after["failed"] == "it took longer than 1 s"
+
+
+A_SUITE = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_fine(number): pass
+def test_wrong(): assert False, "for a reason"
+@pytest.mark.skip(reason="none")
+def test_skipped(): pass
+"""
+
+
+def test_the_gpu_tests_are_counted_as_they_end(
+    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gpu.py").write_text(A_SUITE)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\n')  # as ours
+    monkeypatch.setattr(on_cpu["gpu_items"], "ROOT", tmp_path)
+    monkeypatch.setattr(on_cpu["gpu_items"], "TESTS_PER_ROW", 2)
+    found = measured(on_cpu, "tests", tmp_path / "rows.jsonl")
+    so_far, failed, summary = [row for row in found if row["kind"] == "row"]
+    assert so_far["so_far"]["PASSED"] == 2
+    assert "test_wrong" in failed["failed"]
+    assert summary["count"] == {"PASSED": 3, "FAILED": 1, "SKIPPED": 1, "ERROR": 0}
+    assert "1 failed, 3 passed, 1 skipped" in summary["summary"]
+    assert [row["value"] for row in found if row["kind"] == "bar"] == [1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    item = next(item for item in on_cpu["gpu_items"].ITEMS if item.name == "tests")
+    item.run(options_for(tmp_path / "rows.jsonl", "cpu"))
+    assert rows(tmp_path / "rows.jsonl")[-1]["reason"] == "pytest is not installed"
+
+
+# ------------------------------------------------------------------------------------------- on the simulated device
+
+
+def test_every_item_runs_on_the_simulated_device(tmp_path: Path) -> None:
+    """A tensor on the wrong device, a name that is none, a bar that is forgotten."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = {path.stem: rows(path) for path in tmp_path.glob("*.jsonl")}
+    bars = {(name, row["bar"]): row for name, lines in found.items() for row in lines if row["kind"] == "bar"}
+    for name, bar in (
+        ("verify", "relative distance of a replay from the eager forward"),
+        ("oracle", "answers that differ from plain"),
+        ("capture", "architectures that are wrong, or fail"),
+        ("capture", "captures that work after one that failed"),
+    ):
+        assert bars[name, bar]["passed"], bars[name, bar]
+    assert bars["eagle", "reads per step"]["reason"] == "torch's profiler shows nothing of this device"
+    after = next(row for row in found["capture"] if row.get("part") == "after a failure" and row["kind"] == "row")
+    assert after["refused"]
+    assert "reads the device while a graph is recorded" in after["failed_with"]
+    assert any("cannot be recorded" in row["text"] for row in found["capture"] if row["kind"] == "warning")
+
+
+ON_THE_CPU = ("auto", "calls", "endurance", "tests", "inductor")
+"""Items whose tests run there."""
+
+
+def on_simulated_device(folder: Path) -> None:
+    """Every item in this process, each into a file of its own."""
+    import simulated_device
+    from hf_specdec import SpeculativeGenerationMixin
+    from hf_specdec.target import memory, recorders
+    from simulated_device import Graph, move, simulation
+
+    class SimRecorder(RunsAgain):
+        def record(self, run: Any) -> Any:
+            graph = Graph()
+            with graph.record():
+                run()
+            return graph.replay
+
+    with pytest.MonkeyPatch.context() as patch, simulation():
+        items = small_items(patch)
+        gpu_items, gpu_attention, gpu = items["gpu_items"], items["gpu_attention"], script("gpu")
+        from oracle import make_sure
+
+        llama, tiny = gpu_items.Kit.llama, gpu_items.tiny
+        on_host = gpu_items.Kit("", options_for(folder / "none", "cpu"))
+        patch.setattr(gpu_items.Kit, "llama", lambda _kit, **changes: move(llama(on_host, **changes)))
+        patch.setattr(gpu_items.Kit, "sure_llama", lambda _kit, **changes: SpeculativeGenerationMixin.attach(
+            move(make_sure(llama(on_host, **changes)))))  # fmt: skip
+        patch.setattr(gpu_items, "tiny", lambda name, _device: move(tiny(name, torch.device("cpu"))))
+        patch.setattr(gpu_attention, "ThreadPoolExecutor", InTurn)
+        patch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(
+            returncode=gpu.main(command[2:]), stdout=""))  # fmt: skip
+        patch.setitem(recorders.RECORDERS, "sim", SimRecorder)
+        patch.setattr(memory, "SHORTEST_BUCKET", 16)
+        patch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
+        patch.setattr(simulated_device, "place_of_call", str)  # nobody asks where
+        stub_device(torch.get_device_module("sim"), patch)
+        for item in gpu_items.ITEMS:
+            if item.name not in ON_THE_CPU:
+                begin = time.monotonic()
+                measured(items, item.name, folder / f"{item.name}.jsonl", "sim")
+                print(item.name, f"{time.monotonic() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    on_simulated_device(Path(sys.argv[1]))

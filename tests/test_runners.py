@@ -22,7 +22,7 @@ import zoo
 from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.generation import state
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.target import compiling, runners
+from hf_specdec.target import compiling, recorders, runners
 from hf_specdec.target.compiling import why_not
 from hf_specdec.target.runners import CompiledForward
 from models import prompts
@@ -322,3 +322,15 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
         assert answers(model, 1, COMPILED) == answers(model, 1, None)
     assert any("EagleDrafter(ReadsTwice of this process) is not compiled" in row.message for row in caplog.records)
     assert drafter.program is None
+
+
+@pytest.mark.slow
+def test_a_program_of_an_accelerator_reads_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed for a CPU they are a second copy; elsewhere that would cost their memory once more."""
+    monkeypatch.setattr(runners, "CPU_OPTIONS", recorders.UNCAPTURED)
+    layer, inputs = nn.Linear(5, 3, bias=False), torch.randn(2, 5)
+    with torch.no_grad():
+        run = runners.compile_operations(lambda given: [layer(given).relu()], inputs)
+        for _ in range(2):
+            torch.testing.assert_close(run(inputs)[0], layer(inputs).relu())
+            layer.weight.neg_()

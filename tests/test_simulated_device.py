@@ -20,8 +20,11 @@ OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 
 @pytest.mark.parametrize(
     "name",
-    ["on_simulated_device.py", "graphs_on_simulated_device.py", "gpu_on_simulated_device.py"],
-)
+    [
+        "on_simulated_device.py", "graphs_on_simulated_device.py", "gpu_on_simulated_device.py",
+        "attention_on_simulated_device.py",
+    ],
+)  # fmt: skip
 def test_on_the_simulated_device(name: str) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")

@@ -22,7 +22,8 @@ from transformers import (
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.transcript import Transcript, _DeviceAccount, generator_of, of_row
+from hf_specdec.row_ends import cut_rows
+from hf_specdec.transcript import Transcript, generator_of, of_row
 from reference import OracleDrafter
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -244,13 +245,12 @@ def test_the_generator_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_left_of_each_row_is_counted_where_tokens_are_chosen(
     lockstep: bool, kept: list[int], remaining: list[int]
 ) -> None:
-    account = _DeviceAccount([5, 2, 0, 4], [8, 9], CPU)
     tokens = torch.tensor([[1, 2, 9], [1, 2, 3], [1, 2, 3], [9, 2, 8]])
-    assert account.cut(tokens, torch.tensor([2, 3, 3, 3]), lockstep=lockstep).tolist() == kept
-    assert account.remaining.tolist() == remaining
-    endless = _DeviceAccount([5, 3], [], CPU)
-    assert endless.cut(tokens[:2], torch.tensor([2, 3]), lockstep=False).tolist() == [2, 3]
-    assert endless.remaining.tolist() == [3, 0]
+    left, chosen, eos = torch.tensor([5, 2, 0, 4]), torch.tensor([2, 3, 3, 3]), torch.tensor([8, 9])
+    found = cut_rows(tokens, chosen, left, eos, lockstep=lockstep)
+    assert [part.tolist() for part in found] == [kept, remaining]
+    endless = cut_rows(tokens[:2], chosen[:2], torch.tensor([5, 3]), None, lockstep=False)
+    assert [part.tolist() for part in endless] == [[2, 3], [3, 0]]
 
 
 def test_processors_that_know_rows_by_number_are_told_which_row_it_is() -> None:

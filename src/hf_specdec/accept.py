@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from hf_specdec.acceptance import Acceptance, HostTree, keep_paths, settle, walk
+from hf_specdec.acceptance import Acceptance, Cut, HostTree, cut_paths, keep_paths, settle, walk
 from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.row_ends import RowEnds
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree, chosen_path
 
@@ -53,13 +54,26 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
 
 def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torch.device) -> bool:
     """Whether every step of a deterministic draft is decided on the device, without the host."""
-    return rule in (greedy, rejection) and transcript.decides_on(device)
+    on_device = rule in (greedy, rejection) or getattr(rule, "decides_on_device", False)
+    return bool(on_device) and transcript.decides_on(device)
 
 
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
     """The argmax at every node, and the longest path that agrees with it, on the device."""
-    ended = transcript.padded(logits.device)[:, None]
-    choices = torch.where(ended, transcript.pad_token_id, logits.max(-1).indices)  # [B, N], argmax but faster
+    account = transcript.account_on(logits.device)
+    # the maximum's place is argmax, but faster
+    return settle(match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
+
+
+def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | None, ends: RowEnds) -> Cut:
+    """Keep the longest path of each row whose tokens are what was chosen after their parents.
+
+    Args:
+        tree: The tree.
+        choices: `[B, N]` the target's choice after each node.
+        remaining, eos, ends: See `DeviceAccount`.
+    """
+    choices = torch.where((remaining == 0)[:, None], ends.pad_token_id, choices)
     ancestors = tree.ancestor_mask()
     parents = tree.parents.expand(tree.tokens.shape)
     matched = (tree.tokens == choices.gather(1, parents.clamp(min=0))) & (parents != ROOT_PARENT)
@@ -70,7 +84,7 @@ def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Ac
         1, deepest[:, None, None].expand(-1, 1, tree.num_nodes)
     )[:, 0]  # fmt: skip
     path = chosen_path(tree, on_path)
-    return settle(tree, path, choices.gather(1, path.clamp(min=0)), transcript)
+    return cut_paths(tree, path, choices.gather(1, path.clamp(min=0)), remaining, eos, lockstep=ends.lockstep)
 
 
 def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
@@ -90,7 +104,10 @@ def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptan
         children = (parents == node[:, None]) & (tree.tokens == chosen[:, None])
         on_path = on_path & children.any(-1)
         node = children.int().argmax(-1)
-    acceptance = settle(tree, torch.stack(path, dim=-1), torch.stack(tokens, dim=-1), transcript)
+    account = transcript.account_on(logits.device)
+    both = torch.stack(path, dim=-1), torch.stack(tokens, dim=-1)
+    cut = cut_paths(tree, *both, account.remaining, account.eos, lockstep=account.ends.lockstep)
+    acceptance = settle(cut, transcript)
     draws.keep(max(acceptance.counts))
     return acceptance
 

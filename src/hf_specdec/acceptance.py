@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.host_sync import read, upload
-from hf_specdec.pipelining import Decision
+from hf_specdec.pipelining import Decision, Transfer
+from hf_specdec.row_ends import cut_rows
 from hf_specdec.transcript import Transcript
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
@@ -69,26 +70,45 @@ class Acceptance:
         )
 
 
-def settle(tree: TokenTree, path: Tensor, tokens: Tensor, transcript: Transcript) -> Acceptance:
-    """Cut paths `[B, P]` and the tokens after their nodes where rows end, and read them in one transfer.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Chosen paths, cut where rows end; all on the device."""
 
-    The next draft is launched before the read, see `pipelining.py`.
-    """
-    kept = transcript.cut(tokens, (path >= 0).sum(-1))
+    decision: Decision
+    num_drafted: Tensor  # [B] nodes of each row's tree but the root and its padding
+    remaining: Tensor  # [B] tokens that each row may still emit
+
+
+def cut_paths(
+    tree: TokenTree, path: Tensor, tokens: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
+) -> Cut:
+    """Cut paths `[B, P]` and the tokens after their nodes where rows end, see `transcript.cut_rows`."""
+    kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
     last = tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
     next_token = torch.where(kept > 0, last, tree.tokens[:, 0])
-    launch = transcript.launch
-    also = None if launch is None else launch(Decision(path, tokens, next_token))
-    nodes, chosen, drafted, *launched = read(path, tokens, tree.num_drafted[:, None], *(also or ()))
+    return Cut(Decision(path, tokens, next_token), tree.num_drafted, remaining)
+
+
+def settle(cut: Cut, transcript: Transcript) -> Acceptance:
+    """Read in one transfer what a step keeps, and record it.
+
+    The next draft is launched before the read, see `pipelining.py`.
+    """
+    decision, launch = cut.decision, transcript.launch
+    path, tokens = decision.path, decision.tokens
+    transcript.account_on(path.device).remaining = cut.remaining
+    transfer = Transfer(path, tokens, cut.num_drafted[:, None])
+    also = None if launch is None else launch(decision)
+    nodes, chosen, drafted, *launched = transfer.finish(also or ())
     counts = [sum(node >= 0 for node in row) for row in nodes]
     emitted = tuple(tuple(row[:count]) for row, count in zip(chosen, counts, strict=True))
     transcript.record_all(emitted)
     return Acceptance(
         path=path,
         tokens=tokens,
-        next_token=next_token,
+        next_token=decision.next_token,
         nodes=tuple(tuple(row[:count]) for row, count in zip(nodes, counts, strict=True)),
         emitted=emitted,
         num_drafted=tuple(count for (count,) in drafted),

@@ -7,14 +7,18 @@ memory. Called by: `accept.py`, and by what makes trees on the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-UNPINNED = ("cpu", "mps", "meta")
-"""Devices that share the host's memory, or have none: nothing is won by pinning."""
+REUSES_PINNED = ("mps",)
+"""Backends that may give pinned memory to others before a copy from it has run, which changes what is copied.
+
+MPS did so until August 2026 (https://github.com/pytorch/pytorch/pull/193819); a copy that is waited for is
+right, and little is lost where the host and the device share their memory."""
 
 
 def read(*tensors: Tensor) -> list[list[list[int]]]:
@@ -22,8 +26,12 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
 
     Example: tensors `[[1, 2]]` and `[[3]]` give `[[[1, 2]], [[3]]]`.
     """
+    return split_columns(torch.cat(tensors, dim=1).tolist(), tensors)
+
+
+def split_columns(rows: list[list[int]], tensors: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Split rows of tensors `[B, *]` that were joined along their columns."""
     widths = [tensor.shape[1] for tensor in tensors]
-    rows = torch.cat(tensors, dim=1).tolist()
     ends = [sum(widths[: index + 1]) for index in range(len(widths))]
     return [[row[end - width : end] for row in rows] for width, end in zip(widths, ends, strict=True)]
 
@@ -34,6 +42,18 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     `torch.tensor(values, device=...)` waits for everything that is queued there.
     """
     made = torch.tensor(values, dtype=dtype, device="cpu")
-    if device.type in UNPINNED:
+    if not can_pin(device.type):
         return made.to(device)
     return made.pin_memory().to(device, non_blocking=True)
+
+
+@functools.cache
+def can_pin(device_type: str) -> bool:
+    """Whether host memory can be pinned for copies to such a device; tried once."""
+    tried = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    if device_type in (tried.device.type, *REUSES_PINNED):
+        return False
+    try:
+        return tried.pin_memory().device == tried.device
+    except RuntimeError:  # no backend, or one without such memory
+        return False

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.host_sync import read
 from hf_specdec.pipelining import Launch
+from hf_specdec.row_ends import DeviceAccount, RowEnds
 
 RESERVED_TOKENS = 1024
 """Room for answers before it is known how long they will be; it doubles where they are longer."""
@@ -92,7 +93,7 @@ class Transcript:
             room = min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
             self._ids = input_ids.new_zeros(batch_size, room)
             self._ids[:, : self.prompt_length] = input_ids
-        self._account: _DeviceAccount | None = None
+        self._account: DeviceAccount | None = None
         self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.finished = [False] * batch_size
         self.num_generated = [0] * batch_size  # tokens of each row up to the one that finished it
@@ -205,32 +206,25 @@ class Transcript:
 
     # ------------------------------------------------------------------------------------------- tokens
 
-    def cut(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """How many of the chosen tokens each row emits: up to its end, and in lockstep as many as the shortest.
-
-        Args:
-            tokens: `[B, P]` on the device where they were chosen.
-            lengths: `[B]` how many of them were chosen.
-
-        Returns:
-            `[B]`, without a transfer to the host. `record_all` is told the tokens afterwards.
-        """
-        if self._account is None or self._account.device != tokens.device:
-            self._account = self._new_account(tokens.device)
-        return self._account.cut(tokens, lengths, lockstep=self.lockstep and len(self.finished) > 1)
+    def account_on(self, device: torch.device) -> DeviceAccount:
+        """What is left of each row, kept on the device where tokens are chosen; `record_all` is called afterwards."""
+        if self._account is None or self._account.device != device:
+            self._account = self._new_account(device)
+        return self._account
 
     def record_all(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Append what `cut` let through."""
+        """Append the tokens that the device let through."""
         for row, tokens in enumerate(emitted):
             for token in tokens:
                 self._append(row, token)
 
-    def _new_account(self, device: torch.device) -> _DeviceAccount:
+    def _new_account(self, device: torch.device) -> DeviceAccount:
         left = [
             0 if done else self._max_length - self.prompt_length - len(tokens)
             for tokens, done in zip(self.new_tokens, self.finished, strict=True)
         ]
-        return _DeviceAccount(left, sorted(self._eos_ids), device)
+        lockstep = self.lockstep and len(self.finished) > 1
+        return DeviceAccount(left, RowEnds(tuple(sorted(self._eos_ids)), self.pad_token_id, lockstep), device)
 
     def record(self, row: int, token: int) -> bool:
         """Append a token to one row and see whether the row ends with it."""
@@ -295,40 +289,6 @@ class Transcript:
         return torch.cat([self._prompt, answers], dim=-1)
 
 
-class _DeviceAccount:
-    """What is left of each row, kept on the device that chooses its tokens.
-
-    Args:
-        remaining: Tokens that each row may still emit; 0 where it has ended.
-        eos_ids: Tokens that end a row.
-        device: Where it is kept.
-    """
-
-    def __init__(self, remaining: Sequence[int], eos_ids: Sequence[int], device: torch.device) -> None:
-        self.device = device
-        self.remaining = torch.tensor(remaining, dtype=torch.long, device=device)
-        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device) if eos_ids else None
-
-    def cut(self, tokens: Tensor, lengths: Tensor, *, lockstep: bool) -> Tensor:
-        """See `Transcript.cut`."""
-        width = tokens.shape[1]
-        places = torch.arange(width, device=self.device)
-        kept = torch.minimum(lengths, self.remaining)
-        ends = torch.zeros_like(tokens, dtype=torch.bool)
-        if self._eos is not None:
-            ends = (tokens[:, :, None] == self._eos).any(-1)
-            kept = torch.minimum(kept, torch.where(ends, places, width).amin(-1) + 1)
-        if lockstep:
-            going = self.remaining > 0
-            kept = torch.where(going, kept, width).amin().expand(len(kept))
-            self.remaining = torch.where(going, self.remaining - kept, 0)
-        else:
-            self.remaining = self.remaining - kept
-        ended = (ends & (places < kept[:, None])).any(-1)
-        self.remaining = torch.where(ended, 0, self.remaining)
-        return kept
-
-
 class Draws:
     """Tokens drawn one column after the other, before it is known how many of the columns will be emitted.
 
@@ -356,15 +316,15 @@ class Draws:
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """The global generator of a device; None where torch does not show it."""
+    """The global generator of a device; None if its backend does not give it out."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", None)
-    if not generators:
-        return None
-    generator: torch.Generator = generators[module.current_device() if device.index is None else device.index]
-    return generator
+    if generators := getattr(module, "default_generators", None):  # one per device
+        generator: torch.Generator = generators[module.current_device() if device.index is None else device.index]
+        return generator
+    default = getattr(module, f"_get_default_{device.type}_generator", None)  # a backend of one device, such as MPS
+    return None if default is None else default()
 
 
 def scores_alone(processor: object) -> bool:

@@ -73,8 +73,8 @@ def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> Draft:
     """EAGLE-2: expand the top k nodes of each level by cumulative log-probability, then keep the best of all.
 
-    A child's score never exceeds its parent's, and the stable sort prefers the earlier of equals, so parents
-    are always kept with their children.
+    A child's score never exceeds its parent's, and of equal ones the earlier is kept, so parents are always kept with
+    their children.
 
     Args:
         roots: `[B]` root tokens.
@@ -119,8 +119,7 @@ def growable(budget: Budget) -> Budget:
 def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:
     """The best `num_nodes - 1` of M candidates `[B, M]`, in their order of growth, with parents renumbered."""
     rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
-    kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, : budget.num_nodes - 1]
-    kept = kept.sort(dim=-1).values
+    kept = _best(scores, min(budget.num_nodes - 1, scores.shape[1]))
     # place[c + 1] is the node of candidate c; candidate -1 is the root, node 0
     place = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.long, device=scores.device)
     nodes = torch.arange(1, kept.shape[1] + 1, device=scores.device).expand_as(kept)
@@ -131,6 +130,25 @@ def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, par
         max_depth=budget.num_steps,
     )
     return Draft(tree, torch.nn.functional.pad(edges.gather(1, kept), (1, 0)))
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Find the best of M candidates `[B, M]`, of equal ones the first; their places `[B, count]`, ascending."""
+    if scores.device.type == "cpu":  # there one sort is the fastest way
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
+    return _best_of_ties(scores, count)
+
+
+def _best_of_ties(scores: Tensor, count: int) -> Tensor:
+    """`_best` for backends whose sort need not keep equal scores in order, although it is told to, as that of MPS.
+
+    Only candidates that equal the last one kept compete by their places; `float32` holds those exactly.
+    """
+    size = scores.shape[1]
+    last = scores.topk(max(count, 1), dim=-1).values[:, -1:]
+    backwards = torch.arange(0, -size, -1, dtype=torch.float32, device=scores.device)
+    keys = torch.where(scores > last, 1.0, torch.where(scores < last, -float(size), backwards))
+    return keys.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
 # ----------------------------------------------------------------------------------------------- static trees

@@ -48,9 +48,12 @@ class LaunchingSession(DraftSession):
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Draft for the next step; the host needs none of it."""
         self._follow(step)
-        self._roots, self._is_unread = step.acceptance.next_token, True
-        self._launched = budget, self._draft(budget)
+        self._roots = step.acceptance.next_token
+        self._note_launched(budget, self._draft(budget))
         return ()
+
+    def _note_launched(self, budget: Budget, draft: Draft) -> None:
+        self._launched, self._is_unread = (budget, draft), True
 
     def propose(self, budget: Budget) -> Draft:
         """See `DraftSession`."""

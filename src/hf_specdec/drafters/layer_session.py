@@ -21,7 +21,8 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.drafters.launching import LaunchingSession, features_of
-from hf_specdec.heads.captured import GraphDraftLayer, Growing
+from hf_specdec.heads.captured import GraphDraftLayer
+from hf_specdec.heads.captured_shapes import Advancing, Growing
 from hf_specdec.pipelining import Decision
 from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.cache import TreeCache
@@ -111,6 +112,20 @@ class EagleSession(LaunchingSession):
         if budget not in self._static:
             self._static[budget] = StaticLevels.of(choices_within(choices, budget), self._roots.device)
         return self._static[budget]
+
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """See `LaunchingSession`; a captured layer reads and grows in one graph."""
+        if not isinstance(self._head, GraphDraftLayer) or self._prompt is not None or self._pending:
+            return super().launch(step, budget)
+        kept, lengths = step.acceptance, list(self._cache.lengths)
+        states = features_of(step).of(self._head.feature_layers)
+        advancing = Advancing(states, kept.path, kept.tokens, kept.next_token, self._padding)
+        advanced = self._head.advance(advancing, self._plan(budget), self._cache, self._embedding)
+        if advanced is None:
+            return super().launch(step, budget)
+        self._known_lengths, self._roots, self._last = lengths, kept.next_token, advanced.last
+        self._note_launched(budget, advanced.draft)
+        return ()
 
     def _follow(self, step: Step | UnreadStep) -> None:
         kept, features = step.acceptance, features_of(step)

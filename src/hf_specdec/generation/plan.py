@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_specdec.accept import AcceptanceRule
+from hf_specdec.accept import AcceptanceRule, greedy
 from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
@@ -29,6 +29,7 @@ from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
 from hf_specdec.generation.state import (
+    captured_rule,
     compiled_drafter,
     current_costs,
     current_facts,
@@ -153,7 +154,10 @@ def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
     layers = frozenset(plan.drafter.needs.feature_layers)
     wanted: Form = "compile" if form == "compile" else "cuda_graph"
     runner = current_program(model, plan.facts, layers, wanted, asked=form != "auto")
-    return replace(plan, runner=runner, drafter=compiled_drafter(model, plan.drafter, wanted))
+    rule = plan.rule
+    if runner is not None and rule is greedy and execution_device(model).type in RECORDERS:
+        rule = captured_rule(model)
+    return replace(plan, runner=runner, rule=rule, drafter=compiled_drafter(model, plan.drafter, wanted))
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.captured_rules import CapturedGreedy
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.foreign import check_drafter
@@ -26,8 +27,9 @@ from hf_specdec.target.compiling import make_runner
 from hf_specdec.target.features import canonical
 from hf_specdec.target.fingerprint import Fingerprint
 from hf_specdec.target.memory import persistent_tensors
-from hf_specdec.target.model import text_config
+from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
+from hf_specdec.target.recorders import RECORDERS
 from hf_specdec.target.runners import CannotRecordError, Form, Runner, Weights
 
 STATE = "_speculation"
@@ -76,6 +78,7 @@ class SpeculationState:
         # by model, rows and what runs it, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[Form, KeptProgram] = {}
+        self.rule: CapturedGreedy | None = None  # of models whose forward is captured
         # drafters whose forwards are programs, and what these were made of
         self.compiled: WeakKeyDictionary[Drafter, dict[Form, tuple[Weights, Drafter | None]]] = WeakKeyDictionary()
         self.last: SpeculationStats | None = None
@@ -109,7 +112,7 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "experience": Experience(), "costs": [], "programs": {}}  # fmt: skip
+                "experience": Experience(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
@@ -229,6 +232,16 @@ def release_programs(model: Any) -> None:
     with COMPILING:
         state.programs.clear()
         state.compiled.clear()
+        state.rule = None
+
+
+def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
+    """Greedy acceptance as graphs of the model's device, made if there is none yet."""
+    state, device = state_of(model), execution_device(model)
+    with COMPILING:
+        if state.rule is None:
+            state.rule = CapturedGreedy(RECORDERS[device.type](device))
+        return state.rule
 
 
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Drafter:

@@ -6,6 +6,7 @@ times over one sequence. What differs is `attend`, a function `(query, key, valu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,16 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.target import kernels
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query `[B, H, T, d]`, key and value `[B, G, T, d]` of T new entries to `[B, H, T, d]`; G divides H."""
 
 QUERY_BLOCK = 256
 """Queries whose scores are held at once while training on later steps."""
+
+WIDE = 512
+"""Queries per head above which keys are repeated instead of queries packed, whose mask would be the larger copy."""
 
 
 class DraftAttention(nn.Module):
@@ -90,9 +95,21 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
         keys, values = cache.update(key, value, 0)
         if mask is None:
             return attend_causally(query, keys, values)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        if not kernels.names_kernel(query.device):
+            return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        return _attend_packed(query, keys, values, mask)
 
     return attend
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attend by `kernels.attend`: with a mask and `enable_gqa`, SDPA takes cuDNN's kernel or writes out all scores."""
+    groups = query.shape[1] // key.shape[1]
+    if query.shape[2] > WIDE and groups > 1:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        groups = 1
+    masks = functools.partial(kernels.packed_mask, mask, groups, query.dtype)
+    return kernels.attend(query, key, value, masks, None).transpose(1, 2)
 
 
 class AlignedAttention:

@@ -7,36 +7,19 @@ levels with their masks and positions, and the choice of its nodes. Called by: `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.config import Choice
 from hf_specdec.draft import Budget, Draft
-from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.compiled import CompiledDraftLayer, LayerInOtherForm
-from hf_specdec.target.cache import TreeCache, TreeLayer
-from hf_specdec.target.graphs import WIDTHS, BucketLayer, KeptMemory, Recordings, Shape, width_for
-from hf_specdec.target.memory import bucket_of, persistent_tensors
+from hf_specdec.heads.captured_shapes import Advance, Advanced, Advancing, Growing, Growth, Layer, LayerForms, Reading
+from hf_specdec.heads.compiled import LayerInOtherForm
+from hf_specdec.target.cache import TreeCache
+from hf_specdec.target.graphs import WIDTHS, KeptMemory, Recordings, width_for
+from hf_specdec.target.memory import bucket_of
 from hf_specdec.target.recorders import Recorder
 from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import Level, Plan, StaticLevels, grow, scored
-
-Layer = EagleFamilyHead | CompiledDraftLayer
-
-
-@dataclass(frozen=True, slots=True)
-class Growing:
-    """What a tree grows from."""
-
-    roots: Tensor  # [B]
-    last: Tensor  # [B, 1, D] the layer's features of each row's last entry
-    positions: Tensor  # [B, 1] of the entries behind it
-    lengths: Tensor  # [B] entries of each row, padding included
-    committed: Tensor  # [B, start] bool, which of them are no padding
+from hf_specdec.tree_growth import Plan, StaticLevels
 
 
 class GraphDraftLayer(LayerInOtherForm):
@@ -51,8 +34,11 @@ class GraphDraftLayer(LayerInOtherForm):
     def __init__(self, inner: Layer, lm_head: nn.Module | None, recorder: Recorder) -> None:
         super().__init__(inner)
         self._inner, self._lm_head = inner, lm_head
+        window, size = inner.config.sliding_window, inner.config.hidden_size
+        self._forms = LayerForms(inner, lm_head, inner.hot_token_ids, window, size)
         self._memory = KeptMemory()
         self._readings, self._growths = Recordings(recorder, "The draft layer"), Recordings(recorder, "Its trees")
+        self._steps = Recordings(recorder, "Its steps")
         self._static: dict[tuple[Choice, ...], int] = {}  # a number for every static tree
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -60,8 +46,8 @@ class GraphDraftLayer(LayerInOtherForm):
         return self._inner.fuse(features)
 
     def recorded(self) -> list[tuple[int, ...]]:
-        """Rows, width and bucket of the readings that are graphs by now."""
-        return self._readings.recorded()
+        """The keys of everything that is a graph by now."""
+        return [key for recordings in (self._steps, self._readings, self._growths) for key in recordings.recorded()]
 
     def new_cache(self, reserve: int) -> TreeCache:
         """See `KeptMemory`."""
@@ -86,9 +72,9 @@ class GraphDraftLayer(LayerInOtherForm):
         cache.store.make_room(begin + width)
         key = rows, width, min(bucket_of(begin + width), cache.capacity)
         shape = self._readings.shape(
-            key, self._memory.moves, lambda: _Reading(key, self._inner, layer, token_embeddings, hidden)
+            key, self._memory.moves, lambda: Reading(key, self._inner, layer, token_embeddings, hidden)
         )
-        assert isinstance(shape, _Reading)
+        assert isinstance(shape, Reading)
         shape.fill(token_embeddings, hidden, position_ids, mask, begin)
         (output,) = self._readings.run(shape)
         layer.end = begin + num_entries
@@ -113,127 +99,63 @@ class GraphDraftLayer(LayerInOtherForm):
         stops = isinstance(plan, Budget) and plan.least > 0
         if stops or not self._memory.owns(cache) or growing.roots.device != self.device:
             return None
-        rows, start, number = len(growing.roots), cache.start, 0
-        if isinstance(plan, StaticLevels):
-            number = self._static.setdefault(plan.choices, len(self._static)) + 1
-            num_nodes, num_steps, num_entries = 1 + len(plan.choices), len(plan.steps), plan.num_entries
-        else:
-            num_nodes, num_steps = plan.num_nodes, plan.num_steps
-            num_entries = plan.top_k * (num_steps - 1)
+        rows, start = len(growing.roots), cache.start
+        num_nodes, num_steps, num_entries, number = self._sizes(plan)
         cache.store.make_room(start + num_entries)
         bucket = min(bucket_of(start + num_entries), cache.capacity)
         key = rows, num_nodes, bucket, num_steps, plan.top_k, number
         (layer,) = cache.layers
         shape = self._growths.shape(
-            key, self._memory.moves, lambda: _Growth(self, plan, layer, embedding, growing, (num_entries, bucket))
+            key,
+            self._memory.moves,
+            lambda: Growth(self._forms, plan, layer, embedding, growing, (num_entries, bucket)),
         )
-        assert isinstance(shape, _Growth)
+        assert isinstance(shape, Growth)
         shape.fill(growing, start)
         log_probs, tokens, parents = (output.clone() for output in self._growths.run(shape))
         return Draft(TokenTree(tokens, parents, max_depth=num_steps), log_probs)
 
-    def forms(self) -> tuple[Layer, nn.Module | None]:
-        """The layer that is recorded, and the lm_head that it was made with."""
-        return self._inner, self._lm_head
+    def advance(self, step: Advancing, plan: Plan, cache: TreeCache, embedding: nn.Module) -> Advanced | None:
+        """Read what a step keeps and grow the next tree, both in one graph; the host need not know what is kept.
 
+        The cache's lengths are exact on the device afterwards; on the host they count all P nodes as kept, see
+        `TreeCache.commit_unread`.
 
-class _Growth(Shape):
-    """A tree of one shape, grown behind a bucket of slots.
+        Args:
+            step: What is kept.
+            plan, cache, embedding: See `grow`.
 
-    Args:
-        layer: Whose trees.
-        plan: How it grows.
-        cached: The layer's cache.
-        embedding: Of tokens.
-        growing: What it grows from, as an example of sizes.
-        sizes: Entries that it appends, and slots of the bucket.
-    """
-
-    def __init__(
-        self, layer: GraphDraftLayer, plan: Plan, cached: TreeLayer, embedding: nn.Module, growing: Growing,
-        sizes: tuple[int, int],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        (self._inner, self._lm_head), (num_entries, bucket) = layer.forms(), sizes
-        self._hot_token_ids, self._window = layer.hot_token_ids, layer.config.sliding_window
-        self._plan, self._embedding = plan, embedding
-        self._cached, self._bucket = cached, bucket
-        with persistent_tensors():
-            self._roots, self._last, self._positions, self._lengths = (
-                torch.zeros_like(given) for given in (growing.roots, growing.last, growing.positions, growing.lengths)
-            )
-            self._slots = torch.zeros(num_entries, dtype=torch.long, device=self._roots.device)
-            self._committed = torch.zeros(len(self._roots), bucket, dtype=torch.bool, device=self._roots.device)
-
-    def fill(self, growing: Growing, start: int) -> None:
-        """Give it what to grow from; entries are appended from slot `start` on."""
-        self._roots.copy_(growing.roots)
-        self._last.copy_(growing.last)
-        self._positions.copy_(growing.positions)
-        self._lengths.copy_(growing.lengths)
-        self._slots.copy_(torch.arange(start, start + len(self._slots), device=self._slots.device))
-        self._committed.zero_()[:, :start] = growing.committed
-
-    def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
-        draft = grow(self._roots, self._score(self._last), self._expand, self._plan)
-        assert draft.log_probs is not None
-        return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
-
-    def _expand(self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-        """See `tree_growth.Expand`."""
-        num_nodes, appended = seen.shape[1:]
-        index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
-        committed = self._committed
-        if self._window is not None:  # it is longer than a tree is deep
-            behind = self._lengths[:, None] + (depth - 1) - torch.arange(self._bucket, device=committed.device)
-            committed = committed & (behind < self._window)
-        mask = committed[:, None].expand(-1, num_nodes, -1).index_copy(2, self._slots[:appended], seen)[:, None]
-        slots = self._slots[appended - num_nodes : appended]
-        return self._score(
-            self._inner.read(
-                self._embedding(tokens).to(self._inner.dtype),
-                above.features.gather(1, index),
-                (self._positions + (depth - 1)).expand(-1, num_nodes),
-                Cache(layers=[BucketLayer(self._cached, slots, self._bucket)]),
-                mask,
-            )
+        Returns:
+            The draft; None if this must be done without a graph.
+        """
+        (rows, num_states, _), width = step.states.shape, step.path.shape[1]
+        stops = isinstance(plan, Budget) and plan.least > 0
+        elsewhere = step.roots.device != self.device or not self._memory.owns(cache)
+        (layer,) = cache.layers
+        if stops or elsewhere or not layer.is_initialized or max(num_states, width) > WIDTHS[-1]:
+            return None
+        num_states, width, start = width_for(num_states), width_for(width), cache.start
+        num_nodes, num_steps, num_entries, number = self._sizes(plan)
+        cache.store.make_room(start + width + num_entries)
+        bucket = min(bucket_of(start + width + num_entries), cache.capacity)
+        key = rows, num_nodes, bucket, num_steps, plan.top_k, number, num_states, width
+        shape = self._steps.shape(
+            key,
+            self._memory.moves,
+            lambda: Advance(self._forms, plan, layer, embedding, step, (*key[-2:], num_entries, bucket)),
         )
+        assert isinstance(shape, Advance)
+        lengths = cache.lengths_on(self.device, rows)
+        shape.fill(step, lengths)
+        integers, log_probs, last = self._steps.run(shape)
+        integers = integers.clone()
+        cache.append_unread(width, integers[:, -1])
+        tree = TokenTree(integers[:, :num_nodes], integers[:, num_nodes:-1], max_depth=num_steps)
+        return Advanced(Draft(tree, log_probs.clone()), last)
 
-    def _score(self, features: Tensor) -> Level:
-        return scored(features, self._inner.score(features, self._lm_head), self._plan.top_k, self._hot_token_ids)
-
-
-class _Reading(Shape):
-    """So many entries of so many rows read behind a bucket of slots."""
-
-    def __init__(
-        self, key: tuple[int, int, int], inner: Layer, layer: TreeLayer, token_embeddings: Tensor, hidden: Tensor
-    ) -> None:
-        super().__init__()
-        rows, width, bucket = key
-        self._inner, self._width, device = inner, width, hidden.device
-        with persistent_tensors():
-            self._embeddings, self._hidden = (
-                torch.zeros(rows, width, given.shape[-1], dtype=given.dtype, device=device)
-                for given in (token_embeddings, hidden)
-            )
-            self._positions = torch.zeros(rows, width, dtype=torch.long, device=device)
-            self._slots = torch.zeros(width, dtype=torch.long, device=device)
-            self._mask = torch.zeros(rows, 1, width, bucket, dtype=torch.bool, device=device)
-        self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket)])
-
-    def fill(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, begin: int) -> None:
-        """Give it entries `[B, T, ...]`, appended from slot `begin` on, and their mask `[B, 1, T, begin + T]`."""
-        size = positions.shape[1]
-        for buffer, given in (
-            (self._embeddings, embeddings), (self._hidden, hidden), (self._positions, positions),
-        ):  # fmt: skip
-            buffer[:, :size] = given
-        self._slots.copy_(torch.arange(begin, begin + self._width, device=hidden.device))
-        self._mask.zero_()[:, :, :size, : mask.shape[-1]] = mask
-        self._mask[:, :, size:, 0] = True  # padding sees something: nothing would be no number
-
-    def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
-        return [self._inner.read(self._embeddings, self._hidden, self._positions, self._cache, self._mask)]
+    def _sizes(self, plan: Plan) -> tuple[int, int, int, int]:
+        """Nodes, levels and appended entries of a tree, and the number of a static one."""
+        if not isinstance(plan, StaticLevels):
+            return plan.num_nodes, plan.num_steps, plan.top_k * (plan.num_steps - 1), 0
+        number = self._static.setdefault(plan.choices, len(self._static)) + 1
+        return 1 + len(plan.choices), len(plan.steps), plan.num_entries, number

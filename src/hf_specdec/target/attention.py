@@ -2,8 +2,9 @@
 
 transformers' `sdpa` repeats keys and values for every query head of a group and turns a bool mask into an additive
 one in every layer. Here the queries of a group are rows of one attention over keys and values as they lie in the
-cache, and the additive mask is made once per forward. It is registered under a name of its own, which a configuration
-bears only while a forward of ours runs; any other forward that meets the name gets transformers' `sdpa`.
+cache (`target/kernels.py`), and the additive mask is made once per forward. The function is registered under another
+name, which a configuration has only while a forward of ours runs; any other forward that meets the name gets
+transformers' `sdpa`.
 Called by: transformers' attention layers. Feeds: `target/target.py`, `target/runners.py`.
 """
 
@@ -21,12 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_specdec.target.kernels import attend, packed_mask
+
 NAME = "hf_specdec"
 """Of the attention function, in transformers' registry."""
 REPLACED = "sdpa"
 """The only attention function that is replaced: its masks and its numbers are known."""
-HIDDEN = -30000.0
-"""Added to the score of a key that is not seen: its weight is exactly zero, and half precision can hold it."""
 BESIDES = ("softcap", "s_aux", "position_bias")
 """Arguments of attention layers that change what is computed; layers that give one get transformers' function."""
 
@@ -49,27 +50,27 @@ class TreeForward:
     ) -> None:
         self.masks, self._all_seen = masks, all_seen
         self._attend = attend
-        self._packed: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
         """The layer type whose mask this is; None where it is another, or a part of one."""
         return next((name for name, known in self.masks.items() if known is mask), None)
 
-    def packed(self, kind: str, groups: int, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask `[B, 1, groups * N, S]` of a layer type; None where nothing is hidden.
+    def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
+        """The additive mask of a layer type, made once; None if nothing is hidden.
 
         Args:
             kind: The layer type.
             groups: Query heads per head of keys.
-            dtype: Of the queries: some kernels read another one's numbers as garbage.
+            dtype: Of the queries.
+            num_splits: Parts that the keys are split into.
+
+        Returns:
+            `[B, 1, groups * N, S]`, see `packed_mask`.
         """
-        if kind in self._all_seen:
-            return None
-        key = kind, groups, dtype
+        key = kind, groups, dtype, num_splits
         if key not in self._packed:
-            seen = self.masks[kind]
-            added = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, HIDDEN)
-            self._packed[key] = added.repeat(1, 1, groups, 1) if groups > 1 else added
+            self._packed[key] = packed_mask(self.masks[kind], *key[1:], all_seen=kind in self._all_seen)
         return self._packed[key]
 
     def layer_attends(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -78,15 +79,8 @@ class TreeForward:
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """`[B, N, H, Dv]` from queries `[B, H, N, D]` and the keys and values `[B, Hkv, S, D]` of their groups."""
-        batch, heads, nodes, dim = query.shape
-        shared = key.shape[1]
-        groups = heads // shared
-        packed = nn.functional.scaled_dot_product_attention(
-            query.reshape(batch, shared, groups * nodes, dim), key, value,
-            attn_mask=self.packed(kind, groups, query.dtype), scale=scaling,
-        )  # fmt: skip
-        unpacked = packed.view(batch, shared, groups, nodes, -1).permute(0, 3, 1, 2, 4)
-        return unpacked.reshape(batch, nodes, heads, -1).contiguous()  # some layers take a view of it
+        masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
+        return attend(query, key, value, masks, scaling)
 
 
 _FORWARD: ContextVar[TreeForward | None] = ContextVar("tree_forward", default=None)

@@ -181,14 +181,17 @@ class TreeCache(Cache):
         Args:
             path: See `commit`.
         """
-        start, lengths = self.start, self.lengths or [0] * len(path)
-        device_lengths = self.lengths_on(path.device, len(path))
+        start, device_lengths = self.start, self.lengths_on(path.device, len(path))
         targets = device_lengths[:, None] + torch.arange(path.shape[1], device=path.device)
         sources = torch.where(path >= 0, start + path, targets)
         for buffer in self.buffers:
             buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [length + path.shape[1] for length in lengths]
-        self._lengths = device_lengths + (path >= 0).sum(-1)
+        self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
+
+    def append_unread(self, num_slots: int, lengths: Tensor) -> None:
+        """Note that at most so many tokens were committed in every row, and on the device how many there are `[B]`."""
+        self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
+        self._lengths = lengths
         self._rewind()
 
     def correct_lengths(self, lengths: Sequence[int]) -> None:

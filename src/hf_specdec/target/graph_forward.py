@@ -21,9 +21,11 @@ from hf_specdec.target.graphs import (
     Shape,
     width_for,
 )
+from hf_specdec.target.masks import Positions, PromptPadding, TreeInputs, bucket_masks
 from hf_specdec.target.memory import CacheLayout, bucket_of, persistent_tensors
 from hf_specdec.target.recorders import Recorder
 from hf_specdec.target.runners import Runner
+from hf_specdec.tree import ROOT_PARENT, TokenTree
 
 
 class GraphForward(Runner):
@@ -60,17 +62,21 @@ class GraphForward(Runner):
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: TreeForward, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the inner forward without a graph; masks and positions that are given are in no graph."""
+        return self._inner(tokens, positions, forward, cache)
+
+    def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Runner`; what it returns is the caller's."""
         assert isinstance(cache, TreeCache)
-        (rows, num_nodes), start = tokens.shape, cache.start
+        (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
         width = width_for(num_nodes)
         cache.store.make_room(start + width)
         key = rows, width, min(bucket_of(start + width), cache.capacity)
         shape = self._recordings.shape(
-            key, self._memory.moves, lambda: _Verification(key, self._inner, cache.layers, forward, tokens.device)
+            key, self._memory.moves, lambda: _Verification(key, self._inner, cache.layers, inputs)
         )
         assert isinstance(shape, _Verification)
-        shape.fill(tokens, positions, forward, start)
+        shape.fill(inputs)
         logits, *states = (output[:, :num_nodes].clone() for output in self._recordings.run(shape))
         for layer in cache.layers:
             if layer.is_initialized:
@@ -79,45 +85,60 @@ class GraphForward(Runner):
 
 
 class _Verification(Shape):
-    """A verify forward over a number of rows, nodes and slots.
+    """A verify forward over a number of rows, nodes and slots; masks and positions are made in it.
 
     Args:
         key: Rows, width and bucket.
         inner: What computes it.
         layers: Of the cache whose memory it writes to.
-        forward: Whose layer types have masks.
-        device: Of the tokens.
+        inputs: An example.
     """
 
     def __init__(
-        self, key: tuple[int, int, int], inner: Runner, layers: Sequence[TreeLayer], forward: TreeForward,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, key: tuple[int, int, int], inner: Runner, layers: Sequence[TreeLayer], inputs: TreeInputs
+    ) -> None:
         super().__init__()
         rows, width, bucket = key
-        self._inner, self._width = inner, width
+        self._inner, self._layout, device = inner, inputs.layout, inputs.lengths.device
         self.layers: list[int] = []  # whose hidden states it gives, in the order of its outputs
+        self._num_nodes = width  # of the tree that the buffers hold
+        self._constants: tuple[object, object] = (None, None)  # padding and positions of the call that they hold
         with persistent_tensors():
-            self._tokens, self._positions = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
+            self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
+            self._lengths, self._left, self._offsets = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
             self._slots = torch.zeros(width, dtype=torch.long, device=device)
-            self._masks = {
-                kind: torch.zeros(rows, 1, width, bucket, dtype=torch.bool, device=device) for kind in forward.masks
-            }
+            self._valid = torch.ones(rows, bucket, dtype=torch.bool, device=device)
         self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
 
-    def fill(self, tokens: Tensor, positions: Tensor, forward: TreeForward, start: int) -> None:
-        """Give it a tree: `[B, N]` tokens and positions, and masks `[B, 1, N, start + N]`."""
-        num_nodes = tokens.shape[1]
-        self._tokens[:, :num_nodes] = tokens
-        self._positions[:, :num_nodes] = positions
-        self._slots.copy_(torch.arange(start, start + self._width, device=tokens.device))
-        for kind, mask in forward.masks.items():
-            buffer = self._masks[kind].zero_()
-            buffer[:, :, :num_nodes, : start + num_nodes] = mask
-            buffer[:, :, num_nodes:, 0] = True  # padding sees something: nothing would be no number
+    def fill(self, inputs: TreeInputs) -> None:
+        """Give it a tree; what is the same in all steps of a call is copied once."""
+        num_nodes = inputs.tree.num_nodes
+        self._tokens[:, :num_nodes] = inputs.tree.tokens
+        self._parents[:, :num_nodes] = inputs.tree.parents
+        if num_nodes < self._num_nodes:
+            self._parents[:, num_nodes:] = ROOT_PARENT
+        self._num_nodes = num_nodes
+        self._lengths.copy_(inputs.lengths)
+        constants = inputs.padding, inputs.positions
+        if self._constants[0] is not constants[0] or self._constants[1] is not constants[1]:
+            self._fill_constants(*constants)
+            self._constants = constants
+
+    def _fill_constants(self, padding: PromptPadding | None, positions: Positions) -> None:
+        self._valid.fill_(True)
+        self._left.zero_()
+        if padding is not None:
+            self._valid[:, : padding.valid.shape[1]] = padding.valid
+            self._left.copy_(padding.left)
+        self._offsets.copy_(positions.last + 1 - positions.num_slots)
 
     def compute(self) -> Sequence[Tensor]:
         """See `Shape`."""
-        logits, states = self._inner(self._tokens, self._positions, TreeForward(self._masks), self._cache)
+        width, lengths = self._tokens.shape[1], self._lengths
+        self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
+        ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()
+        masks = bucket_masks(self._layout, ancestors, lengths, self._slots, self._valid, self._left)
+        positions = (self._offsets + lengths)[:, None] + ancestors.sum(-1) - 1
+        logits, states = self._inner(self._tokens, positions, TreeForward(masks), self._cache)
         self.layers = list(states)
         return [logits, *states.values()]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.tree import TokenTree
 
 LayerKind = Literal["full", "sliding", "chunked"]
 Masks = Tensor | dict[str, Tensor]
@@ -120,6 +121,20 @@ class Positions:
         return self.last.to(depths.device)[..., None] + grown + depths
 
 
+@dataclass(frozen=True, slots=True)
+class TreeInputs:
+    """A tree behind committed text: what masks and positions of its forward are made of."""
+
+    tree: TokenTree
+    lengths: Tensor  # [B] committed tokens of each row
+    start: int  # the longest row's length
+    padding: PromptPadding | None
+    positions: Positions
+    layout: MaskLayout
+    dtype: torch.dtype  # of additive masks
+    all_seen: bool  # a single node that sees every slot
+
+
 def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) -> Tensor:
     """`[B, start]` bool: the slots that hold a committed token of the row.
 
@@ -191,6 +206,38 @@ def tree_masks(
 
     masks = {name: in_form(restrict(kind, size)) for name, kind, size in layout.layers}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def bucket_masks(
+    layout: MaskLayout, ancestors: Tensor, lengths: Tensor, slots: Tensor, valid: Tensor, left: Tensor
+) -> dict[str, Tensor]:
+    """The bool masks `[B, 1, N, S]` by layer type of a tree over a fixed number of slots; made on the device alone.
+
+    Args:
+        layout: What the model needs.
+        ancestors: `[B, N, N]` bool, from `TokenTree.ancestor_mask`.
+        lengths: `[B]` committed tokens of each row.
+        slots: `[N]` where the tree's nodes are written.
+        valid: `[B, S]` bool, False at the prompt's padding.
+        left: `[B]` padded slots before each row's first token.
+    """
+    rows, num_slots = valid.shape
+    num_nodes = ancestors.shape[-1]
+    places = torch.arange(num_slots, device=lengths.device)
+    committed = (places < lengths[:, None]) & valid
+    full = committed[:, None].expand(-1, num_nodes, -1).index_copy(2, slots, ancestors)
+    queries = lengths[:, None] + ancestors.sum(-1) - 1  # [B, N] the slots of a plain generation
+    keys = places.expand(rows, -1).index_copy(1, slots, queries)[:, None]  # [B, 1, S]
+
+    def restrict(kind: LayerKind, size: int) -> Tensor:
+        if kind == "full":
+            return full
+        if kind == "sliding":
+            return full & (queries[:, :, None] - keys < size)
+        first = left[:, None, None]
+        return full & ((queries[:, :, None] - first) // size == (keys - first) // size)
+
+    return {name: restrict(kind, size)[:, None] for name, kind, size in layout.layers}
 
 
 def last_queries(masks: Masks, known: int) -> Masks:

@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger(__name__)
 
+UNCAPTURED: dict[str, Any] = {"triton.cudagraphs": False}
+"""Inductor's options for programs that are captured here, and not by inductor."""
+
 
 class Recorder(Protocol):
     """What a device's graphs are recorded with."""

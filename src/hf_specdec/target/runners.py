@@ -26,15 +26,16 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_specdec.target.attention import TreeForward, attending, implementation
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.features import FeatureTap
-from hf_specdec.target.masks import MaskLayout
+from hf_specdec.target.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.target.memory import CacheLayout, persistent_tensors
 from hf_specdec.target.model import cache_argument, execution_device, text_config
+from hf_specdec.target.recorders import UNCAPTURED
 
-OPTIONS: dict[str, Any] = {
+CPU_OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights become constants that are packed for the kernels; the model keeps its own
     "cpp.enable_concat_linear": True,  # layers that read the same input are multiplied at once
 }
-"""Of inductor."""
+"""Inductor's options on a CPU. Elsewhere weights stay where they are: a packed copy takes as much memory again."""
 RECORDED_SHAPE = (2, 12)
 """Rows and nodes of the forward that is recorded: sizes that no other size of a model has a reason to equal."""
 
@@ -65,6 +66,14 @@ class Runner(ABC):
             cache: This generation's.
         """
 
+    def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the forward over a tree; see `__call__` for what it returns."""
+        tree = inputs.tree
+        ancestors = tree.ancestor_mask()
+        masks = tree_masks(inputs.layout, ancestors, inputs.lengths, inputs.start, inputs.padding, inputs.dtype)
+        positions = inputs.positions.of_nodes(ancestors.sum(-1) - 1, inputs.lengths)
+        return self(tree.tokens, positions.expand(tree.tokens.shape), attention_of(masks, inputs), cache)
+
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """A cache that it can append to, see `TreeCache`."""
         return TreeCache(layout, capacity, reserve)
@@ -75,6 +84,15 @@ class Runner(ABC):
 
     def release(self, cache: Cache) -> None:  # noqa: B027  (most keep nothing)
         """The call that a cache was made for has ended."""
+
+
+def attention_of(masks: Masks, inputs: TreeInputs) -> TreeForward:
+    """What the attention layers of a forward over a tree have in common."""
+    layers = inputs.layout.layers
+    return TreeForward(
+        {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
+        frozenset(name for name, kind, _ in layers if inputs.all_seen and kind == "full"),
+    )
 
 
 class ModelForward(Runner):
@@ -147,7 +165,8 @@ def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Ca
         with persistent_tensors():
             graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
             sizes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=OPTIONS)
+            options = CPU_OPTIONS if inputs[0].device.type == "cpu" else UNCAPTURED
+            program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=options)
     except CannotRecordError:
         raise
     except Exception as error:  # of any kind: it comes out of a model's own code, or a compiler's

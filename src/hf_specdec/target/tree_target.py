@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance import Acceptance
 from hf_specdec.draft import Draft
-from hf_specdec.target.attention import TreeForward, attending
+from hf_specdec.target.attention import attending
 from hf_specdec.target.cache import TreeCache, layer_windows
-from hf_specdec.target.masks import MaskLayout, Masks, last_queries, tree_masks
+from hf_specdec.target.masks import MaskLayout, TreeInputs, last_queries, tree_masks
 from hf_specdec.target.model import cache_argument, execution_device, text_config
-from hf_specdec.target.runners import Runner
+from hf_specdec.target.runners import Runner, attention_of
 from hf_specdec.target.target import Target, Verification
 from hf_specdec.tree import ROOT_PARENT, TokenTree
 
@@ -114,19 +114,21 @@ class TreeTarget(Target):
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        ancestors, cache, tokens = tree.ancestor_mask(), self.cache, tree.tokens[:, known:]
+        cache, tokens = self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
-        masks = tree_masks(self._mask_layout, ancestors, lengths, cache.start, self.padding, self.model.dtype)
-        masks = last_queries(masks, known)
-        positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
-        forward = self._attention(masks, tree)
-        if self._runner is not None and self._runs(self._runner, tree.num_nodes, positions, known):
-            logits, states = self._runner(tokens, positions.expand(tokens.shape), forward, cache)
+        all_seen = tree.num_nodes == 1 and self.padding is None and len(set(cache.lengths)) <= 1
+        layout, dtype = self._mask_layout, self.model.dtype
+        inputs = TreeInputs(tree, lengths, cache.start, self.padding, self.positions, layout, dtype, all_seen)
+        if self._runner is not None and self._runs(self._runner, tree.num_nodes, known):
+            logits, states = self._runner.verify(inputs, cache)
             if self._tap is not None:
                 self._tap.clear()  # of what its hooks saw where the model's own forward was run all the same
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
-        with attending(text_config(self.model), forward if self._packs else None):
+        ancestors = tree.ancestor_mask()
+        masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, self.padding, dtype), known)
+        positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
+        with attending(text_config(self.model), attention_of(masks, inputs) if self._packs else None):
             return self.model(
                 input_ids=tokens,
                 attention_mask=masks,
@@ -137,7 +139,7 @@ class TreeTarget(Target):
                 **self._every_step(tokens),
             )
 
-    def _runs(self, runner: Runner, num_nodes: int, positions: Tensor, known: int) -> bool:
+    def _runs(self, runner: Runner, num_nodes: int, known: int) -> bool:
         """Whether a forward is one that the runner runs; where the call is in the way, that is logged once."""
         if known or self.drafts:
             return False
@@ -145,7 +147,7 @@ class TreeTarget(Target):
         hindrances = {
             "inputs besides tokens": self._inputs,
             "outputs for every layer": self._outputs,
-            "positions in several sections": positions.dim() > 2,
+            "positions in several sections": self.positions.last.dim() > 1,
             "autocast": torch.is_autocast_enabled(execution_device(self.model).type),
             "hidden states that it does not give": layers - runner.layers,
             "a cache that is not its own, or too wide a tree": not runner.takes(num_nodes, self.cache),
@@ -155,12 +157,3 @@ class TreeTarget(Target):
             logger.info("The program of %s is not used: %s.", type(self.model).__name__, ", ".join(found))
             self._told = True
         return not found
-
-    def _attention(self, masks: Masks, tree: TokenTree) -> TreeForward:
-        """What the layers have in common; one node behind rows of one length sees everything."""
-        layers = self._mask_layout.layers
-        whole = tree.num_nodes == 1 and self.padding is None and len(set(self.cache.lengths)) <= 1
-        return TreeForward(
-            {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
-            frozenset(name for name, kind, _ in layers if whole and kind == "full"),
-        )
