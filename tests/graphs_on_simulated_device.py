@@ -478,6 +478,23 @@ def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
     assert costs is not current_costs(llama, facts, rows=1, widest=64, context=21)
 
 
+def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
+    model, drafter = attached(), TokenRecyclingDrafter()
+    model.add_drafter(drafter)
+    plain, config = generate(model, 1, None), {"method": "token_recycling", **CAPTURED}
+    for _ in range(3):
+        assert generate(model, 1, config) == plain
+    ((_, captured),) = model._speculation.compiled[drafter].values()
+    assert captured._program._recordings.recorded()
+    learned = drafter.table
+    drafter.reset()
+    assert drafter.table is captured.table is not learned
+    for _ in range(3):
+        assert generate(model, 1, config) == plain
+    assert bool((drafter.table.keys.raw != -1).any())
+    assert captured._program._recordings.recorded()
+
+
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
     """Per step of `eagle`, prompt included; 185 before acceptance, masks and what the head reads were captured."""
     model, options = attached(), {"max_new_tokens": 60}

@@ -16,9 +16,11 @@ import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.accept import descend, match_at_once
-from hf_specdec.draft import Budget
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.foreign import CHECKED_STEPS
+from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.row_ends import DeviceAccount, RowEnds
 from hf_specdec.target.cache import TreeCache
 from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
@@ -147,6 +149,43 @@ def test_an_assistant_on_another_device(models: tuple[Any, Any], sample: bool) -
             assert generate(model, batch_size, device, speculative=config) == plain
             generate(model, batch_size, device, speculative=config, **SAMPLED)
             assert model.remove_drafter("far away") is drafter
+
+
+class RepeatingSession(LaunchingSession):
+    """Drafts the root three times more; counts what it hears."""
+
+    def __init__(self, roots: Tensor, heard: list[str]) -> None:
+        super().__init__(roots)
+        self._heard = heard
+
+    def _follow(self, step: Any) -> None:
+        self._heard.append(type(step).__name__)
+
+    def _draft(self, budget: Budget) -> Draft:
+        nodes = torch.arange(-1, 3, device=self._roots.device)
+        return Draft(TokenTree(self._roots[:, None].expand(-1, 4).clone(), nodes, max_depth=3))
+
+
+class RepeatingDrafter(Drafter):
+    method = "repeating"
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def limits(self, config: Any) -> Budget:
+        return Budget(4, 3, 1)
+
+    def start(self, target: Any, context: Any, config: Any) -> RepeatingSession:
+        return RepeatingSession(context.roots, self.heard)
+
+
+def test_a_drafter_of_another_package_is_launched_before_the_read(models: tuple[Any, Any]) -> None:
+    here, there = models
+    drafter = RepeatingDrafter()
+    there.add_drafter(drafter)
+    assert generate(there, 1, "sim", speculative="repeating") == generate(here, 1, "cpu")
+    assert drafter.heard.count("UnreadStep") >= len(drafter.heard) - 2  # a plain step at the end is not followed
+    there.remove_drafter("repeating")
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate")

@@ -23,7 +23,8 @@ ROWS = {
     "checkpoints.export checkpoints.hub checkpoints.report "
     "drafters drafters.base drafters.foreign drafters.candidates drafters.asking drafters.calibration "
     "drafters.suffix_automaton drafters.draft_layer drafters.layer_session drafters.launching drafters.queries "
-    "drafters.prompt_lookup drafters.token_recycling drafters.eagle drafters.medusa drafters.medusa_choices "
+    "drafters.recycled_tokens drafters.captured_recycling drafters.prompt_lookup drafters.token_recycling "
+    "drafters.eagle drafters.medusa drafters.medusa_choices "
     "drafters.mtp drafters.draft_model drafters.last_logits drafters.lookahead drafters.early_exit drafters.hybrid",
     4: "drafters.registry drafters.compatibility decode viz viz.text viz.trees viz.steps viz.runs",
     5: "generation generation.options generation.state generation.plan generation.mixin "

@@ -21,7 +21,7 @@ from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, Dr
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError, SpeculativeDecodingError
 from hf_specdec.host_sync import read
-from hf_specdec.step import Step
+from hf_specdec.step import Step, UnreadStep
 from hf_specdec.target.model import num_embedded_tokens
 from hf_specdec.target.target import Target
 from hf_specdec.tree import ROOT_PARENT, TokenTree
@@ -142,6 +142,11 @@ class _CheckedSession(DraftSession):
         if fault:
             raise DrafterMismatchError(f"{_name(self._drafter, self._part)} drafted {fault}.", WHAT_A_DRAFT_IS)
         return draft if self._on_host else self._without_unchecked(draft)
+
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """Launch the session's own; its draft is checked by the next `propose`, which returns it."""
+        self._do("launch", lambda: self._session.launch(step, budget))
+        return ()
 
     def observe(self, step: Step) -> None:
         self._roots = step.acceptance.next_token

@@ -26,15 +26,17 @@ from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
 from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
+from hf_specdec.drafters.captured_recycling import CapturedRecycling
 from hf_specdec.drafters.launching import LaunchingSession
+from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular
 from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.memory import persistent_tensors
 from hf_specdec.target.model import execution_device, text_config
+from hf_specdec.target.recorders import RECORDERS
+from hf_specdec.target.runners import Form
 from hf_specdec.target.target import Target
-from hf_specdec.tree import ROOT_PARENT, TokenTree
-from hf_specdec.tree_growth import Level, best_children, grow_dynamic, growable
+from hf_specdec.tree_growth import growable
 
 DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
@@ -47,97 +49,10 @@ MAX_HEADER_BYTES = 64 * 1024
 """Of a stored table, which has half a dozen tensors."""
 PAIRS = 2**16
 """Pairs of tokens that are remembered; a pair that falls on another's place takes it."""
-MIXER = 1_000_003
-"""A prime by which pairs are spread over their places."""
-HEARD = 4
-"""Candidates of a row that are merged with those of other drafters."""
 LEAST_LOG_PROB = -4.0
 """Of those: less likely ones are not worth a thought."""
 PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
 """What a probability is worth in another place, where it was of the same two tokens, or of the last one alone."""
-NO_PAIR, UNKNOWN_PAIR = -1, -2
-"""Keys of a place that holds none, and of a token of which it is not known what stands before it; never equal."""
-
-
-class RecycledTokens:
-    """The best candidates after a token, and after a pair of tokens, with their log-probabilities.
-
-    Bytes: `(V + pairs) * width * 12 + pairs * 8`, on the target's device.
-
-    Args:
-        vocab_size: V.
-        width: Candidates per row.
-        pairs: Places for pairs.
-        device: Where it is kept.
-    """
-
-    def __init__(self, vocab_size: int, width: int, pairs: int, device: torch.device) -> None:
-        self.vocab_size, self.pairs, width = vocab_size, pairs, min(width, vocab_size)
-        # a last row of each table takes what is not to be written
-        sizes = (vocab_size + 1, pairs + 1)
-        with persistent_tensors():
-            self.ids = [torch.zeros(size, width, dtype=torch.long, device=device) for size in sizes]
-            self.log_probs = [
-                torch.full((size, width), -torch.inf, dtype=torch.float32, device=device) for size in sizes
-            ]
-            self.keys = torch.full((pairs + 1,), NO_PAIR, dtype=torch.long, device=device)
-
-    def clone(self) -> RecycledTokens:
-        """Return a copy that later calls may write to."""
-        with persistent_tensors():
-            return copy.deepcopy(self)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
-        return {
-            "ids": self.ids[0], "log_probs": self.log_probs[0], "pair_ids": self.ids[1],
-            "pair_log_probs": self.log_probs[1], "pair_keys": self.keys,
-        }  # fmt: skip
-
-    def look_up(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What follows tokens `[B, K]` that come after others `[B, K]` (-1: not known what stands before).
-
-        Returns:
-            Log-probabilities `[B, K, W]`, -inf where nothing is known, and ids.
-        """
-        key, place = self._place(previous, tokens)
-        known = (self.keys[place] == key)[..., None]
-        log_probs = torch.where(known, self.log_probs[1][place], self.log_probs[0][tokens])
-        return log_probs, torch.where(known, self.ids[1][place], self.ids[0][tokens])
-
-    def row(self, previous: int, token: int) -> tuple[list[float], list[int], bool]:
-        """What follows one token on the host: log-probabilities, ids, and whether the pair was known."""
-        place = (previous * MIXER + token) % self.pairs
-        # by way of numpy, which reads one row of a table in a fifth of the time
-        paired = previous >= 0 and int(self.keys.numpy()[place]) == previous * self.vocab_size + token
-        table, row = (1, place) if paired else (0, token)
-        log_probs, ids = self.log_probs[table].numpy(), self.ids[table].numpy()
-        return log_probs[row, :HEARD].tolist(), ids[row, :HEARD].tolist(), paired
-
-    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids `[..., W]` of the best tokens by raw logits `[..., V]`."""
-        log_probs, ids = best_children(logits[..., : self.vocab_size], self.ids[0].shape[1])
-        return log_probs.to(self.keys.device), ids.to(self.keys.device)
-
-    def write(self, previous: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, kept: Tensor) -> None:
-        """Keep what follows tokens that come after others.
-
-        Args:
-            previous, tokens: `[B, K]`; -1 where it is not known what stands before.
-            log_probs, ids: `[B, K, W]`, see `candidates`.
-            kept: `[B, K]` bool, what is to be written.
-        """
-        key, place = self._place(previous, tokens)
-        paired = kept & (previous >= 0)
-        place = torch.where(paired, place, self.pairs)
-        for table, rows in enumerate((torch.where(kept, tokens, self.vocab_size), place)):
-            self.ids[table][rows], self.log_probs[table][rows] = ids, log_probs
-        self.keys[place] = torch.where(paired, key, NO_PAIR)
-
-    def _place(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of a pair, and where it is kept; a pair without a first token is none."""
-        key = torch.where(previous >= 0, previous * self.vocab_size + tokens, UNKNOWN_PAIR)
-        return key, (previous * MIXER + tokens) % self.pairs
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -159,7 +74,17 @@ class TokenRecyclingDrafter(Drafter):
         require_integer("pairs", pairs, 1, MAX_PAIRS)
         self._width, self._pairs = width, pairs
         self.needs = Needs(prompt_logits=reads_prompt)
-        self.table: RecycledTokens | None = None
+        self._kept: list[RecycledTokens | None] = [None]  # shared with the captured form of this drafter
+        self._program: CapturedRecycling | None = None
+
+    @property
+    def table(self) -> RecycledTokens | None:
+        """What was learned; None before the drafter is bound to a model."""
+        return self._kept[0]
+
+    @table.setter
+    def table(self, table: RecycledTokens | None) -> None:
+        self._kept[0] = table
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """The tree; it is smaller where less is known."""
@@ -255,47 +180,46 @@ class TokenRecyclingDrafter(Drafter):
         """A session that learns from the prompt's logits where it was given them."""
         table = self._learned()
         on_host = table.keys.device.type == "cpu"
-        return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context)
+        return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
+
+    def compiled(self, model: PreTrainedModel, form: Form) -> TokenRecyclingDrafter:
+        """See `Drafter`; the two share what they learn."""
+        device = execution_device(model)
+        if device.type not in RECORDERS:
+            return self
+        other = copy.copy(self)
+        other._program = CapturedRecycling(RECORDERS[device.type](device))
+        return other
 
 
 class _RecyclingSession(LaunchingSession):
-    def __init__(self, table: RecycledTokens, context: DraftContext) -> None:
+    def __init__(self, table: RecycledTokens, context: DraftContext, program: CapturedRecycling | None = None) -> None:
         super().__init__(context.roots)
-        self._table, ids = table, context.input_ids
+        self._table, self._program, ids = table, program, context.input_ids
         self._previous = ids[:, -1] if ids.shape[1] else torch.full_like(context.roots, -1)
         if context.logits is not None and ids.shape[1]:
             valid = torch.ones_like(ids, dtype=torch.bool) if context.padding is None else context.padding.valid
             before = torch.nn.functional.pad(torch.where(valid, ids, -1), (1, -1), value=-1)
             table.write(before, ids, *table.candidates(context.logits), valid)
 
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """See `LaunchingSession`; captured, learning and drafting are one graph."""
+        if self._program is None or budget.is_plain:
+            return super().launch(step, budget)
+        advanced = self._program.advance(self._table, step, self._previous, growable(budget))
+        if advanced is None:
+            return super().launch(step, budget)
+        draft, self._previous = advanced
+        self._roots = step.acceptance.next_token
+        self._note_launched(budget, draft)
+        return ()
+
     def _draft(self, budget: Budget) -> Draft:
-        def follow(previous: Tensor, tokens: Tensor) -> Level:
-            log_probs, ids = self._table.look_up(previous, tokens)
-            return Level(tokens[..., None], log_probs, ids)
-
-        def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-            return follow(above.features[..., 0].gather(1, parent_index), tokens)
-
-        root = follow(self._previous[:, None], self._roots[:, None])
-        return _known_nodes(grow_dynamic(self._roots, root, expand, growable(budget)))
+        return recycle(self._table, self._previous, self._roots, growable(budget))
 
     def _follow(self, step: Step | UnreadStep) -> None:
-        tree, acceptance = step.draft.tree, step.acceptance
-        parents = tree.parents.expand(tree.tokens.shape)
-        previous = tree.tokens.gather(1, parents.clamp(min=0))
-        previous = torch.cat([self._previous[:, None], previous[:, 1:]], dim=-1)
-        going = acceptance.num_kept > 0
-        nodes = going[:, None] & ((parents != ROOT_PARENT) | (torch.arange(tree.num_nodes, device=going.device) == 0))
-        log_probs, ids = self._table.candidates(step.verification.logits)
-        self._table.write(previous, tree.tokens, log_probs, ids, nodes)
-        # once more what the text has become: of equal keys the last one written stays
-        path = acceptance.path.clamp(min=0)
-        columns = path[:, :, None].expand(-1, -1, ids.shape[-1])
-        kept = log_probs.gather(1, columns), ids.gather(1, columns)
-        self._table.write(previous.gather(1, path), tree.tokens.gather(1, path), *kept, acceptance.path >= 0)
-        last = (acceptance.num_kept - 1).clamp(min=0)[:, None]
-        before_root = tree.tokens.gather(1, path.gather(1, last))[:, 0]
-        self._previous = torch.where(going, before_root, self._previous)
+        candidates, kept = self._table.candidates(step.verification.logits), step.acceptance
+        self._previous = learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
 
 
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):
@@ -333,26 +257,3 @@ class RecycledCandidates(Candidates):
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
         """The token and what stood before it."""
         return place[1], token
-
-
-def _known_nodes(draft: Draft) -> Draft:
-    """A draft whose unknown candidates are padding; on the CPU, where looking costs nothing, they are left out."""
-    assert draft.log_probs is not None
-    tree, unknown = draft.tree, draft.log_probs == -torch.inf
-    known = ~(tree.ancestor_mask() & unknown[:, None]).any(-1)  # nor is anything known of what hangs on an unknown one
-    width = tree.num_nodes
-    if known.device.type == "cpu":
-        width = int(known.sum(-1).max())
-    # the best come first only by score: known nodes are moved to the front, in their order
-    order = torch.where(known, 0, 1).sort(dim=-1, stable=True).indices
-    place = torch.zeros_like(order).scatter(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    parents = tree.parents.gather(1, order)
-    moved = torch.where(parents == ROOT_PARENT, ROOT_PARENT, place.gather(1, parents.clamp(min=0)))
-    moved = torch.where(known.gather(1, order), moved, ROOT_PARENT)
-    tokens = torch.where(known, tree.tokens, tree.tokens[:, :1]).gather(1, order)
-    return Draft(
-        TokenTree(tokens[:, :width], moved[:, :width], max_depth=tree.max_depth),
-        draft.log_probs.gather(1, order)[:, :width],
-    )

@@ -1,0 +1,109 @@
+"""Recycled tokens as a device graph: learning from a step, and drafting the next tree, in one launch.
+
+Called by: `drafters/token_recycling.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_specdec.draft import Budget, Draft
+from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
+from hf_specdec.step import UnreadStep
+from hf_specdec.target.graphs import WIDTHS, Recordings, Shape, width_for
+from hf_specdec.target.memory import persistent_tensors
+from hf_specdec.target.recorders import Recorder
+from hf_specdec.tree import ROOT_PARENT, TokenTree
+
+
+class CapturedRecycling:
+    """Learning and drafting with one table, captured for each size of step and tree.
+
+    Threads take turns: their steps go through the same buffers.
+
+    Args:
+        recorder: Of the table's device.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recordings, self._turn = Recordings(recorder, "Token recycling"), threading.Lock()
+
+    def advance(
+        self, table: RecycledTokens, step: UnreadStep, previous: Tensor, budget: Budget
+    ) -> tuple[Draft, Tensor] | None:
+        """Learn from a step and draft behind what it keeps.
+
+        Args:
+            table: Written to and read.
+            step: What was verified and what is kept of it.
+            previous: `[B]` tokens before the step's roots.
+            budget: Of the draft.
+
+        Returns:
+            The draft, and the tokens `[B]` before its roots; None for a tree wider than any graph.
+        """
+        (rows, num_nodes), length = step.draft.tree.tokens.shape, step.acceptance.path.shape[1]
+        if num_nodes > WIDTHS[-1]:
+            return None
+        width, length = width_for(num_nodes), width_for(length)
+        log_probs, ids = table.candidates(step.verification.logits)
+        with self._turn:
+            key = rows, budget.num_nodes, width, length, budget.num_steps, budget.top_k
+            shape = self._recordings.shape(key, id(table), lambda: _Recycling(table, budget, rows, width, length))
+            assert isinstance(shape, _Recycling)
+            shape.fill(step, log_probs, ids, previous)
+            integers, edges = (output.clone() for output in self._recordings.run(shape))
+        size = (integers.shape[1] - 1) // 2
+        tree = TokenTree(integers[:, :size], integers[:, size:-1], max_depth=budget.num_steps)
+        return Draft(tree, edges), integers[:, -1]
+
+
+class _Recycling(Shape):
+    """Learning from steps of some size, and drafting within a budget.
+
+    Args:
+        table: Written to and read; a graph holds its address.
+        budget: Of the draft.
+        rows, width, length: Of the step: rows, nodes, and nodes of a path.
+    """
+
+    def __init__(self, table: RecycledTokens, budget: Budget, rows: int, width: int, length: int) -> None:
+        super().__init__()
+        self._table, self._budget, self._num_nodes = table, budget, width
+        device, candidates = table.keys.device, table.ids[0].shape[1]
+        with persistent_tensors():
+            self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
+            self._path = torch.zeros(rows, length, dtype=torch.long, device=device)
+            self._roots, self._previous = torch.zeros(2, rows, dtype=torch.long, device=device).unbind()
+            self._ids = torch.zeros(rows, width, candidates, dtype=torch.long, device=device)
+            self._log_probs = torch.zeros(rows, width, candidates, dtype=torch.float32, device=device)
+
+    def fill(self, step: UnreadStep, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
+        """Give it a step."""
+        tree, kept = step.draft.tree, step.acceptance
+        num_nodes, length = tree.num_nodes, kept.path.shape[1]
+        self._tokens[:, :num_nodes] = tree.tokens
+        self._parents[:, :num_nodes] = tree.parents
+        if num_nodes < self._num_nodes:
+            self._parents[:, num_nodes:] = ROOT_PARENT
+        self._num_nodes = num_nodes
+        self._path[:, :length] = kept.path
+        if length < self._path.shape[1]:
+            self._path[:, length:] = -1
+        self._ids[:, :num_nodes] = ids
+        self._log_probs[:, :num_nodes] = log_probs
+        self._roots.copy_(kept.next_token)
+        self._previous.copy_(previous)
+
+    def compute(self) -> Sequence[Tensor]:
+        """See `Shape`."""
+        tree = TokenTree(self._tokens, self._parents)
+        previous = learn(self._table, tree, self._log_probs, self._ids, self._path, self._previous)
+        draft = recycle(self._table, previous, self._roots, self._budget)
+        assert draft.log_probs is not None
+        parents = draft.tree.parents.expand(draft.tree.tokens.shape)
+        return [torch.cat([draft.tree.tokens, parents, previous[:, None]], dim=-1), draft.log_probs]
