@@ -44,9 +44,15 @@ def sure_llama() -> Any:
     return model
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests, minutes in a process of their own, begin first: at the end nobody waits for one of them."""
-    items.sort(key=lambda item: "test_simulated_device" not in item.nodeid)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="i/n: every n-th test, from the i-th on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest tests begin first, minutes in processes of their own before all: at the end nobody waits for one."""
+    first, step = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[first::step]
+    items.sort(key=lambda item: ("test_simulated_device" not in item.nodeid, item.get_closest_marker("slow") is None))
 
 
 @pytest.fixture

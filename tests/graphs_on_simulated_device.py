@@ -11,6 +11,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import drafters
 import zoo
@@ -32,7 +34,7 @@ from hf_specdec.target import graphs, memory, recorders
 from hf_specdec.target.graphs import PAYS_AFTER
 from hf_specdec.target.memory import bucket_of
 from models import prompts
-from simulated_device import Graph, SimTensor, attention_shapes, launches, move, reads, simulation
+from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from test_modes import MODES
 
 READS = (("tolist", "host_sync.py:read"), ("synchronize", "pipelining.py:finish"))
@@ -54,6 +56,51 @@ class FailingTape(list[Any]):
             raise self._error
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class PreparedGraph(Graph):
+    """Takes its tape apart once, not at every replay: these tests replay and poison thousands of times."""
+
+    @cached_property
+    def _steps(self) -> list[tuple[Callable[[], Any], list[Tensor]]]:
+        return [(partial(op, *args, **kwargs), tensors_in(out)) for op, args, kwargs, out in self.tape]
+
+    @cached_property
+    def _taken(self) -> list[Tensor]:
+        """All memory that the block took, every piece once and whole."""
+        taken: dict[int, Tensor] = {}
+        known: set[int] = set()
+        for _, args, kwargs, out in self.tape:
+            given = {place_of(tensor) for tensor in tensors_in((args, kwargs))}
+            for tensor in tensors_in(out):
+                if place_of(tensor) not in given | known | taken.keys():
+                    taken[place_of(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            known |= given - taken.keys()
+        return list(taken.values())
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        note_launch("graph")
+        with torch._C.DisableTorchFunction():  # all of it is the CPU's
+            for run, made in self._steps:
+                found = run()
+                for was, now in zip(made, [found] if isinstance(found, Tensor) else tensors_in(found), strict=True):
+                    if was.data_ptr() != now.data_ptr():
+                        was.copy_(now)
+
+    @torch.inference_mode()
+    def poison(self) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in self._taken:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
 class SimRecorder:
     """Records with the simulation's graphs; before a graph runs, it and another lose what was left in their memory."""
 
@@ -64,7 +111,7 @@ class SimRecorder:
         self.seconds = 0.0  # that a recording takes longer than here
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        graph = Graph()
+        graph = PreparedGraph()
         if self.failures:
             graph.tape = FailingTape(*self.failures.pop(0))
         with graph.record():
@@ -92,7 +139,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def attached(name: str = "llama") -> Any:
-    return SpeculativeGenerationMixin.attach(move(copy.deepcopy(zoo.build(name))))
+    """A tiny model on the device; of a Llama's layers, which are all alike, two."""
+    model = copy.deepcopy(zoo.build(name))
+    if name == "llama":
+        model.config.num_hidden_layers = 2
+        del model.model.layers[2:]
+    return SpeculativeGenerationMixin.attach(move(model))
 
 
 @pytest.fixture
@@ -103,10 +155,20 @@ def llama() -> Any:
 def generate(model: Any, rows: int, speculative: Any, **options: Any) -> list[list[int]]:
     ids, mask = prompts(rows)
     torch.manual_seed(4)
-    given = {"max_new_tokens": 30, "do_sample": False, **options}
+    given = {"max_new_tokens": 20, "do_sample": False, **options}
     output = model.generate(ids.to("sim"), attention_mask=mask.to("sim"), speculative=speculative, **given)
     found: list[list[int]] = (output.raw if isinstance(output, SimTensor) else output).tolist()
     return found
+
+
+@cache
+def longest_plain(rows: int) -> list[list[int]]:
+    return generate(attached(), rows, None, max_new_tokens=30)
+
+
+def plain_llama(rows: int, length: int = 20) -> list[list[int]]:
+    """Plain answers of the tiny Llama on the device: every test has a model of its own, and all are alike."""
+    return [row[: 21 + length] for row in longest_plain(rows)]
 
 
 def runner_of(model: Any) -> Any:
@@ -155,7 +217,7 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
 @pytest.mark.parametrize("name", ["auto", "medusa"])
 def test_graphs_made_in_one_mode_are_replayed_in_another(llama: Any, name: str) -> None:
     """Every buffer of a graph, and the memory that it writes to, outlives the mode of the call that made it."""
-    model, plain = llama, generate(llama, 1, None)
+    model, plain = llama, plain_llama(1)
     added = drafters.BY_NAME["eagle3" if name == "auto" else name].add(model)
     config = {**added, **CAPTURED} if name != "auto" else {"method": "auto", **CAPTURED}
     for mode in ("inference", "inference", "plain", "bfloat16", "inference"):
@@ -169,7 +231,7 @@ def move_ids(ids: Tensor) -> Tensor:
 
 
 def test_a_call_that_fails_leaves_its_memory_to_the_next_one(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     generate(llama, 1, LOOKUP)
 
     def fail(*_args: Any) -> None:
@@ -190,10 +252,10 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
     """With the drafts of the layer itself; beside another call, and for a prompt, without graphs."""
     model, row = attached(), drafters.BY_NAME["eagle3"]
     config = {**row.add(model), "num_draft_tokens": 12, "num_steps": 3, "top_k": 3}
-    plain = generate(model, 1, None, max_new_tokens=16)
+    plain = plain_llama(1, 16)
     assert generate(model, 1, {**config, "compile": "none"}, max_new_tokens=16) == plain
     drafted = model.last_speculation.accepted_per_step
-    for _ in range(5):
+    for _ in range(3):
         assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
         assert model.last_speculation.accepted_per_step == drafted
     ((_, drafter),) = model._speculation.compiled[model.drafters[row.method]].values()
@@ -279,8 +341,8 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         return ()
 
     monkeypatch.setattr(EagleSession, "launch", launched_twice)
-    plain = generate(model, rows, None, max_new_tokens=24)
-    for length in (24, 10, 24, 17, 24):
+    plain = plain_llama(rows, 24)
+    for length in (24, 12, 24):
         found = generate(model, rows, config, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
@@ -296,7 +358,7 @@ def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, An
 
 def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
     """Widths, buckets and contents change from call to call, and what a graph leaves behind is destroyed."""
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1, 30)
     for turn in range(10):
         config = {**LOOKUP, "num_draft_tokens": (2, 3, 7, 12, 30)[turn % 5]}
         length = 10 + 4 * (turn % 6)
@@ -309,7 +371,7 @@ def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
 
 
 def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
@@ -322,13 +384,12 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
     operations = {len(graph.tape) for graph in runner._recordings._recorder.graphs}
     widths = {width for _, width, _ in runner.recorded()}
-    assert len(operations) <= len(
-        widths
-    )  # ancestors of wider trees take more rounds to find, and nothing else differs
+    # finding the ancestors takes more rounds in wider trees, and nothing else differs
+    assert len(operations) <= len(widths)
 
 
 def test_another_batch_takes_other_memory_and_comes_back(llama: Any) -> None:
-    wanted = {rows: generate(llama, rows, None) for rows in (1, 3)}
+    wanted = {rows: plain_llama(rows) for rows in (1, 3)}
     for rows in (1, 3, 1, 3):
         for _ in range(2):
             assert generate(llama, rows, LOOKUP) == wanted[rows]
@@ -343,7 +404,7 @@ def test_memory_that_was_never_written_does_no_harm(llama: Any) -> None:
 
 
 def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
     facts = llama._speculation.facts[0]
@@ -360,7 +421,7 @@ def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.Lo
 
 
 def test_a_cache_of_limited_length_runs_without_graphs(llama: Any) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     assert generate(llama, 1, {**LOOKUP, "max_cache_length": 200}) == plain
     assert recorder_of(llama).replays == 0
 
@@ -385,30 +446,33 @@ def test_what_cannot_be_recorded_is_told_once_and_runs_without(caplog: pytest.Lo
 
 def test_a_replay_that_differs_is_not_used(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimRecorder, "record", lambda _self, _run: lambda: None)  # replays nothing at all
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     assert not runner_of(llama).recorded()
 
 
-@pytest.mark.parametrize("method", ["prompt_lookup", "eagle"])
+@pytest.mark.parametrize(
+    "config",
+    [LOOKUP, {"method": "eagle", "num_draft_tokens": 8, "num_steps": 2, "top_k": 2, **CAPTURED}],
+    ids=lambda config: config["method"],
+)
 def test_recordings_that_fail_at_random_operations_leave_everything_else_as_it_was(
-    method: str, caplog: pytest.LogCaptureFixture
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """25 times with each method, in fresh shapes: plain answers, and the next shape is recorded."""
-    model, rng = attached(), random.Random(method)
-    if method == "eagle":
-        drafters.BY_NAME["eagle"].add(model, torch.zeros(1, 8, dtype=torch.long))
-    speculative = {"method": method, **CAPTURED}
-    plain = {rows: generate(model, rows, None) for rows in (1, 2)}
+    monkeypatch.setattr(graphs, "PAYS_AFTER", 0)  # every shape is recorded at once
+    model, rng = attached(), random.Random(config["method"])
+    drafters.BY_NAME[config["method"]].add(model)
+    plain = {rows: plain_llama(rows, 8) for rows in (1, 2)}
     for number in range(25):
         rows = 1 + number % 2
-        generate(model, rows, speculative, max_new_tokens=2)  # makes what records
+        generate(model, rows, config, max_new_tokens=2)  # makes what records
         recorder, recordings = recorder_of(model), runner_of(model)._recordings
         recordings._shapes.clear()
         recorder.graphs.clear()
         recorder.failures = [(rng.randrange(300), RuntimeError("operation failed due to a previous error"))]
-        assert generate(model, rows, speculative) == plain[rows]
+        assert generate(model, rows, config, max_new_tokens=8) == plain[rows]
         assert not recorder.failures  # it failed
         assert recordings.recorded()  # other shapes did not
     assert sum("This shape of it runs without" in record.message for record in caplog.records) == 25
@@ -416,7 +480,7 @@ def test_recordings_that_fail_at_random_operations_leave_everything_else_as_it_w
 
 def test_a_shape_without_memory_is_recorded_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "TRIED_AGAIN", 3)
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     generate(llama, 1, LOOKUP, max_new_tokens=2)
     recorder_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
     for _ in range(3):
@@ -427,7 +491,7 @@ def test_a_shape_without_memory_is_recorded_later(llama: Any, monkeypatch: pytes
 
 
 def test_after_three_failures_in_a_row_nothing_more_is_tried(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     generate(llama, 1, LOOKUP, max_new_tokens=2)
     recorder = recorder_of(llama)
     recorder.failures = [(5, RuntimeError("no")) for _ in range(9)]
@@ -459,7 +523,7 @@ def test_changed_weights_are_recorded_anew_and_the_rest_goes() -> None:
 
 
 def test_auto_takes_graphs_where_the_device_has_them(llama: Any) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     for compile_ in ("auto", "none"):
         assert generate(llama, 1, {"method": "prompt_lookup", "compile": compile_}) == plain
         assert ("cuda_graph" in llama._speculation.programs) == (compile_ == "auto")
@@ -467,7 +531,7 @@ def test_auto_takes_graphs_where_the_device_has_them(llama: Any) -> None:
 
 
 def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     for _ in range(2):
         assert generate(llama, 1, {"method": "auto", **CAPTURED}) == plain
     runner = runner_of(llama)
@@ -511,7 +575,7 @@ def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attenti
 def test_a_slow_recording_does_not_count_as_the_cost_of_a_step() -> None:
     """A head that pays is queried again after graphs were recorded, whatever that took."""
     model = attached()
-    plain = torch.tensor(generate(model, 1, None))
+    plain = torch.tensor(plain_llama(1))
     head = {"head": EagleDrafter(drafters.random_head(model))}
     model.add_drafter(HybridDrafter({**head, "token_recycling": TokenRecyclingDrafter()}), "merged")
     config = {"method": "merged", "trace": True, **CAPTURED}
@@ -532,7 +596,7 @@ def test_a_slow_recording_does_not_count_as_the_cost_of_a_step() -> None:
 def test_warmup_records_what_a_call_will_run(llama: Any) -> None:
     llama.warmup(LOOKUP, prompt_length=20)
     assert len(runner_of(llama).recorded()) >= 2
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     assert generate(llama, 1, LOOKUP) == plain
 
 
@@ -553,13 +617,13 @@ def test_warmup_leaves_nothing_to_record(llama: Any) -> None:
     assert layers
     assert all(shapes for shapes in recorded[1])
     assert len({bucket for *_, bucket in runner_of(llama).recorded()}) >= 2
-    assert generate(llama, 1, config, max_new_tokens=6) == generate(llama, 1, None, max_new_tokens=6)
+    assert generate(llama, 1, config, max_new_tokens=14) == plain_llama(1, 14)  # its last step has a rehearsed length
     assert (len(recorder_of(llama).graphs), [sorted(layer.recorded()) for layer in layers]) == recorded
 
 
 def test_memory_is_released_when_asked(llama: Any) -> None:
     config = eagle3_on(llama)
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     assert generate(llama, 1, config) == plain
     kept = weakref.ref(runner_of(llama)._memory._store.buffers[0])
     llama.release_memory()
@@ -577,7 +641,7 @@ def eagle3_on(model: Any) -> dict[str, Any]:
 
 def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
-    plain = generate(llama, 1, None)
+    plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     assert len(runner_of(llama)._recordings._shapes) == 2

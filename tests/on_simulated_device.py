@@ -52,9 +52,8 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 def generate(model: Any, batch_size: int, device: str, **options: Any) -> list[list[int]]:
     ids, mask = prompts(batch_size)
     torch.manual_seed(4)
-    output = model.generate(
-        ids.to(device), attention_mask=mask.to(device), max_new_tokens=14, **{"do_sample": False, **options}
-    )
+    given = {"max_new_tokens": 14, "do_sample": False, **options}
+    output = model.generate(ids.to(device), attention_mask=mask.to(device), **given)
     rows: list[list[int]] = (output.raw if isinstance(output, SimTensor) else output).tolist()
     return rows
 
@@ -141,13 +140,13 @@ def test_an_assistant_on_another_device(models: tuple[Any, Any], sample: bool) -
     """What it drafts comes back to the target's device, whichever of the two is which."""
     config = {"method": "far away", "num_steps": 3}
     for batch_size in (1, 3):
-        plain = generate(models[0], batch_size, "cpu")
+        plain = generate(models[0], batch_size, "cpu", max_new_tokens=8)
         for model, device in zip(models, ("cpu", "sim"), strict=True):
             assistant = drafters.noisy("llama", noise=0.1)
             drafter = DraftModelDrafter(move(assistant) if device == "cpu" else assistant, sample=sample)
             model.add_drafter(drafter, "far away")
-            assert generate(model, batch_size, device, speculative=config) == plain
-            generate(model, batch_size, device, speculative=config, **SAMPLED)
+            assert generate(model, batch_size, device, speculative=config, max_new_tokens=8) == plain
+            generate(model, batch_size, device, speculative=config, max_new_tokens=4, **SAMPLED)
             assert model.remove_drafter("far away") is drafter
 
 

@@ -20,9 +20,10 @@ from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters import hybrid
 from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.candidates import Candidates
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter, _HybridSession, _Source
+from hf_specdec.drafters.hybrid import Experience, HybridDrafter, _HybridSession
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_specdec.drafters.queries import Source
 from hf_specdec.tree import TokenTree
 from models import prompts
 from test_hybrid import Table
@@ -64,7 +65,7 @@ class Head(DraftSession):
 
 
 def merging(roots: Sequence[int], **parts: DraftSession) -> _HybridSession:
-    sources = [_Source(name, part, Budget(32, 6, 4)) for name, part in parts.items()]
+    sources = [Source(name, part, Budget(32, 6, 4)) for name, part in parts.items()]
     return _HybridSession(sources, Experience(), DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots)))
 
 

@@ -18,17 +18,20 @@ OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 """Which of the GPU tests run there: every function, with few of its arguments."""
 
 
+SHARDS = {
+    "graphs_on_simulated_device.py": 3, "on_simulated_device.py": 2, "gpu_on_simulated_device.py": 1,
+    "attention_on_simulated_device.py": 1,
+}  # fmt: skip
+"""In how many parts a file runs, so that two workers share it."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "on_simulated_device.py", "graphs_on_simulated_device.py", "gpu_on_simulated_device.py",
-        "attention_on_simulated_device.py",
-    ],
-)  # fmt: skip
-def test_on_the_simulated_device(name: str) -> None:
+    ("name", "shard"), [(name, f"{part}/{parts}") for name, parts in SHARDS.items() for part in range(parts)]
+)
+def test_on_the_simulated_device(name: str, shard: str) -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip(f"torch {torch.__version__} cannot have a device that is written in Python")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name), "--shard", shard]
     of_gpu = name.startswith("gpu_")
     command += ["-k", OF_GPU_TESTS, "-rp"] if of_gpu else []
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)

@@ -36,8 +36,9 @@ def execution_device(model: PreTrainedModel) -> torch.device:
 
 CACHE_FIELD = next(name for name in ("cache", "past_key_values") if name in GenerateDecoderOnlyOutput.__annotations__)
 """Name of the cache in the output of `generate()`: `cache` since transformers 5.24, `past_key_values` before."""
-CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""Names under which a forward can take its cache: as above, and that of state-space models before 5.24."""
+CACHE_ARGUMENTS = (CACHE_FIELD, "past_key_values", "cache_params")
+"""Names under which a forward can take its cache: as above, and that of state-space models before 5.24. What Flaubert
+and XLM call `cache` before 5.24 is something else."""
 
 
 def cache_argument(model: PreTrainedModel) -> str:
