@@ -17,7 +17,7 @@ from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters import hybrid
+from hf_specdec.drafters import hybrid, queries
 from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.drafters.hybrid import Experience, HybridDrafter, _HybridSession
@@ -71,7 +71,8 @@ def merging(roots: Sequence[int], **parts: DraftSession) -> _HybridSession:
 
 def emitted(*rows: tuple[int, ...]) -> Any:
     last = torch.tensor([row[-1] if row else 0 for row in rows])
-    return SimpleNamespace(acceptance=SimpleNamespace(emitted=rows, counts=list(map(len, rows)), next_token=last))
+    counts = list(map(len, rows))
+    return SimpleNamespace(acceptance=SimpleNamespace(emitted=rows, counts=counts, next_token=last, launched=None))
 
 
 def test_rows_of_a_merged_draft_are_padded_and_ended_ones_draft_nothing() -> None:
@@ -126,7 +127,8 @@ def test_a_head_is_asked_for_as_many_levels_as_the_budget_has() -> None:
 def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first time it reads the prompt. A node of 0.6, believed by 6/11, pays at 1.4 where 0.5 are spent anyway."""
     free, head = Told(Table({})), Head([7])
-    monkeypatch.setattr(hybrid, "time", SimpleNamespace(perf_counter=lambda: head.now))
+    for module in (hybrid, queries):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: head.now))
     session, budget = merging([7], free=free, head=head), Budget(3, 6, 4, costs=(1.0, 1.4, 3.0))
     assert session.propose(budget).tree.num_nodes == 1
     assert session._asked == []
