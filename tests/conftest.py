@@ -49,10 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest tests begin first, minutes in processes of their own before all: at the end nobody waits for one."""
+    """The longest tests, minutes in processes of their own, begin first: at the end nobody waits for one of them."""
     first, step = map(int, config.getoption("--shard").split("/"))
     items[:] = items[first::step]
-    items.sort(key=lambda item: ("test_simulated_device" not in item.nodeid, item.get_closest_marker("slow") is None))
+    items.sort(key=lambda item: "test_simulated_device" not in item.nodeid)
 
 
 @pytest.fixture

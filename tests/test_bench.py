@@ -145,7 +145,7 @@ def test_a_forward_that_transformers_does_not_compile_is_refused(monkeypatch: py
 
 @pytest.mark.slow
 def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
-    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    model = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 1))
     rows = list(bench.measure(model, zoo.chat_tokenizer(), QUESTIONS, [methods.COMPILED], max_new_tokens=10))
     assert all(row.ids_equal and not row.compiled_in_rounds for row in rows)
     assert rows[1].warm_up_seconds > rows[1].seconds[0]

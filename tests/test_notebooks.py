@@ -14,9 +14,11 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 SHORTER = {
-    "max_new_tokens=96": "max_new_tokens=32", '"max_new_tokens": 96': '"max_new_tokens": 32', "rounds=2": "rounds=1",
-    "max_steps=100": "max_steps=8", '"save_steps": 25, "logging_steps": 5': '"save_steps": 4, "logging_steps": 2',
-    "[:400]": "[:48]",
+    "max_new_tokens=96": "max_new_tokens=16", '"max_new_tokens": 96': '"max_new_tokens": 16', "rounds=2": "rounds=1",
+    "max_new_tokens=64": "max_new_tokens=16", "max_new_tokens=48": "max_new_tokens=16",
+    '"max_new_tokens": 48': '"max_new_tokens": 16', "max_new_tokens=40": "max_new_tokens=16",
+    "max_steps=100": "max_steps=4", '"save_steps": 25, "logging_steps": 5': '"save_steps": 2, "logging_steps": 1',
+    "[:400]": "[:40]",
 }  # fmt: skip
 """What the suite changes in their code: the same steps, fewer of them."""
 

@@ -159,7 +159,7 @@ def test_a_device_map_with_layers_on_disk(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "forward"])
 def test_compiled(how: str) -> None:
-    model = with_head(fresh())
+    model = with_head(zoo.shallow("llama", 1))
     wrapped = model
     try:
         if how == "torch.compile":

@@ -5,6 +5,7 @@ Windows and chunks are 8 slots, so that a short text crosses them.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -209,6 +210,14 @@ def build(name: str) -> PreTrainedModel:
     for missing in WITHOUT.get(name, ("head_dim",) if name.startswith("falcon") else ()):
         fields.pop(missing, None)
     return decisive(AutoModelForCausalLM.from_config(config_class(**fields), dtype=torch.float32).eval())
+
+
+def shallow(name: str, num_layers: int) -> Any:
+    """A copy with the first layers alone, of a model whose layers are alike: for what takes its time per layer."""
+    model: Any = copy.deepcopy(build(name))
+    model.config.num_hidden_layers = num_layers
+    del model.model.layers[num_layers:]
+    return model
 
 
 def decisive(model: Any) -> Any:
