@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
 from hf_specdec.drafters import hybrid
 from hf_specdec.drafters.calibration import Calibration
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
+from hf_specdec.generation import loading
 
 HEADS = Path(__file__).parents[1] / "heads"
 FREE = ["prompt_lookup", "token_recycling"]
@@ -108,7 +109,7 @@ def add_drafters(model):
         return {"eagle": model.drafters["eagle"], "prompt_lookup": PromptLookupDrafter(),
                 "token_recycling": TokenRecyclingDrafter()}  # fmt: skip
 
-    uncalibrated = Experience()
+    uncalibrated = LearnedStats()
     uncalibrated.calibration = Uncalibrated()
     model.add_drafter(HybridDrafter(parts(), uncalibrated), "uncalibrated")
     model.add_drafter(SwitchingDrafter(parts()), "switching")

@@ -16,7 +16,8 @@ import torch
 import transformers
 from transformers import DynamicCache, TextIteratorStreamer
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
+from hf_specdec.generation import loading
 
 TURNS = [
     "Name three primary colours and say what each reminds you of.",

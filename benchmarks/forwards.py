@@ -17,10 +17,11 @@ import torch
 import transformers
 from torch import nn
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
 from hf_specdec.control.costs import verify_seconds
-from hf_specdec.target.compiling import make_runner
-from hf_specdec.target.probe import inspect_target
+from hf_specdec.generation import loading
+from hf_specdec.verification.compiling import make_runner
+from hf_specdec.verification.probe import inspect_target
 
 
 def linear_seconds(model, width, packed):
@@ -57,7 +58,7 @@ def main():
     facts = inspect_target(model)
     program = make_runner(model, facts, frozenset(), "compile")
     forms = {
-        "transformers' attention": (replace(facts, packs=False), None),
+        "transformers' attention": (replace(facts, uses_packed_attention=False), None),
         "packed attention": (facts, None),
         "compiled": (facts, program),
     }

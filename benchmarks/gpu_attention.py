@@ -119,11 +119,11 @@ class Attention:
         """Return what attends in all layers of one forward to so many keys; the mask is the same in all of them."""
         import torch
 
-        from hf_specdec.target.attention import TreeForward
+        from hf_specdec.verification.attention import AttentionContext
 
         kind, groups = "full_attention", HEADS["query"] // HEADS["shared"]
         whole = frozenset([kind]) if self.query.shape[2] == 1 else frozenset()
-        forward = TreeForward({kind: self.seen(length)}, whole)
+        forward = AttentionContext({kind: self.seen(length)}, whole)
         keys, values = self.keys[:, :, :length], self.values[:, :, :length]
         attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -221,7 +221,7 @@ def weight_bytes(model: Any) -> int:
 
 def captured_step(verify: Callable[[int], Any], width: int, runner: Any, device: Any) -> dict[str, Any]:
     """Have a width captured; measure how long that takes, what memory it keeps, and how long a replay takes."""
-    from hf_specdec.target.graphs import PAYS_AFTER
+    from hf_specdec.verification.graphs import PAYS_AFTER
 
     before, found, known = free_mebibytes(device), {"captured": False}, len(runner.recorded())
     for _ in range(PAYS_AFTER + 1):
@@ -259,7 +259,7 @@ def verify(kit: Kit) -> None:
                 far, slow = [*far, apart], [*slow, times]
     kit.bar("relative distance of a replay from the eager forward", largest(far))
     kit.bar("captured verification, times the copy floor", largest(slow))
-    for key, shape in runner._recordings._shapes.items():  # last: profilers have crashed beside graphs
+    for key, shape in runner._captures._shapes.items():  # last: profilers have crashed beside graphs
         if shape.replay is not None:
             operations = device_operations(shape.replay, device)
             kit.row(rows_width_bucket=key, graph_nodes=len(operations) if operations else None)
@@ -277,7 +277,7 @@ def device_operations(run: Callable[[], Any], device: Any) -> list[str]:
 
 def inductor(kit: Kit) -> None:
     """Capture verification as a program of inductor's; measure it on few layers, and extrapolate to 32."""
-    from hf_specdec.target.runners import CannotRecordError
+    from hf_specdec.verification.runners import CaptureError
 
     device, found = kit.device, {}
     for layers in FEWER_LAYERS:
@@ -287,7 +287,7 @@ def inductor(kit: Kit) -> None:
             begin = time.perf_counter()
             try:
                 runner = captured_runner(model, form)
-            except CannotRecordError as error:
+            except CaptureError as error:
                 kit.row(layers=layers, form=form, refused=str(error)[:500])
                 return
             taken[form] = {"seconds": time.perf_counter() - begin}
@@ -310,29 +310,29 @@ def inductor(kit: Kit) -> None:
 @contextmanager
 def captures() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """Note down what is captured meanwhile: the kind of step, and its shape."""
-    from hf_specdec.target.graphs import Recordings
+    from hf_specdec.verification.graphs import Captures
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    original = Recordings._recorded
+    original = Captures._recorded
 
     def recorded(self: Any, shape: Any) -> Any:
         replay = original(self, shape)
         found.append((self._what, next(key for key, known in self._shapes.items() if known is shape)))
         return replay
 
-    Recordings._recorded = recorded
+    Captures._recorded = recorded
     try:
         yield found
     finally:
-        Recordings._recorded = original
+        Captures._recorded = original
 
 
 def capture_after_a_failure(kit: Kit) -> None:
     """Fail to capture on purpose, first what the package refuses, then what the device refuses; then capture."""
     import torch
 
-    from hf_specdec.target.graphs import REPLAYED_ALIKE
-    from hf_specdec.target.recorders import RECORDERS
+    from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+    from hf_specdec.verification.graphs import REPLAYED_ALIKE
 
     device, begin = kit.device, time.perf_counter()
 
@@ -347,7 +347,7 @@ def capture_after_a_failure(kit: Kit) -> None:
     verify_often(model, runner, (1, 8), 40, 4)
     refused, number, failed = not runner.recorded(), torch.ones(8, device=device), ""
     try:
-        RECORDERS[device.type](device).record(lambda: number.add_(number.sum().item()))
+        GRAPH_BACKENDS[device.type](device).record(lambda: number.add_(number.sum().item()))
     except Exception as error:  # what a device says to it is up to its driver
         failed = f"{type(error).__name__}: {str(error)[:300]}"
     model.model.norm = norm
@@ -368,7 +368,7 @@ def capture_matrix(kit: Kit) -> None:
         return capture_after_a_failure(kit) if kit.options.part == AFTER_A_FAILURE else gpu_items.capture(kit)
     from gpu import run_part
 
-    from hf_specdec.target.graphs import REPLAYED_ALIKE
+    from hf_specdec.verification.graphs import REPLAYED_ALIKE
 
     kit.device  # noqa: B018
     parts = (AFTER_A_FAILURE, *ARCHITECTURES)

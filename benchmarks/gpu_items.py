@@ -254,9 +254,9 @@ def prefilled(model: Any, runner: Any, widths: Sequence[int], context: int) -> I
     """
     import torch
 
-    from hf_specdec.target.model import cache_argument, execution_device
-    from hf_specdec.target.probe import inspect_target
-    from hf_specdec.tree import TokenTree
+    from hf_specdec.trees.tree import TokenTree
+    from hf_specdec.verification.model import cache_argument, execution_device
+    from hf_specdec.verification.probe import inspect_target
 
     with torch.no_grad():
         facts, device = inspect_target(model), execution_device(model)
@@ -291,8 +291,8 @@ def captured_runner(model: Any, form: str = "cuda_graph") -> Any:
     """Make the verify forward of a model in another form."""
     import torch
 
-    from hf_specdec.target.compiling import make_runner
-    from hf_specdec.target.probe import inspect_target
+    from hf_specdec.verification.compiling import make_runner
+    from hf_specdec.verification.probe import inspect_target
 
     with torch.no_grad():
         return make_runner(model, inspect_target(model), frozenset(), form)
@@ -316,7 +316,7 @@ def tiny(name: str, device: Any) -> Any:
 
 def capture(kit: Kit) -> None:
     """Compare captured forwards of architectures with the same forward run eagerly."""
-    from hf_specdec.target.runners import CannotRecordError
+    from hf_specdec.verification.runners import CaptureError
 
     device, part = kit.device, getattr(kit.options, "part", None)
     for name in ARCHITECTURES if part is None else (part,):
@@ -327,7 +327,7 @@ def capture(kit: Kit) -> None:
             once, often = (verify_often(model, runner, (1, 8), 40, times) for times in (1, 6))
             found["distance"] = largest(distance(often[width], once[width]) for width in once)
             found["captured"] = len(runner.recorded()) == len(once)
-        except CannotRecordError as error:
+        except CaptureError as error:
             found["refused"] = str(error)
         except Exception as error:  # a model that this version makes in another way is one row of the report
             found["failed"] = f"{type(error).__name__}: {str(error)[:300]}"

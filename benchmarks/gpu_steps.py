@@ -102,7 +102,7 @@ def add_head(model: Any) -> None:
 @contextmanager
 def around_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
     """Have functions called with the drafter's session before and after every step of every call."""
-    from hf_specdec import decode
+    from hf_specdec.generation import decode
 
     original = decode._step
 

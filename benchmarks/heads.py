@@ -18,8 +18,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
 from hf_specdec.drafters.medusa_choices import paper_tree
+from hf_specdec.generation import loading
 
 
 def shapes(method, config, sizes):

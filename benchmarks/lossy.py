@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
+from hf_specdec.generation import loading
 
 RULES = ("auto", "typical", "nucleus")
 

@@ -22,15 +22,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.step import Step
-from hf_specdec.target.model import text_config
-from hf_specdec.target.target import Target
-from hf_specdec.tree import stack_trees
+from hf_specdec.generation import loading
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import stack_trees
+from hf_specdec.verification.model import text_config
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, cover the unit interval more evenly than random numbers do."""

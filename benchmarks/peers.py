@@ -36,7 +36,8 @@ import psutil
 import torch
 import transformers
 
-from hf_specdec import bench, export_head, load_head, loading
+from hf_specdec import bench, export_head, load_head
+from hf_specdec.generation import loading
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-peers"

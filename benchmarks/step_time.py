@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from hf_specdec import bench, loading
+from hf_specdec import bench
+from hf_specdec.generation import loading
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.target.runners import CompiledForward
+from hf_specdec.verification.runners import CompiledForward
 
 COMPILED = {"compile": "compile"}
 METHODS = {

@@ -17,7 +17,7 @@ import transformers
 from matplotlib import pyplot
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec import loading
+from hf_specdec.generation import loading
 
 PART = 200
 FIXED = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.target import kernels
-from hf_specdec.target.attention import TreeForward
-from hf_specdec.target.recorders import CapturableOnly
+from hf_specdec.verification import kernels
+from hf_specdec.verification.attention import AttentionContext
+from hf_specdec.verification.graph_backends import CapturableOnly
 from simulated_device import SIM, Graph, SimTensor, reads, simulation
 from test_attention_kernels import by_name, draw, tree_seen
 
@@ -24,7 +24,7 @@ def test_it_can_be_captured_after_one_trial(keys: int, by_name: None, monkeypatc
     )
 
     def attend(query: Tensor, cache: Tensor, seen: Tensor) -> Tensor:
-        return TreeForward({"full_attention": seen}).attend("full_attention", query, cache, cache, None)
+        return AttentionContext({"full_attention": seen}).attend("full_attention", query, cache, cache, None)
 
     with simulation():
         buffers = [tensor.to(SIM) for tensor in first]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.loading import packaged_model
+from hf_specdec.generation.loading import packaged_model
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle3"

@@ -28,13 +28,13 @@ from hf_specdec import (
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.early_exit import EarlyExitDrafter
+from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
-from hf_specdec.target.model import execution_device
+from hf_specdec.verification.model import execution_device
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head | MtpHead

@@ -43,7 +43,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from hf_specdec.target.model import CACHE_FIELD
+from hf_specdec.verification.model import CACHE_FIELD
 
 MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",

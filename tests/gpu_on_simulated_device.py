@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from graphs_on_simulated_device import SimRecorder
-from hf_specdec.target import recorders
+from hf_specdec.verification import graph_backends
 from simulated_device import move, simulation
 from test_gpu import *  # noqa: F403
 
@@ -19,7 +19,7 @@ pytestmark: list[Any] = []  # not skipped here
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, simulation():
-        patch.setitem(recorders.RECORDERS, "sim", SimRecorder)
+        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
         yield
 
 

@@ -30,14 +30,14 @@ from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation.state import current_costs
-from hf_specdec.target import graphs, memory, recorders
-from hf_specdec.target.graphs import PAYS_AFTER
-from hf_specdec.target.memory import bucket_of
+from hf_specdec.verification import graph_backends, graphs, memory
+from hf_specdec.verification.graphs import PAYS_AFTER
+from hf_specdec.verification.memory import bucket_of
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from test_modes import MODES
 
-READS = (("tolist", "host_sync.py:read"), ("synchronize", "pipelining.py:finish"))
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/pipelining.py:finish"))
 CAPTURED = {"compile": "cuda_graph"}
 LOOKUP = {"method": "prompt_lookup", **CAPTURED}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
@@ -131,7 +131,7 @@ class SimRecorder:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short texts meet several buckets here."""
-    monkeypatch.setitem(recorders.RECORDERS, "sim", SimRecorder)
+    monkeypatch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
     monkeypatch.setattr(memory, "SHORTEST_BUCKET", 16)
     monkeypatch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
     with simulation():
@@ -175,7 +175,7 @@ OF_EVERY_KIND = ("sometimes", "eagle3")
 
 
 def recorder_of(model: Any) -> SimRecorder:
-    recorder: SimRecorder = runner_of(model)._recordings._recorder
+    recorder: SimRecorder = runner_of(model)._captures._recorder
     return recorder
 
 
@@ -205,9 +205,11 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
     reads.clear()
     assert generate(model, rows, config) == plain[rows, False]
     assert recorder.replays > before
-    in_verify = [place for _, place in reads if place.startswith("target/") and "prefill" not in place]
-    recorded = [place for place in in_verify if place == "target/graphs.py:_recorded"]  # a first replay is compared
-    assert len(in_verify) - len(recorded) == sum(place == "target/masks.py:of" for place in in_verify)
+    in_verify = [place for _, place in reads if place.startswith("verification/") and "prefill" not in place]
+    recorded = [
+        place for place in in_verify if place == "verification/graphs.py:_recorded"
+    ]  # a first replay is compared
+    assert len(in_verify) - len(recorded) == sum(place == "verification/masks.py:of" for place in in_verify)
 
 
 @pytest.mark.parametrize("name", ["auto", "medusa"])
@@ -234,7 +236,7 @@ def test_a_call_that_fails_leaves_its_memory_to_the_next_one(llama: Any, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_specdec.decode._step", fail)
+        patch.setattr("hf_specdec.generation.decode._step", fail)
         with pytest.raises(KeyboardInterrupt) as error:
             generate(llama, 1, LOOKUP)
     replays = recorder_of(llama).replays
@@ -360,7 +362,7 @@ def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
         length = 10 + 4 * (turn % 6)
         assert generate(llama, 1, config, max_new_tokens=length)[0] == plain[0][: 21 + length]
     runner = runner_of(llama)
-    assert runner._recordings._recorder.replays > 50
+    assert runner._captures._recorder.replays > 50
     recorded = runner.recorded()
     assert len({width for _, width, _ in recorded}) > 1
     assert len({bucket for _, _, bucket in recorded}) > 1
@@ -371,14 +373,14 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
-    moves, graphs_made = runner._memory._store.moves, len(runner._recordings._recorder.graphs)
+    moves, graphs_made = runner._memory._store.moves, len(runner._captures._recorder.graphs)
     bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     assert runner._memory._store.moves == moves
-    assert len(runner._recordings._recorder.graphs) == graphs_made
+    assert len(runner._captures._recorder.graphs) == graphs_made
     assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
-    operations = {len(graph.tape) for graph in runner._recordings._recorder.graphs}
+    operations = {len(graph.tape) for graph in runner._captures._recorder.graphs}
     widths = {width for _, width, _ in runner.recorded()}
     # finding the ancestors takes more rounds in wider trees, and nothing else differs
     assert len(operations) <= len(widths)
@@ -405,15 +407,15 @@ def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.Lo
     runner = runner_of(llama)
     facts = llama._speculation.facts[0]
     taken = runner.new_cache(facts.cache_layout, 64, 8)  # what another thread's call would hold
-    replays = runner._recordings._recorder.replays
+    replays = runner._captures._recorder.replays
     with caplog.at_level(logging.INFO):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._recordings._recorder.replays == replays
+    assert runner._captures._recorder.replays == replays
     assert any("a cache that is not its own" in record.message for record in caplog.records)
     del taken
     for _ in range(2):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._recordings._recorder.replays > replays
+    assert runner._captures._recorder.replays > replays
 
 
 def test_a_cache_of_limited_length_runs_without_graphs(llama: Any) -> None:
@@ -464,7 +466,7 @@ def test_recordings_that_fail_at_random_operations_leave_everything_else_as_it_w
     for number in range(25):
         rows = 1 + number % 2
         generate(model, rows, config, max_new_tokens=2)  # makes what records
-        recorder, recordings = recorder_of(model), runner_of(model)._recordings
+        recorder, recordings = recorder_of(model), runner_of(model)._captures
         recordings._shapes.clear()
         recorder.graphs.clear()
         recorder.failures = [(rng.randrange(140), RuntimeError("operation failed due to a previous error"))]
@@ -481,7 +483,7 @@ def test_a_shape_without_memory_is_recorded_later(llama: Any, monkeypatch: pytes
     recorder_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    shapes = runner_of(llama)._recordings._shapes.values()
+    shapes = runner_of(llama)._captures._shapes.values()
     assert not any(shape.refused for shape in shapes)
     assert all(shape.replay for shape in shapes if shape.times > PAYS_AFTER)
 
@@ -545,14 +547,14 @@ def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
     for _ in range(3):
         assert generate(model, 1, config) == plain
     ((_, captured),) = model._speculation.compiled[drafter].values()
-    assert captured._program._recordings.recorded()
+    assert captured._program._captures.recorded()
     learned = drafter.table
     drafter.reset()
     assert drafter.table is captured.table is not learned
     for _ in range(3):
         assert generate(model, 1, config) == plain
     assert bool((drafter.table.keys.raw != -1).any())
-    assert captured._program._recordings.recorded()
+    assert captured._program._captures.recorded()
 
 
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
@@ -577,7 +579,7 @@ def test_a_slow_recording_does_not_count_as_the_cost_of_a_step() -> None:
     config = {"method": "merged", "trace": True, **CAPTURED}
     generate(model, 1, config, max_new_tokens=2)  # makes what records
     layer = next(iter(model._speculation.compiled[head["head"]].values()))[1].program
-    slow = [recorder_of(model), layer._steps._recorder, model._speculation.rule._recordings._recorder]
+    slow = [recorder_of(model), layer._steps._recorder, model._speculation.rule._captures._recorder]
     for recorder in slow:
         recorder.seconds = 0.2
     for _ in range(3):
@@ -600,9 +602,9 @@ def test_warmup_leaves_nothing_to_record(llama: Any) -> None:
     """Neither verification nor the draft layer, behind texts of two buckets; nothing is learned or reported."""
     config = eagle3_on(llama)
     llama.warmup(LOOKUP, prompt_length=20)
-    before = pickle.dumps(llama._speculation.memory()[0])
+    before = pickle.dumps(llama._speculation.state_dict()[0])
     llama.warmup({"method": "auto", "compile": "cuda_graph"}, prompt_length=20)
-    assert pickle.dumps(llama._speculation.memory()[0]) == before
+    assert pickle.dumps(llama._speculation.state_dict()[0]) == before
     llama.warmup(config, prompt_length=20)
     assert llama.last_speculation is None
     made = [kept["cuda_graph"][1] for kept in llama._speculation.compiled.values()]
@@ -638,7 +640,7 @@ def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.Mo
     plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert len(runner_of(llama)._recordings._shapes) == 2
+    assert len(runner_of(llama)._captures._shapes) == 2
 
 
 def test_buckets_are_at_most_half_as_long_again() -> None:

@@ -52,8 +52,8 @@ from hf_specdec.training import (
 )
 from hf_specdec.training.conversations import Conversation, check_tokens
 from hf_specdec.training.runs import last_checkpoint
+from hf_specdec.training.teachers import Teacher
 from hf_specdec.training.trainer import collate
-from hf_specdec.training.voices import Voice
 
 LONGEST = 20
 """Seconds after which a case is a hang."""
@@ -95,7 +95,7 @@ SPECULATIVE: dict[str, Any] = {
 DISTILLED = DistillConfig(max_new_tokens=2, temperatures=(0.0,), batch_size=2, batches_per_part=1)
 
 
-class Echo(Voice):
+class Echo(Teacher):
     """A target that answers at once."""
 
     name = "echo"
@@ -104,15 +104,15 @@ class Echo(Voice):
         """Anything can be said to it."""
 
     def facts(self) -> dict[str, Any]:
-        """See `Voice`."""
+        """See `Teacher`."""
         return {"weights": "none"}
 
-    def say(self, prompts: Any, *_: Any) -> list[list[int] | None]:
-        """See `Voice`."""
+    def generate(self, prompts: Any, *_: Any) -> list[list[int] | None]:
+        """See `Teacher`."""
         return [[6, 7] for _ in prompts]
 
     def ended(self, answer: Any) -> bool:
-        """See `Voice`."""
+        """See `Teacher`."""
         return True
 
 

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from hf_specdec import InvalidConfigError
-from hf_specdec.training import ServerVoice
+from hf_specdec.training import ServerTeacher
 from zoo import VOCAB_SIZE, chat_tokenizer
 
 TIMEOUT = 4.0
@@ -396,19 +396,19 @@ def is_valid(answer: list[int]) -> bool:
 
 
 def check_all(count: int, seed: int) -> dict[str, Any]:
-    """Send the table and `count` random replies through a voice, 64 at a time."""
+    """Send the table and `count` random replies through a teacher, 64 at a time."""
     rng = random.Random(seed)
     replies = [reply for _, reply in TABLE] + [mutated(rng) for _ in range(count)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     strange, slowest, num_valid = [], 0.0, 0
     with serving(replies) as (_, url):
-        voice = ServerVoice(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT)
-        voice.check(prompt_of(len(replies)))
+        teacher = ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT)
+        teacher.check(prompt_of(len(replies)))
         for start in range(0, len(replies), 64):
             prompts = [prompt_of(number) for number in range(start, min(start + 64, len(replies)))]
             begin = time.perf_counter()
             try:
-                said = voice.say(prompts, 0.0, MAX_NEW_TOKENS, f"{start}")
+                said = teacher.generate(prompts, 0.0, MAX_NEW_TOKENS, f"{start}")
             except InvalidConfigError as error:
                 strange.append(f"{start}: {error}")
                 continue
@@ -419,7 +419,7 @@ def check_all(count: int, seed: int) -> dict[str, Any]:
             num_valid += sum(answer is not None for answer in said)
             strange += [f"{start}: {answer}" for answer in said if answer is not None and not is_valid(answer)]
     gained = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"answers": len(replies), "valid": num_valid, "lost": voice.lost.most_common(), "strange": strange,
+    return {"answers": len(replies), "valid": num_valid, "lost": teacher.lost.most_common(), "strange": strange,
             "slowest batch": round(slowest, 2), "megabytes": round(gained)}  # fmt: skip
 
 

@@ -15,23 +15,23 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 import drafters
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
-from hf_specdec.accept import descend, match_at_once
-from hf_specdec.draft import Budget, Draft
+from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
+from hf_specdec.acceptance.rules import descend, match_at_once
+from hf_specdec.acceptance.transcript import Draws, Transcript
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.foreign import CHECKED_STEPS
 from hf_specdec.drafters.launching import LaunchingSession
-from hf_specdec.row_ends import DeviceAccount, RowEnds
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
-from hf_specdec.target.memory import LayerLayout
-from hf_specdec.transcript import Draws, Transcript
-from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import Level, StaticLevels, grow_dynamic, grow_static
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import Level, StaticLevels, grow_dynamic, grow_static
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
+from hf_specdec.verification.memory import LayerLayout
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads
 
-READS = (("tolist", "host_sync.py:read"), ("synchronize", "pipelining.py:finish"))
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/pipelining.py:finish"))
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
@@ -93,21 +93,22 @@ def test_the_same_answers_with_one_read_per_step(
     assert len(of_steps) == sum(map(of_steps.count, READS)) + oracle, set(of_steps)
     blocking = Counter(place for _, place in uploads if place not in UPLOADED_PER_CALL)
     assert not blocking, blocking
-    chains = not there._speculation.facts[0].branches
-    assert chains or "target/chain_target.py:_forward" not in {place for _, place in reads}
+    chains = not there._speculation.facts[0].supports_trees
+    assert chains or "verification/chain_target.py:_forward" not in {place for _, place in reads}
 
 
 UPLOADED_PER_CALL = (
-    "target/target.py:prefill", "target/masks.py:of", "target/cache.py:lengths_on", "row_ends.py:__init__",
-    "transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of", "tree_growth.py:of",
-    "elsewhere",
+    "verification/target.py:prefill", "verification/masks.py:of", "verification/cache.py:lengths_on",
+    "acceptance/row_ends.py:__init__",
+    "acceptance/transcript.py:sequences", "generation/mixin.py:generate", "drafters/medusa.py:of",
+    "trees/growth.py:of", "elsewhere",
 )  # fmt: skip
 """Where the host gives the device something and waits: once per call; steps upload from pinned memory."""
 
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
-    "generation/mixin.py:generate", "generation/mixin.py:_sample", "target/target.py:prefill", "target/masks.py:of",
-    "target/chain_target.py:_forward",
+    "generation/mixin.py:generate", "generation/mixin.py:_sample", "verification/target.py:prefill",
+    "verification/masks.py:of", "verification/chain_target.py:_forward",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
 in every forward over a chain with padding, whose masks are transformers' own."""
@@ -246,7 +247,7 @@ def test_whole_rules_can_be_captured_but_for_their_read(
         def finish(self, also: Any = ()) -> list[list[list[int]]]:
             return [[[-1] * tensor.shape[1]] * tensor.shape[0] for tensor in (*self._tensors, *also)]
 
-    monkeypatch.setattr("hf_specdec.acceptance.Transfer", NothingRead)
+    monkeypatch.setattr("hf_specdec.acceptance.paths.Transfer", NothingRead)
 
     def step(tokens: Tensor, parents: Tensor, logits: Tensor, remaining: Tensor) -> tuple[Tensor, ...]:
         text = Transcript(

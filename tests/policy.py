@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.acceptance import Acceptance
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.drafters.hybrid import HybridDrafter
-from hf_specdec.one_time import note_one_time_work, one_time_work
-from hf_specdec.step import Step, StepSeconds
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.one_time import note_one_time_work, one_time_work
+from hf_specdec.verification.step import Step, StepSeconds
 
 WRONG = 10**6
 """Tokens from here on occur in no text."""

@@ -11,12 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.heads.attention import Attend, attend_causally
-from hf_specdec.step import Step
-from hf_specdec.target.target import Target
-from hf_specdec.tree import stack_trees
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import stack_trees
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
 
 
 def window_of(size: int | None) -> Attend:

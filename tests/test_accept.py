@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec.accept import (
+from hf_specdec.acceptance.rules import (
     AcceptanceRule,
     block,
     descend,
@@ -28,9 +28,9 @@ from hf_specdec.accept import (
     rejection,
     typical,
 )
+from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.transcript import Transcript
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.tree import TokenTree
 
 VOCAB = 5
 Rows = tuple[tuple[int, ...], ...]

@@ -13,10 +13,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.target import attention
-from hf_specdec.target.attention import NAME, TreeForward, attending, implementation, tree_attention
-from hf_specdec.target.probe import inspect_target
-from hf_specdec.target.tree_target import TreeTarget
+from hf_specdec.verification import attention
+from hf_specdec.verification.attention import NAME, AttentionContext, attending, implementation, tree_attention
+from hf_specdec.verification.probe import inspect_target
+from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
 
 
@@ -41,7 +41,7 @@ def test_packed_rows_equal_transformers_attention(heads: int, shared: int, nodes
     query, key, value, mask = layer_inputs(heads, shared, nodes, 11, dtype)
     layer = Layer(heads // shared)
     wanted, _ = sdpa_attention_forward(layer, query, key, value, mask, 0.0, 0.3)
-    token = attention._FORWARD.set(TreeForward({"full_attention": mask}))
+    token = attention._FORWARD.set(AttentionContext({"full_attention": mask}))
     try:
         got, _ = tree_attention(layer, query, key, value, mask, 0.0, 0.3)
     finally:
@@ -55,8 +55,8 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
     """Without a forward, with another mask, with dropout or a bias: the numbers are transformers' to the last bit."""
     query, key, value, mask = layer_inputs(6, 2, 3, 7, torch.float32)
     called: list[bool] = []
-    monkeypatch.setattr(TreeForward, "attend", lambda *_args: called.append(True))
-    forward, layer = TreeForward({"full_attention": mask}), Layer(3)
+    monkeypatch.setattr(AttentionContext, "attend", lambda *_args: called.append(True))
+    forward, layer = AttentionContext({"full_attention": mask}), Layer(3)
     bias = torch.randn(1, 6, 3, 7)
     for given, current, options in (
         (mask, None, {}),
@@ -75,7 +75,7 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
 def test_the_name_is_gone_after_a_forward_and_after_a_failure() -> None:
     model = zoo.build("llama")
     seen: list[str] = []
-    forward = TreeForward({})
+    forward = AttentionContext({})
     with attending(model.config, forward):
         seen.append(model.config._attn_implementation)
         assert implementation(model.config) == "sdpa"
@@ -90,27 +90,27 @@ def test_the_name_is_gone_after_a_forward_and_after_a_failure() -> None:
 def test_eager_attention_is_left_alone() -> None:
     model = copy.deepcopy(zoo.build("llama"))
     model.set_attn_implementation("eager")
-    with attending(model.config, TreeForward({})):
+    with attending(model.config, AttentionContext({})):
         assert model.config._attn_implementation == "eager"
-    assert not inspect_target(model).packs
+    assert not inspect_target(model).uses_packed_attention
 
 
 @pytest.mark.parametrize(("name", "packs"), [("llama", True), ("gemma3_text", True), ("falcon", False)])
 def test_a_model_that_compares_the_name_keeps_its_own(name: str, packs: bool) -> None:
     facts = inspect_target(zoo.build(name))
-    assert facts.branches
-    assert facts.packs == packs
+    assert facts.supports_trees
+    assert facts.uses_packed_attention == packs
 
 
 def test_one_node_behind_a_whole_row_needs_no_mask(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[Tensor | None] = []
-    packed = TreeForward.packed
+    packed = AttentionContext.packed
 
-    def watch(self: TreeForward, *args: Any) -> Tensor | None:
+    def watch(self: AttentionContext, *args: Any) -> Tensor | None:
         masks.append(packed(self, *args))
         return masks[-1]
 
-    monkeypatch.setattr(TreeForward, "packed", watch)
+    monkeypatch.setattr(AttentionContext, "packed", watch)
     ids, mask = prompts(3)
     llama.generate(ids[:1, -4:], max_new_tokens=2, do_sample=False, speculative="prompt_lookup")
     assert masks
@@ -130,7 +130,7 @@ def test_plain_generation_beside_ours_sees_transformers_attention(monkeypatch: p
     run = TreeTarget._run
 
     def watch(self: TreeTarget, *args: Any) -> Any:
-        with attending(model.config, TreeForward({})):
+        with attending(model.config, AttentionContext({})):
             thread = threading.Thread(target=lambda: inside.append(model.generate(ids, **options).tolist()))
             thread.start()
             thread.join()

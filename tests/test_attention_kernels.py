@@ -22,9 +22,9 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.heads import attention as heads_attention
 from hf_specdec.heads.attention import attend_over
-from hf_specdec.target import kernels
-from hf_specdec.target.attention import TreeForward
-from hf_specdec.target.kernels import (
+from hf_specdec.verification import kernels
+from hf_specdec.verification.attention import AttentionContext
+from hf_specdec.verification.kernels import (
     HIDDEN,
     attend,
     efficient_attention,
@@ -209,11 +209,11 @@ def test_a_layer_of_a_verify_forward(
     seen = tree_seen("full", 1, nodes, keys)
     all_seen = frozenset(["full_attention"]) if whole and nodes == 1 else frozenset[str]()
     masks = {"full_attention": seen}
-    found = TreeForward(masks, all_seen).attend("full_attention", query, key, value, 0.3)
+    found = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert calls[-1] == num_parts(1, shared, heads // shared * nodes, keys, 132)
     assert (calls[-1] > 1) == (keys > 1024)
     monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
-    wanted = TreeForward(masks, all_seen).attend("full_attention", query, key, value, 0.3)
+    wanted = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted, atol=FAR[dtype], rtol=0)
 
@@ -226,7 +226,7 @@ def test_masks_are_made_once_for_all_layers(by_name: None, monkeypatch: pytest.M
         return split_mask(mask, splits)
 
     monkeypatch.setattr(kernels, "split_mask", note)
-    forward = TreeForward({"full_attention": tree_seen("full", 1, 4, 1100)})
+    forward = AttentionContext({"full_attention": tree_seen("full", 1, 4, 1100)})
     cache, query = draw(1, 2, 1100, 8), draw(1, 4, 4, 8)
     forward.attend("full_attention", query, cache, cache, None)
     tried = len(made) - 1  # the kernel is tried in parts before it is used
@@ -287,7 +287,7 @@ def test_elsewhere_verification_attends_as_ever() -> None:
     query, key, value = draw(2, 4, 3, 8), draw(2, 2, 21, 8, seed=1), draw(2, 2, 21, 8, seed=2)
     mask = torch.zeros(seen.shape).masked_fill_(~seen, HIDDEN).repeat(1, 1, 2, 1)
     packed = scaled_dot_product_attention(query.reshape(2, 2, 6, 8), key, value, attn_mask=mask, scale=0.3)
-    forward = TreeForward({"full_attention": seen})
+    forward = AttentionContext({"full_attention": seen})
     found = forward.attend("full_attention", query, key, value, 0.3)
     assert torch.equal(found, packed.view(2, 4, 3, 8).transpose(1, 2))
     again = forward.packed("full_attention", 2, query.dtype)
@@ -350,8 +350,8 @@ def test_a_kernel_that_is_wrong_is_left_with_one_line_of_why(
 ) -> None:
     monkeypatch.setattr(kernels, "efficient_attention", kernel)
     query, cache = draw(1, 4, 3, 8), draw(1, 2, 20, 8)
-    forward = TreeForward({"full_attention": tree_seen("full", 1, 3, 20)})
-    with caplog.at_level(logging.INFO, "hf_specdec.target.kernels"):
+    forward = AttentionContext({"full_attention": tree_seen("full", 1, 3, 20)})
+    with caplog.at_level(logging.INFO, "hf_specdec.verification.kernels"):
         found = [forward.attend("full_attention", query, cache, cache, None) for _ in range(3)]
     (record,) = caplog.records
     assert reason in record.getMessage()
@@ -362,7 +362,7 @@ def test_a_kernel_that_is_wrong_is_left_with_one_line_of_why(
 def test_a_kernel_is_tried_once_for_each_size_and_dtype(by_name: None, caplog: pytest.LogCaptureFixture) -> None:
     tried: list[tuple[Any, ...]] = []
     probe = kernels.probe_error
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "hf_specdec.target.kernels"):
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "hf_specdec.verification.kernels"):
         patch.setattr(kernels, "probe_error", lambda *key: (tried.append(key[1:]), probe(*key))[1])
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             for dim in (8, 16, 8, 16):

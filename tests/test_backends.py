@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec import host_sync, tree_growth
-from hf_specdec.draft import Budget
+from hf_specdec import host_sync
+from hf_specdec.acceptance.transcript import generator_of
 from hf_specdec.host_sync import can_pin, upload
-from hf_specdec.transcript import generator_of
-from hf_specdec.tree_growth import Level, _best, _best_of_ties, grow_dynamic
+from hf_specdec.trees import growth
+from hf_specdec.trees.draft import Budget
+from hf_specdec.trees.growth import Level, _best, _best_of_ties, grow_dynamic
 
 # ------------------------------------------------------------------------------------------------- generators
 
@@ -147,7 +148,7 @@ def test_trees_are_the_same_where_a_sort_loses_the_order_of_ties(monkeypatch: py
 
     monkeypatch.setattr(Tensor, "sort", unstable)
     assert not all(map(torch.equal, grown(), wanted))  # the test can fail
-    monkeypatch.setattr(tree_growth, "_best", _best_of_ties)
+    monkeypatch.setattr(growth, "_best", _best_of_ties)
     assert all(map(torch.equal, grown(), wanted))
     for tokens, parents in zip(*grown()[:2], strict=True):
         assert all(parent < node for node, parent in enumerate(parents.tolist()))

@@ -22,8 +22,8 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin, bench, cli
 from hf_specdec.bench import machine, measuring, methods
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
-from hf_specdec.loading import encode_chat
 
 QUESTIONS = [
     bench.Question("1", "qa", ("w05 w06 w07 w05 w06", "w08 w09")),

@@ -12,10 +12,10 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.target import graphs, memory
-from hf_specdec.target.cache import TreeCache, measured_layout
-from hf_specdec.target.graphs import MOST_PADDED, KeptMemory, Shape
-from hf_specdec.target.memory import LayerLayout
+from hf_specdec.verification import graphs, memory
+from hf_specdec.verification.cache import TreeCache, measured_layout
+from hf_specdec.verification.graphs import MOST_PADDED, KeptMemory, Shape
+from hf_specdec.verification.memory import LayerLayout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
 LAYOUT = [LayerLayout(HEADS, KEY_DIM, VALUE_DIM, torch.device("cpu"))] * LAYERS
@@ -319,7 +319,7 @@ class Ones(Shape):
 
 def test_the_shape_that_was_used_longest_ago_goes_and_its_results_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "KEPT_SHAPES", 2)
-    kept = graphs.Recordings(None, "It")  # type: ignore[arg-type]
+    kept = graphs.Captures(None, "It")  # type: ignore[arg-type]
     first, second, third = (1, 4, 256), (1, 8, 256), (1, 4, 384)
     for key in (first, second, first):
         kept.run(kept.shape(key, 0, lambda key=key: Ones(key)))

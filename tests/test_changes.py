@@ -29,10 +29,10 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.generation import mixin, state
-from hf_specdec.target.features import FeatureTap
-from hf_specdec.target.fingerprint import Fingerprint
-from hf_specdec.target.model import CACHE_FIELD
-from hf_specdec.target.probe import inspect_target
+from hf_specdec.verification.features import FeatureTap
+from hf_specdec.verification.fingerprint import Fingerprint
+from hf_specdec.verification.model import CACHE_FIELD
+from hf_specdec.verification.probe import inspect_target
 from test_mixin import GREEDY, IDS
 
 
@@ -234,9 +234,9 @@ def test_an_answer_that_could_be_long_costs_what_it_becomes(model: Any, method: 
 def test_a_text_outgrows_its_cache_unseen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of their own pace, with padding, through several moves of target's and drafter's caches."""
     monkeypatch.setattr(mixin, "RESERVED_SLOTS", 10)
-    monkeypatch.setattr("hf_specdec.target.memory.CAPACITY_TIER", 4)
+    monkeypatch.setattr("hf_specdec.verification.memory.CAPACITY_TIER", 4)
     monkeypatch.setattr("hf_specdec.drafters.layer_session.RESERVED_SLOTS", 3)
-    monkeypatch.setattr("hf_specdec.transcript.RESERVED_TOKENS", 5)
+    monkeypatch.setattr("hf_specdec.acceptance.transcript.RESERVED_TOKENS", 5)
     model.add_drafter(EagleDrafter(random_head(model)))
     mask = torch.ones(3, 20, dtype=torch.long)
     ids = torch.cat([IDS, IDS.flip(-1), IDS + 1]).clone()
@@ -256,7 +256,7 @@ def test_half_precision_verifies_what_float32_does(name: str, dtype: torch.dtype
     """Some of these keep one position's logits unless told otherwise, some round a lot."""
     exact = inspect_target(zoo.build(name))
     half = inspect_target(copy.deepcopy(zoo.build(name)).to(dtype))
-    assert half.branches == exact.branches
+    assert half.supports_trees == exact.supports_trees
     assert half.chain_only_reason == exact.chain_only_reason
 
 

@@ -56,7 +56,7 @@ def test_a_model_of_chains_and_one_of_neither() -> None:
     tokenizer = zoo.chat_tokenizer()
     chains = SpeculativeGenerationMixin.attach(zoo.build("bloom"))
     found = diagnose(chains, tokenizer, ["prompt_lookup"], max_new_tokens=8)
-    assert not found.branches
+    assert not found.supports_trees
     assert "position_ids" in found.chain_only_reason
     broken: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
 

@@ -21,10 +21,10 @@ from hf_specdec.control import costs
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.tiers import TierController, tier_budget
-from hf_specdec.draft import Budget
 from hf_specdec.generation import plan
-from hf_specdec.step import StepSeconds
-from hf_specdec.target.probe import inspect_target
+from hf_specdec.trees.draft import Budget
+from hf_specdec.verification.probe import inspect_target
+from hf_specdec.verification.step import StepSeconds
 from models import prompts
 from reference import OracleDrafter
 

@@ -26,11 +26,11 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
-from hf_specdec.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.drafters import draft_model
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.generation import plan
-from hf_specdec.step import Step
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.verification.step import Step
 from models import prompts
 from reference import path_to_root
 from test_drafters import Wandering

@@ -18,12 +18,12 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     UnsupportedModelError,
 )
-from hf_specdec.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.drafters import registry
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register
 from hf_specdec.generation import plan
-from hf_specdec.step import Step, StepSeconds
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.verification.step import Step, StepSeconds
 from models import prompts
 
 

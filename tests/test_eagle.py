@@ -25,12 +25,12 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     UnsupportedGenerationError,
 )
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
-from hf_specdec.step import Step
-from hf_specdec.target.features import LAST
-from hf_specdec.target.model import lm_head_rows
 from hf_specdec.training import Conversation, capture_features
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.step import Step
 from reference import window_of
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))

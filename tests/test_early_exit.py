@@ -21,14 +21,14 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     UnsupportedModelError,
 )
-from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters import early_exit
 from hf_specdec.drafters.base import DraftContext
-from hf_specdec.drafters.early_exit import EarlyExitDrafter, search_skipped_layers
-from hf_specdec.target.model import CACHE_FIELD
-from hf_specdec.target.partial import GrowingTree, skippable, without_layers
-from hf_specdec.target.probe import first_inputs, inspect_target
-from hf_specdec.target.target import Target
+from hf_specdec.drafters.experimental import early_exit
+from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter, search_skipped_layers
+from hf_specdec.drafters.experimental.partial import GrowingTree, skippable, without_layers
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.model import CACHE_FIELD
+from hf_specdec.verification.probe import first_inputs, inspect_target
+from hf_specdec.verification.target import Target
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -251,7 +251,7 @@ def test_an_interrupted_draft_is_forgotten(name: str) -> None:
     skipped = skippable(model, [2, 3])
     before = copy.deepcopy([
         {key: value for key, value in vars(layer).items() if key != "store"} for layer in target.cache.layers
-    ]) if not target.branches else []  # fmt: skip
+    ]) if not target.supports_trees else []  # fmt: skip
 
     @torch.no_grad()
     def interrupted() -> None:
@@ -262,7 +262,7 @@ def test_an_interrupted_draft_is_forgotten(name: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    if target.branches:
+    if target.supports_trees:
         assert {layer.get_seq_length() for layer in target.cache.layers} == {target.start}
     else:
         for was, layer in zip(before, target.cache.layers, strict=True):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmark_script import script
 from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, load_head
-from hf_specdec.loading import encode_chat
+from hf_specdec.generation.loading import encode_chat
 from hf_specdec.training import read_conversations, read_prompts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

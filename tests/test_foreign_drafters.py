@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import zoo
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters import foreign
 from hf_specdec.drafters.base import Drafter, DraftSession, Needs
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import TokenTree
 
 ROWS, NODES = 2, 5
 PROMPTS = torch.randint(3, zoo.VOCAB_SIZE, (ROWS, 12), generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 from torch.utils import backend_registration
 
 from benchmark_script import BENCHMARKS, script
-from hf_specdec.target.probe import inspect_target
+from hf_specdec.verification.probe import inspect_target
 
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator: run the script")
 SIZES = {
@@ -204,7 +204,7 @@ def test_the_capture_matrix_builds_what_it_names() -> None:
     for name in items.ARCHITECTURES:
         model = items.tiny(name, torch.device("cpu"))
         assert model.config.num_hidden_layers == 2, name
-        assert inspect_target(model).branches, name
+        assert inspect_target(model).supports_trees, name
 
 
 def test_the_files_of_the_kit_are_in_the_source_distribution() -> None:
@@ -243,10 +243,10 @@ class RunsAgain:
 
 @pytest.fixture
 def on_cpu(items: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    from hf_specdec.target import recorders
+    from hf_specdec.verification import graph_backends
 
     stub_device(torch.cpu, monkeypatch)
-    monkeypatch.setitem(recorders.RECORDERS, "cpu", RunsAgain)
+    monkeypatch.setitem(graph_backends.GRAPH_BACKENDS, "cpu", RunsAgain)
     return items
 
 
@@ -285,11 +285,11 @@ def test_items_of_many_calls(on_cpu: dict[str, Any], tmp_path: Path, name: str) 
 def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
     on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_specdec.target import compiling
-    from hf_specdec.target.runners import ModelForward
+    from hf_specdec.verification import compiling
+    from hf_specdec.verification.runners import ModelForward
 
     def refuse(*_: Any) -> None:
-        raise compiling.CannotRecordError("no compiler")
+        raise compiling.CaptureError("no compiler")
 
     monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
     *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
@@ -487,7 +487,7 @@ def on_simulated_device(folder: Path) -> None:
     """Every item in this process, each into a file of its own."""
     import simulated_device
     from hf_specdec import SpeculativeGenerationMixin
-    from hf_specdec.target import memory, recorders
+    from hf_specdec.verification import graph_backends, memory
     from simulated_device import Graph, move, simulation
 
     class SimRecorder(RunsAgain):
@@ -511,7 +511,7 @@ def on_simulated_device(folder: Path) -> None:
         patch.setattr(gpu_attention, "ThreadPoolExecutor", InTurn)
         patch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(
             returncode=gpu.main(command[2:]), stdout=""))  # fmt: skip
-        patch.setitem(recorders.RECORDERS, "sim", SimRecorder)
+        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
         patch.setattr(memory, "SHORTEST_BUCKET", 16)
         patch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
         patch.setattr(simulated_device, "place_of_call", str)  # nobody asks where

@@ -12,8 +12,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.target.model import CACHE_FIELD
-from hf_specdec.target.tree_target import TreeTarget
+from hf_specdec.verification.model import CACHE_FIELD
+from hf_specdec.verification.tree_target import TreeTarget
 
 ROWS, LENGTH = 2, 6
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (ROWS, 12), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_specdec import InvalidConfigError
-from hf_specdec.training import ServerVoice
+from hf_specdec.training import ServerTeacher
 from hostile_servers import (
     ADDRESSES,
     MAX_NEW_TOKENS,
@@ -60,12 +60,12 @@ def test_a_malformed_answer_is_counted_and_the_others_are_kept() -> None:
     numbers = sorted([*range(len(replies)), *[len(replies)] * 40], key=lambda number: number * 7919 % 401)
     before = megabytes()
     with serving(replies) as (server, url):
-        voice = ServerVoice(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT, num_requests=96)
-        said = voice.say([prompt_of(number) for number in numbers], 0.0, MAX_NEW_TOKENS, "label")
+        teacher = ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT, num_requests=96)
+        said = teacher.generate([prompt_of(number) for number in numbers], 0.0, MAX_NEW_TOKENS, "label")
     for number, answer in zip(numbers, said, strict=True):
         assert answer == (GOOD if number == len(replies) else None), TABLE[number][0]
-    assert voice.num_lost == len(replies)
-    assert len(voice.lost) > 30
+    assert teacher.num_lost == len(replies)
+    assert len(teacher.lost) > 30
     assert set(server.asked) == set(numbers)
     assert megabytes() - before < 900
 
@@ -73,19 +73,19 @@ def test_a_malformed_answer_is_counted_and_the_others_are_kept() -> None:
 def test_a_server_without_a_valid_answer_is_refused_before_the_work() -> None:
     """Every fifth answer of the table, by `check`: the error names the address and shows what came."""
     with serving([reply for _, reply in TABLE]) as (_, url):
-        voice = ServerVoice(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT)
+        teacher = ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=TIMEOUT)
         numbers = [number for number, (name, _) in enumerate(TABLE) if number % 5 == 0 and name not in WHOLE]
-        for text in refusals(lambda number=number: voice.check(prompt_of(number)) for number in numbers):
+        for text in refusals(lambda number=number: teacher.check(prompt_of(number)) for number in numbers):
             assert url in text
-        voice.check(prompt_of(len(TABLE)))
-    assert voice.num_lost == 0
+        teacher.check(prompt_of(len(TABLE)))
+    assert teacher.num_lost == 0
 
 
 def test_a_list_of_models_that_names_none_is_refused() -> None:
     cases = model_lists()
     with serving([reply for _, reply in cases]) as (_, url):
         texts = refusals(
-            lambda number=number: ServerVoice(f"{url}/{number}/v1", chat_tokenizer(), timeout=TIMEOUT)
+            lambda number=number: ServerTeacher(f"{url}/{number}/v1", chat_tokenizer(), timeout=TIMEOUT)
             for number in range(len(cases))
         )
     for number, text in enumerate(texts):
@@ -102,7 +102,7 @@ def test_what_is_no_address_of_a_server_is_refused() -> None:
     for address, text in zip(
         ADDRESSES,
         refusals(
-            lambda address=address: ServerVoice(address, chat_tokenizer(), timeout=TIMEOUT) for address in ADDRESSES
+            lambda address=address: ServerTeacher(address, chat_tokenizer(), timeout=TIMEOUT) for address in ADDRESSES
         ),
         strict=True,
     ):
@@ -113,35 +113,35 @@ def test_settings_that_cannot_be_sent_are_refused(monkeypatch: pytest.MonkeyPatc
     with serving([]) as (_, url):
         for key in ("a\nb", "schlüssel", "a\x00"):
             with pytest.raises(InvalidConfigError, match="API key"):
-                ServerVoice(f"{url}/v1", chat_tokenizer(), api_key=key)
+                ServerTeacher(f"{url}/v1", chat_tokenizer(), api_key=key)
         for timeout in (0, -1.0, float("nan")):
             with pytest.raises(InvalidConfigError, match="`timeout` must be > 0"):
-                ServerVoice(f"{url}/v1", chat_tokenizer(), timeout=timeout)
+                ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=timeout)
         monkeypatch.setenv("OPENAI_API_KEY", "a\rb")
         with pytest.raises(InvalidConfigError, match="API key"):
-            ServerVoice(f"{url}/v1", chat_tokenizer())
+            ServerTeacher(f"{url}/v1", chat_tokenizer())
 
 
 def test_a_failure_that_passes_is_asked_again() -> None:
     """The client tries three times, within the time of one answer."""
     replies: list[Any] = [of({}, 503), of({}, 429, "Retry-After: 1000000")]
     with serving(replies) as (server, url):
-        voice = ServerVoice(f"{url}/v1", chat_tokenizer(), timeout=10)
+        teacher = ServerTeacher(f"{url}/v1", chat_tokenizer(), timeout=10)
         send = server.replies[0]
 
         def recover(connection: Any) -> None:
             connection.sendall(send if server.asked[0] < 3 else of(completion()))
 
         server.replies[0] = recover
-        assert voice.say([prompt_of(0), prompt_of(1)], 0.0, MAX_NEW_TOKENS, "label") == [GOOD, None]
+        assert teacher.generate([prompt_of(0), prompt_of(1)], 0.0, MAX_NEW_TOKENS, "label") == [GOOD, None]
         assert server.asked[0] == 3
-    assert voice.lost == {"HTTP 429": 1}
+    assert teacher.lost == {"HTTP 429": 1}
 
 
 def test_a_notebook_runs_an_event_loop_already() -> None:
     async def cell() -> list[list[int] | None]:
         with serving([]) as (_, url):
-            return ServerVoice(f"{url}/v1", chat_tokenizer()).say([prompt_of(0)], 0.0, MAX_NEW_TOKENS, "label")
+            return ServerTeacher(f"{url}/v1", chat_tokenizer()).generate([prompt_of(0)], 0.0, MAX_NEW_TOKENS, "label")
 
     assert asyncio.run(cell()) == [GOOD]
 
@@ -154,10 +154,10 @@ def test_an_interrupt_does_not_wait_for_answers() -> None:
     begin = time.perf_counter()
     try:
         with serving([silent]) as (_, url):
-            voice = ServerVoice(f"{url}/v1", chat_tokenizer())
+            teacher = ServerTeacher(f"{url}/v1", chat_tokenizer())
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(KeyboardInterrupt):
-                voice.say([prompt_of(0)] * 3, 0.0, MAX_NEW_TOKENS, "label")
+                teacher.generate([prompt_of(0)] * 3, 0.0, MAX_NEW_TOKENS, "label")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.drafters import asking, calibration, hybrid
-from hf_specdec.drafters.asking import Asking
+from hf_specdec.control import head_schedule
+from hf_specdec.control.head_schedule import HeadSchedule
+from hf_specdec.drafters import calibration, hybrid
 from hf_specdec.drafters.calibration import Calibration
 from hf_specdec.drafters.candidates import (
     LEAST_GAIN,
@@ -20,13 +21,13 @@ from hf_specdec.drafters.candidates import (
     Candidates,
     DraftedCandidates,
     Merged,
-    Prospect,
+    StopRule,
     Width,
     best_width,
     merge,
     merge_children,
 )
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter
+from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 
@@ -232,7 +233,7 @@ def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
     """And equal up to there, whatever the costs."""
     costs = [1.0 + sum(steps[:width]) for width in range(len(steps) + 1)]
     grown = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9)
-    prospect = Prospect(costs, spent, trust)
+    prospect = StopRule(costs, spent, trust)
     stopped = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9, prospect=prospect)
     width, found = (best_width([tree], costs, spent, trust) for tree in (grown, stopped))
     assert found.rate == pytest.approx(width.rate)
@@ -241,18 +242,18 @@ def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
 
 def test_where_no_node_pays_only_the_root_is_heard() -> None:
     source = Counted({(1,): 0.5, (1, 2): 0.5, (1, 2, 3): 0.5})
-    tree = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=Prospect([1.0, 2.0, 3.0, 4.0], 0.0))
+    tree = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=StopRule([1.0, 2.0, 3.0, 4.0], 0.0))
     assert tree.tokens == [7]
     assert source.heard == [()]
     # a dear second node may be worth it for what comes after it
-    leap = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=Prospect([1.0, 1.6, 1.6, 1.6], 0.0))
+    leap = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=StopRule([1.0, 1.6, 1.6, 1.6], 0.0))
     assert leap.tokens == [7, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------- asking
 
 
-def steps(source: Asking, gains: Mapping[int, float], count: int, price: float = 0.1) -> Counter[int]:
+def steps(source: HeadSchedule, gains: Mapping[int, float], count: int, price: float = 0.1) -> Counter[int]:
     """For how many levels a head is asked that brings so many tokens at a price per level; 1.5 come without it."""
     asked: Counter[int] = Counter()
     for _ in range(count):
@@ -272,21 +273,21 @@ def steps(source: Asking, gains: Mapping[int, float], count: int, price: float =
 
 
 def test_a_source_is_asked_for_as_much_as_pays() -> None:
-    assert [option.num_steps for option in Asking(6).options] == [1, 2, 4, 6]
-    assert [option.num_steps for option in Asking(1).options] == [1]
-    assert [option.num_steps for option in Asking(6, stops_itself=True).options] == [6]
-    best = steps(Asking(4), {1: 0.4, 2: 0.9, 4: 1.0}, count=400)  # 1.9/1.1, 2.4/1.2, 2.5/1.4 against 1.5
+    assert [option.num_steps for option in HeadSchedule(6).options] == [1, 2, 4, 6]
+    assert [option.num_steps for option in HeadSchedule(1).options] == [1]
+    assert [option.num_steps for option in HeadSchedule(6, stops_itself=True).options] == [6]
+    best = steps(HeadSchedule(4), {1: 0.4, 2: 0.9, 4: 1.0}, count=400)  # 1.9/1.1, 2.4/1.2, 2.5/1.4 against 1.5
     assert best[2] > 370
-    never = Asking(4)
+    never = HeadSchedule(4)
     asked = steps(never, {1: 0.1, 2: 0.1, 4: 0.1}, count=2000)
-    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * asking.TRIAL_SHARE * 2000
+    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * head_schedule.TRIAL_SHARE * 2000
     # and it comes back when it pays again: after a rest, what was counted before it weighs less
     assert steps(never, {1: 3.0, 2: 3.0, 4: 3.0}, count=100)[0] < 50
 
 
 def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
     """The first times were somebody else's doing: after the longest rest it is tried, and is known to be quick."""
-    source = Asking(4, stops_itself=True)
+    source = HeadSchedule(4, stops_itself=True)
     (option,) = source.options
     for _ in range(3):
         option.learn(hybrid.Width(1, 1.5, 1.5, 1.0), hybrid.Width(8, 2.5, 2.5, 51.0), 1.0, 1)
@@ -299,7 +300,7 @@ def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
 
 
 def test_what_was_learned_with_one_row_is_expected_of_more() -> None:
-    alone, batch = Asking(4, stops_itself=True), Asking(4, stops_itself=True)
+    alone, batch = HeadSchedule(4, stops_itself=True), HeadSchedule(4, stops_itself=True)
     without = hybrid.Width(4, 1.5, 1.5, 1.0)
     for _ in range(50):
         alone.options[0].learn(without, hybrid.Width(8, 1.6, 1.6, 1.4), 0.1, 1)
@@ -317,33 +318,33 @@ def test_what_was_learned_is_recalled_by_all_who_share_it() -> None:
     recycling.table = RecycledTokens(5, 2, 3, torch.device("cpu"))
     hybrid = HybridDrafter({"token_recycling": recycling, "prompt_lookup": PromptLookupDrafter()})
     other = hybrid.with_parts(lambda part: part)
-    before, empty = hybrid.memory(), recycling.table.ids[0].clone()
+    before, empty = hybrid.state_dict(), recycling.table.ids[0].clone()
     hybrid.experience.count_step(1, 2.0, 2)
     recycling.table.ids[0][3] = 4
-    after, trust, learned = hybrid.memory(), hybrid.experience.trust(1), recycling.table.ids[0].clone()
-    hybrid.recall(before)
-    assert other.experience.trust(1) == Experience().trust(1) < trust
+    after, trust, learned = hybrid.state_dict(), hybrid.experience.trust(1), recycling.table.ids[0].clone()
+    hybrid.load_state_dict(before)
+    assert other.experience.trust(1) == LearnedStats().trust(1) < trust
     assert torch.equal(recycling.table.ids[0], empty)
-    hybrid.recall(after)
+    hybrid.load_state_dict(after)
     assert other.experience.trust(1) == trust
     assert torch.equal(recycling.table.ids[0], learned)
-    hybrid.recall(None)
-    assert other.experience.trust(1) == Experience().trust(1)
+    hybrid.load_state_dict(None)
+    assert other.experience.trust(1) == LearnedStats().trust(1)
     assert torch.equal(recycling.table.ids[0], empty)
 
 
 def test_after_a_long_rest_one_trial_says_more_than_many_old_ones() -> None:
     """What was learned before a rest is of another text: the first step after it counts for `STALE_WEIGHT`."""
     without, with_it = Width(1, 1.0, 1.0, 1.0), Width(8, 3.0, 3.0, 1.5)
-    known = Asking(1)
+    known = HeadSchedule(1)
     for _ in range(200):
         known.options[0].learn(without, with_it, 0.0, 1)
     for rested in (False, True):
-        asked = Asking(1)
+        asked = HeadSchedule(1)
         asked.inherit(known)
         option = asked.options[0]
         option.asked, option.trials, option.seconds, option.waited = 200, 0, 0.5, 500
         assert not rested or asked.choose(without, 1) is option
         option.learn(without, with_it, 1.0, 1)
         ((_, gain),) = option.gains.values()
-        assert gain == pytest.approx(asking.STALE_WEIGHT if rested else asking.SMOOTHING, abs=0.01)
+        assert gain == pytest.approx(head_schedule.STALE_WEIGHT if rested else head_schedule.SMOOTHING, abs=0.01)

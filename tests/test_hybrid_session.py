@@ -16,15 +16,15 @@ import zoo
 from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters import hybrid, queries
 from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.candidates import Candidates
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter, _HybridSession
+from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats, _HybridSession
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.queries import Source
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import TokenTree
 from models import prompts
 from test_hybrid import Table
 
@@ -66,7 +66,7 @@ class Head(DraftSession):
 
 def merging(roots: Sequence[int], **parts: DraftSession) -> _HybridSession:
     sources = [Source(name, part, Budget(32, 6, 4)) for name, part in parts.items()]
-    return _HybridSession(sources, Experience(), DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots)))
+    return _HybridSession(sources, LearnedStats(), DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots)))
 
 
 def emitted(*rows: tuple[int, ...]) -> Any:
@@ -299,7 +299,7 @@ def test_experience_and_costs_stay_with_the_model(llama: Any, caplog: pytest.Log
     another = copy.deepcopy(llama)
     assert another.__dict__["_speculation"].experience.calibration.table() == {}
     assert another.__dict__["_speculation"].costs == []
-    drafter = HybridDrafter({"ngram": PromptLookupDrafter()}, experience := Experience())
+    drafter = HybridDrafter({"ngram": PromptLookupDrafter()}, experience := LearnedStats())
     llama.add_drafter(drafter, "mine")  # one of the user's own has its own
     answers(llama, "mine")
     assert experience.calibration.table()

@@ -11,11 +11,11 @@ import torch
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance import Acceptance
-from hf_specdec.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.drafters.base import CandidateSession, DraftContext
-from hf_specdec.drafters.last_logits import LastLogitsDrafter, _LastLogitsSession
-from hf_specdec.tree import TokenTree
+from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter, _LastLogitsSession
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.trees.tree import TokenTree
 from models import prompts
 
 PROBS = torch.tensor([0.02, 0.5, 0.2, 0.08, 0.1, 0.04, 0.03, 0.015, 0.01, 0.005])

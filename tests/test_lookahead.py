@@ -11,15 +11,15 @@ from torch import Tensor
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance import Acceptance
-from hf_specdec.draft import Budget, Draft
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.drafters.base import DraftContext, DraftSession
-from hf_specdec.drafters.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
-from hf_specdec.step import Step
-from hf_specdec.target.masks import PromptPadding
-from hf_specdec.target.target import Verification
-from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import PrefixTree
+from hf_specdec.drafters.experimental.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import PrefixTree
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Verification
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
@@ -29,7 +29,7 @@ VOCAB_SIZE = 50
 class AnyTarget:
     """All that a session asks its target."""
 
-    branches = True
+    supports_trees = True
 
 
 def begin(drafter: LookaheadDrafter, ids: Tensor, roots: list[int], **fields: Any) -> DraftSession:

@@ -19,9 +19,9 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from hf_specdec.accept import AcceptanceRule, block, rejection
-from hf_specdec.transcript import Transcript
-from hf_specdec.tree import TokenTree
+from hf_specdec.acceptance.rules import AcceptanceRule, block, rejection
+from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.trees.tree import TokenTree
 
 VOCAB, ROWS, DRAWS = 4, 2_000, 40_000
 WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.8)])

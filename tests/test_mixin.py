@@ -42,8 +42,8 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.model import CACHE_FIELD
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.model import CACHE_FIELD
 from reference import OracleDrafter
 
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(5))

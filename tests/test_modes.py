@@ -26,7 +26,6 @@ from hf_specdec import (
     MedusaHeads,
     SpeculativeGenerationMixin,
 )
-from hf_specdec.target.features import LAST
 from hf_specdec.training import (
     Conversation,
     DistillConfig,
@@ -39,6 +38,7 @@ from hf_specdec.training import (
     train_medusa,
 )
 from hf_specdec.training.tree_search import count_right
+from hf_specdec.verification.features import LAST
 from models import prompts
 
 
@@ -161,10 +161,10 @@ def test_learned_tables_are_saved_and_taken_back_in_any_mode(plain: dict[int, to
     model = attached()
     with torch.inference_mode():
         generate(model, 1, speculative=AUTO)
-        state = model._speculation.memory()
-        model._speculation.recall(state)
+        state = model._speculation.state_dict()
+        model._speculation.load_state_dict(state)
     assert torch.equal(generate(model, 1, speculative=AUTO), plain[1])
-    model._speculation.recall(state)
+    model._speculation.load_state_dict(state)
     assert torch.equal(generate(model, 1, speculative=AUTO), plain[1])
 
 

@@ -32,13 +32,13 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.checkpoints.report import inspect_head
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.mtp import MtpDrafter, NativeMtpDrafter
 from hf_specdec.drafters.registry import methods
 from hf_specdec.generation import plan
 from hf_specdec.generation.state import state_of
-from hf_specdec.target.cache import TreeCache
 from hf_specdec.training import EagleTrainingConfig, capture_features, train_eagle
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.cache import TreeCache
 from reference import path_to_root
 from test_drafters import Wandering
 from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tree

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
 
 from hf_specdec import SpeculativeGenerationMixin, bench
-from hf_specdec.loading import encode
-from hf_specdec.target.model import CACHE_FIELD
+from hf_specdec.generation.loading import encode
+from hf_specdec.verification.model import CACHE_FIELD
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.target.recorders import CapturableOnly, CudaRecorder, NotCapturableError, groups_on_device
+from hf_specdec.verification.graph_backends import CapturableOnly, CudaGraphs, NotCapturableError, groups_on_device
 
 DEVICE = torch.device("cuda", 0)
 
@@ -57,8 +57,8 @@ class Allocator:
 
 
 @pytest.fixture
-def recorder_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaRecorder]:
-    def make(allocator: Allocator) -> CudaRecorder:
+def recorder_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaGraphs]:
+    def make(allocator: Allocator) -> CudaGraphs:
         stream = SimpleNamespace(wait_stream=lambda _other: None)
         main = SimpleNamespace(wait_stream=lambda _other: None)
         fakes: dict[str, Any] = {
@@ -71,9 +71,9 @@ def recorder_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaR
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
-        monkeypatch.setattr(CudaRecorder, "_failed", [])
-        monkeypatch.setattr(CudaRecorder, "_broken", set())
-        return CudaRecorder(DEVICE)
+        monkeypatch.setattr(CudaGraphs, "_failed", [])
+        monkeypatch.setattr(CudaGraphs, "_broken", set())
+        return CudaGraphs(DEVICE)
 
     return make
 
@@ -92,7 +92,7 @@ def failing(error: BaseException, after: int) -> Callable[[], None]:
 @pytest.mark.parametrize("ends_itself", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("unsupported"), torch.OutOfMemoryError("full"), KeyboardInterrupt()])
 def test_a_recording_that_fails_is_ended_and_the_next_one_works(
-    recorder_for: Callable[[Allocator], CudaRecorder], error: BaseException, ends_itself: bool
+    recorder_for: Callable[[Allocator], CudaGraphs], error: BaseException, ends_itself: bool
 ) -> None:
     allocator = Allocator(ends_itself=ends_itself)
     recorder = recorder_for(allocator)
@@ -104,7 +104,7 @@ def test_a_recording_that_fails_is_ended_and_the_next_one_works(
         recorder.record(lambda: None)()
 
 
-def test_a_failure_before_the_recording_leaves_everything(recorder_for: Callable[[Allocator], CudaRecorder]) -> None:
+def test_a_failure_before_the_recording_leaves_everything(recorder_for: Callable[[Allocator], CudaGraphs]) -> None:
     allocator = Allocator()
     recorder = recorder_for(allocator)
     with pytest.raises(ValueError, match="eager"):
@@ -112,7 +112,7 @@ def test_a_failure_before_the_recording_leaves_everything(recorder_for: Callable
     recorder.record(lambda: None)()
 
 
-def test_a_device_that_cannot_record_any_more_is_left_alone(recorder_for: Callable[[Allocator], CudaRecorder]) -> None:
+def test_a_device_that_cannot_record_any_more_is_left_alone(recorder_for: Callable[[Allocator], CudaGraphs]) -> None:
     allocator = Allocator(stays_broken=True)
     recorder = recorder_for(allocator)
     with pytest.raises(RuntimeError, match="first"):

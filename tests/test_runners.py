@@ -22,9 +22,9 @@ import zoo
 from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.generation import state
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.target import compiling, recorders, runners
-from hf_specdec.target.compiling import why_not
-from hf_specdec.target.runners import CompiledForward
+from hf_specdec.verification import compiling, graph_backends, runners
+from hf_specdec.verification.compiling import why_not
+from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from test_modes import MODES
 
@@ -211,7 +211,7 @@ def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: st
     model = copy.deepcopy(zoo.build("llama"))
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
-    with pytest.raises(runners.CannotRecordError, match=reason):
+    with pytest.raises(runners.CaptureError, match=reason):
         compiling.make_runner(model, facts, frozenset(), "compile")
 
 
@@ -294,14 +294,14 @@ def test_tables_that_a_forward_writes_to_are_no_weights() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.ones(3), persistent=False)
     module.register_buffer("scale", torch.ones(3))
-    before = runners.Weights.of(module)
+    before = runners.WeightsVersion.of(module)
     module.get_buffer("table").copy_(torch.zeros(3))
-    assert runners.Weights.of(module) == before
+    assert runners.WeightsVersion.of(module) == before
     module.get_buffer("scale").copy_(torch.zeros(3))
-    assert runners.Weights.of(module) != before
-    scaled = runners.Weights.of(module)
+    assert runners.WeightsVersion.of(module) != before
+    scaled = runners.WeightsVersion.of(module)
     module.register_buffer("table", torch.ones(3), persistent=False)
-    assert runners.Weights.of(module) != scaled
+    assert runners.WeightsVersion.of(module) != scaled
 
 
 class ReadsTwice(Eagle3Head):
@@ -316,7 +316,7 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
     model = speculative_model()
     head = ReadsTwice(model.drafters["eagle"].head.config).eval()
     head.load_state_dict(model.drafters["eagle"].head.state_dict())
-    with pytest.raises(runners.CannotRecordError, match="ReadsTwice reads in a way of its own"):
+    with pytest.raises(runners.CaptureError, match="ReadsTwice reads in a way of its own"):
         CompiledDraftLayer.of(head, None)
     drafter = model.add_drafter(drafters.EagleDrafter(head), "eagle")
     with caplog.at_level(logging.WARNING):
@@ -328,7 +328,7 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
 @pytest.mark.slow
 def test_a_program_of_an_accelerator_reads_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed for a CPU they are a second copy; elsewhere that would cost their memory once more."""
-    monkeypatch.setattr(runners, "CPU_OPTIONS", recorders.UNCAPTURED)
+    monkeypatch.setattr(runners, "CPU_OPTIONS", graph_backends.UNCAPTURED)
     layer, inputs = nn.Linear(5, 3, bias=False), torch.randn(2, 5)
     with torch.no_grad():
         run = runners.compile_operations(lambda given: [layer(given).relu()], inputs)

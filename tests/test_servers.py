@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_specdec import InvalidConfigError
-from hf_specdec.training import DistillConfig, ServerVoice, distill, invented_prompts
+from hf_specdec.training import DistillConfig, ServerTeacher, distill, invented_prompts
 from test_cli import run
 from test_distill import PROMPTS, rows_of
 from zoo import END, chat_tokenizer
@@ -127,9 +127,9 @@ def test_a_servers_answers_are_the_models(talker: Any, tmp_path: Path, tells_ids
     served.tells_ids, served.counts_end = tells_ids, counts_end or tells_ids
     distill(talker, tokenizer, PROMPTS, tmp_path / "here", CONFIG, progress=False)
     with serving(served) as url:
-        voice = ServerVoice(url, tokenizer, num_requests=3)
-        distill(voice, tokenizer, PROMPTS, tmp_path / "there", CONFIG, progress=False)
-    assert voice.num_lost == 0
+        teacher = ServerTeacher(url, tokenizer, num_requests=3)
+        distill(teacher, tokenizer, PROMPTS, tmp_path / "there", CONFIG, progress=False)
+    assert teacher.num_lost == 0
     expected = [{**row, "model": "tiny"} for row in rows_of(tmp_path / "here")]
     assert any(row["finish_reason"] == "stop" for row in expected)
     assert rows_of(tmp_path / "there") == expected
@@ -142,19 +142,19 @@ def test_turns_are_invented_and_an_interrupted_run_goes_on(talker: Any, tmp_path
     config = DistillConfig(max_new_tokens=60, num_turns=2, batch_size=2, batches_per_part=1, temperatures=(0.9, 0.0))
     given = [*PROMPTS, *invented_prompts(3)]
     with serving(served) as url:
-        voice = ServerVoice(url, tokenizer)
-        distill(voice, tokenizer, given, tmp_path / "out", config, progress=False)
+        teacher = ServerTeacher(url, tokenizer)
+        distill(teacher, tokenizer, given, tmp_path / "out", config, progress=False)
         rows = rows_of(tmp_path / "out")
         assert {len(row["messages"]) for row in rows} >= {2, 4}
         sampled = [request for request in served.requests if request["temperature"]]
         assert len({request["seed"] for request in sampled}) == len(sampled)
         assert not any(request["seed"] for request in served.requests if not request["temperature"])
-        unseeded = ServerVoice(url, tokenizer, seeded=False)
-        unseeded.say([[5, 6]], 0.9, 4, "label")
+        unseeded = ServerTeacher(url, tokenizer, seeded=False)
+        unseeded.generate([[5, 6]], 0.9, 4, "label")
         assert served.requests.pop()["seed"] is None
         (tmp_path / "out" / "data" / "part-00001.parquet").unlink()
         before = len(served.requests)
-        distill(voice, tokenizer, given, tmp_path / "out", config, progress=False)
+        distill(teacher, tokenizer, given, tmp_path / "out", config, progress=False)
         assert rows_of(tmp_path / "out") == rows
         assert 1 < len(served.requests) - before < before
 
@@ -165,10 +165,10 @@ def test_answers_whose_ids_are_not_known_are_given_up(
     served, tokenizer = Served(talker), chat_tokenizer()
     served.miscounts = 3
     with serving(served) as url, caplog.at_level(logging.WARNING, "hf_specdec"):
-        voice = ServerVoice(url, tokenizer, num_requests=1)
-        distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        teacher = ServerTeacher(url, tokenizer, num_requests=1)
+        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 3
-    assert voice.num_lost == 3
+    assert teacher.num_lost == 3
     assert "3 answers were given up" in caplog.text
 
 
@@ -176,7 +176,7 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
     """They are not asked for again, and the dataset can be read."""
     served, tokenizer = Served(talker), chat_tokenizer()
     with serving(served) as url:
-        voice = ServerVoice(url, tokenizer, num_requests=1)
+        teacher = ServerTeacher(url, tokenizer, num_requests=1)
         served.miscounts = 1
         lost: list[int] = []
 
@@ -185,11 +185,11 @@ def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
             return original(request)
 
         served.complete = complete  # type: ignore[method-assign]
-        distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
-        lost.append(voice.num_lost)
+        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        lost.append(teacher.num_lost)
         asked = len(served.requests)
-        distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
-    assert voice.num_lost == lost[0] == 4
+        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+    assert teacher.num_lost == lost[0] == 4
     assert asked == 1 + 4 + 1 + len(PROMPTS) - 4  # a part without one answer: does the server still answer?
     assert len(served.requests) == asked + 1
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
@@ -214,10 +214,10 @@ def test_malformed_answers_are_reported_by_reason(
 
     served.complete = complete  # type: ignore[method-assign]
     with serving(served) as url, caplog.at_level(logging.WARNING, "hf_specdec"):
-        voice = ServerVoice(url, tokenizer, num_requests=1)
-        distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        teacher = ServerTeacher(url, tokenizer, num_requests=1)
+        distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
     foreign = "`token_ids` are not ids of the tokenizer's vocabulary"
-    assert voice.lost == {foreign: 2, "HTTP 400": 1, "`choices` is not a list of one object": 1}
+    assert teacher.lost == {foreign: 2, "HTTP 400": 1, "`choices` is not a list of one object": 1}
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
     assert f"4 answers were given up: 2 x {foreign}; 1 x " in caplog.text
     assert caplog.text.count("the first for this reason") == 3
@@ -235,39 +235,39 @@ def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp
 
     served.complete = complete  # type: ignore[method-assign]
     with serving(served) as url:
-        voice = ServerVoice(url, tokenizer, num_requests=4)
+        teacher = ServerTeacher(url, tokenizer, num_requests=4)
         with pytest.raises(InvalidConfigError, match=r"503: loading.* It answered before.*start again") as refused:
-            distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+            distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
         assert url in str(refused.value)
         assert len(rows_of(tmp_path / "out")) == CONFIG.batch_size
         down[0] = 10**6
-        distill(ServerVoice(url, tokenizer), tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
-        distill(ServerVoice(url, tokenizer), tokenizer, PROMPTS, tmp_path / "whole", CONFIG, progress=False)
+        distill(ServerTeacher(url, tokenizer), tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        distill(ServerTeacher(url, tokenizer), tokenizer, PROMPTS, tmp_path / "whole", CONFIG, progress=False)
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
 
 
 def test_what_a_server_cannot_do_is_said_before_the_work(talker: Any, tmp_path: Path) -> None:
     served, tokenizer = Served(talker), chat_tokenizer()
     with serving(served) as url:
-        voice = ServerVoice(url, tokenizer, "tiny")
+        teacher = ServerTeacher(url, tokenizer, "tiny")
         served.adds = 1
         with pytest.raises(InvalidConfigError, match=r"reads 6 tokens where 5 were sent"):
-            distill(voice, tokenizer, PROMPTS, tmp_path / "out", CONFIG)
+            distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG)
         assert len(served.requests) == 1
         assert not (tmp_path / "out").exists()
         served.adds = 0
         unwritable = [3, 1, 4]  # the unknown token has no text of its own
         with pytest.raises(InvalidConfigError, match="cannot be known from its text"):
-            ServerVoice(url, Forgetful(tokenizer)).check(unwritable)
+            ServerTeacher(url, Forgetful(tokenizer)).check(unwritable)
         served.tells_ids = True
-        ServerVoice(url, Forgetful(tokenizer)).check(unwritable)
+        ServerTeacher(url, Forgetful(tokenizer)).check(unwritable)
         with pytest.raises(InvalidConfigError, match="has tiny, and there is no 'other'"):
-            ServerVoice(url, tokenizer, "other")
+            ServerTeacher(url, tokenizer, "other")
         served.names = ["tiny", "large"]
         with pytest.raises(InvalidConfigError, match="has tiny, large, and no model was named"):
-            ServerVoice(url, tokenizer)
+            ServerTeacher(url, tokenizer)
         with pytest.raises(InvalidConfigError, match="num_requests"):
-            ServerVoice(url, tokenizer, num_requests=0)
+            ServerTeacher(url, tokenizer, num_requests=0)
 
 
 class Forgetful:
@@ -310,12 +310,12 @@ def test_how_an_answer_ends(talker: Any) -> None:
             ({**ended, "finish_reason": "length"}, 3, None, None),
         ):
             made.update(choice=choice, counted=counted)
-            voice = ServerVoice(url, tokenizer, end_ids=end_ids)
-            (answer,) = voice.say([[5, 6]], 0.0, 4, "label")
+            teacher = ServerTeacher(url, tokenizer, end_ids=end_ids)
+            (answer,) = teacher.generate([[5, 6]], 0.0, 4, "label")
             assert answer == wanted, (choice, counted)
             if answer is not None:
-                assert voice.ended(answer) == (choice["finish_reason"] == "stop")
-        assert voice.name == "tiny"
+                assert teacher.ended(answer) == (choice["finish_reason"] == "stop")
+        assert teacher.name == "tiny"
         assert served.requests[-1]["model"] == "/home/somebody/models/tiny"
 
 
@@ -330,10 +330,10 @@ def test_a_prompt_that_a_server_refuses_is_given_up(talker: Any, tmp_path: Path)
 
     served.complete = complete  # type: ignore[method-assign]
     with serving(served) as url:
-        voice = ServerVoice(url, chat_tokenizer())
-        distill(voice, chat_tokenizer(), PROMPTS, tmp_path / "out", CONFIG, progress=False)
+        teacher = ServerTeacher(url, chat_tokenizer())
+        distill(teacher, chat_tokenizer(), PROMPTS, tmp_path / "out", CONFIG, progress=False)
     kept = rows_of(tmp_path / "out")
-    assert voice.num_lost == len(PROMPTS) - len(kept) > 0
+    assert teacher.num_lost == len(PROMPTS) - len(kept) > 0
     assert {len(row["messages"][0]["content"].split()) for row in kept} == {2, 3}
 
 

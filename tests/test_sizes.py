@@ -9,8 +9,8 @@ import torch
 
 import drafters
 import zoo
-from hf_specdec.drafters.early_exit import EarlyExitDrafter
-from hf_specdec.drafters.lookahead import LookaheadDrafter
+from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
+from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, SpeculativeDecodingError

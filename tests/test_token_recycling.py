@@ -14,7 +14,6 @@ from torch import Tensor
 
 import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.token_recycling import (
     RecycledCandidates,
@@ -22,7 +21,8 @@ from hf_specdec.drafters.token_recycling import (
     TokenRecyclingDrafter,
     _RecyclingSession,
 )
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import TokenTree
 from models import prompts
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 import drafters
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.tree import ROOT_PARENT
+from hf_specdec.trees.tree import ROOT_PARENT
 from models import prompts
 from zoo import build
 

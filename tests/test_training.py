@@ -21,7 +21,6 @@ from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, M
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.heads import attention
 from hf_specdec.heads.attention import AlignedAttention
-from hf_specdec.target.features import LAST
 from hf_specdec.training import (
     Conversation,
     EagleTrainingConfig,
@@ -47,6 +46,7 @@ from hf_specdec.training.measures import Counts, HeadLoss, Tally
 from hf_specdec.training.medusa import MedusaObjective, answers_ahead
 from hf_specdec.training.runs import last_checkpoint
 from hf_specdec.training.trainer import HeadTrainer
+from hf_specdec.verification.features import LAST
 
 TALKS = [
     Conversation.of([5, 6, 7], [8, 9]),

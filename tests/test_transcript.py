@@ -22,8 +22,8 @@ from transformers import (
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.row_ends import cut_rows
-from hf_specdec.transcript import Transcript, generator_of, of_row
+from hf_specdec.acceptance.row_ends import cut_rows
+from hf_specdec.acceptance.transcript import Transcript, generator_of, of_row
 from reference import OracleDrafter
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -122,7 +122,7 @@ def text_of(*prompts: list[int], rules: Any = (), processors: Any = (), **option
 
 
 def test_criteria_see_the_exact_text_however_long_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdec.transcript.RESERVED_TOKENS", 2)
+    monkeypatch.setattr("hf_specdec.acceptance.transcript.RESERVED_TOKENS", 2)
     seen = Seen()
     text = text_of([4, 3], [6, 5], rules=[seen])
     for token in range(10, 20):
@@ -222,7 +222,7 @@ def test_the_device_decides_where_nobody_on_the_host_looks(monkeypatch: pytest.M
     ):
         assert not text_of([4, 3], **options).decides_on(GPU)
     for generator, decides in ((None, False), (torch.Generator(), True)):
-        monkeypatch.setattr("hf_specdec.transcript.generator_of", lambda _device, found=generator: found)
+        monkeypatch.setattr("hf_specdec.acceptance.transcript.generator_of", lambda _device, found=generator: found)
         assert text_of([4, 3], do_sample=True).decides_on(GPU) is decides
         assert text_of([4, 3]).decides_on(GPU)
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.config import validate_choices
-from hf_specdec.draft import Budget
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.tree import TokenTree, chosen_path, stack_trees
-from hf_specdec.tree_growth import BLOCK, Level, PrefixTree, best_children, choice_parents, grow_dynamic, merge_chains
+from hf_specdec.trees.draft import Budget
+from hf_specdec.trees.growth import BLOCK, Level, PrefixTree, best_children, choice_parents, grow_dynamic
+from hf_specdec.trees.tree import TokenTree, chosen_path, stack_trees
 from reference import path_to_root
 
 
@@ -51,12 +51,6 @@ def test_docstring_examples() -> None:
     on_path = torch.tensor([[True, True, False, True]])
     assert chosen_path(tree, on_path).tolist() == [[0, 1, 3, -1]]
     assert choice_parents([(0,), (1,), (0, 0)]) == [-1, 0, 0, 1]
-    assert merge_chains(5, [[7, 8], [7, 9]], 10) == ([5, 7, 8, 9], [-1, 0, 1, 1])
-
-
-def test_merge_chains_keeps_the_budget_and_the_order() -> None:
-    assert merge_chains(5, [[1, 2, 3], [4]], 3) == ([5, 1, 2], [-1, 0, 1])
-    assert merge_chains(5, [], 3) == ([5], [-1])
 
 
 def test_paths_are_added_below_any_node() -> None:

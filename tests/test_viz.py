@@ -12,9 +12,9 @@ import pytest
 
 import drafters
 from hf_specdec import viz
-from hf_specdec.palette import INK, PALETTE
-from hf_specdec.stats import SpeculationStats
-from hf_specdec.trace import TracedRow, TracedStep
+from hf_specdec.reporting.palette import INK, PALETTE
+from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.reporting.trace import TracedRow, TracedStep
 from models import prompts
 
 matplotlib.use("Agg")

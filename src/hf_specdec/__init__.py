@@ -19,7 +19,7 @@ from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.heads.mtp import MtpConfig, MtpHead
-from hf_specdec.stats import SpeculationStats
+from hf_specdec.reporting.stats import SpeculationStats
 
 __all__ = [
     "AdaptiveConfig",

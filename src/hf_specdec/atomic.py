@@ -64,7 +64,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def beside(folder: Path) -> Iterator[Path]:
+def staging_directory(folder: Path) -> Iterator[Path]:
     """A new directory on the same disk as `folder`, gone afterwards with whatever is left in it.
 
     What processes that live no more have left there is cleared.
@@ -140,7 +140,7 @@ def is_broken_off(folder: Path, first: str) -> bool:
 
 
 @contextmanager
-def alone(folder: Path, work: str) -> Iterator[None]:
+def directory_lock(folder: Path, work: str) -> Iterator[None]:
     """Hold a directory while a long work goes on in it; the operating system lets go of it for a process that dies.
 
     Args:

@@ -2,7 +2,7 @@
 
 A transfer to the host makes it wait until everything queued before it has run, so a step makes one, of everything
 that the host has to know: the kept path and the emitted tokens. A transfer to the device does not wait, from pinned
-memory. Called by: `accept.py`, and by what makes trees on the host.
+memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Text files of strangers, read without trusting them: JSON objects, and records line by line.
 
-Nothing here waits for a pipe, reads from a device, or holds more than one line at a time. Called by: whatever
-reads training data, prompts, recipes, the state of interrupted runs, and the configurations of heads.
+Nothing here waits for a pipe, reads from a device, or holds more than one line at a time.
 """
 
 from __future__ import annotations

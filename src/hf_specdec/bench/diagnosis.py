@@ -1,7 +1,4 @@
-"""What a model and this device are to speculation: trees or chains, what a forward costs, which method pays.
-
-Called by: `cli/machine.py`.
-"""
+"""What a model and this device are to speculation: trees or chains, what a forward costs, which method pays."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 class Diagnosis:
     """What was found; plain values."""
 
-    branches: bool  # whether the model verifies trees; else chains
+    supports_trees: bool  # whether the model verifies trees; else chains
     chain_only_reason: str  # why it does; empty for trees
-    packs: bool  # whether its layers attend to trees without copies
+    uses_packed_attention: bool  # whether its layers attend to trees without copies
     forward_seconds: Mapping[int, float]  # by number of tokens, one row
     speed_up: Mapping[str, float]  # by method, means over the questions, plain is 1
     worst: Mapping[str, float]  # the slowest question
@@ -68,7 +65,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
     return Diagnosis(
-        facts.branches, facts.chain_only_reason, facts.packs, seconds,
+        facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, seconds,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
         worst={method: row["speed_up_worst"] for method, row in overall.items()},
         tau={method: row["tau"] for method, row in overall.items()},

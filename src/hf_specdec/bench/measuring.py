@@ -1,7 +1,4 @@
-"""Methods against plain `generate()`: interleaved per prompt in one process, medians, one token counter.
-
-Called by: `cli/bench.py` and the scripts in `benchmarks/`. Feeds: `bench/report.py`.
-"""
+"""Methods against plain `generate()`: interleaved per prompt in one process, medians, one token counter."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 from hf_specdec.bench.methods import COMPILED, FIRST_TRIES, PEERS, call_options, check_compiled, compiled_graphs
 from hf_specdec.bench.questions import Question
+from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
-from hf_specdec.loading import encode_chat
 
 WARM_UP_TOKENS = 8
 SPARE_SLOTS = 64
@@ -130,7 +127,7 @@ def measure(
     if COMPILED in order:
         longest = max(_prompt_length(tokenizer, question, max_new_tokens) for question in asked)
     caller = _Caller(model, tokenizer, max_new_tokens, idle)
-    known = state_of(model).memory()
+    known = state_of(model).state_dict()
     for method in order:
         setting = given.get(method)
         if isinstance(setting, External):
@@ -140,11 +137,11 @@ def measure(
     try:
         for method in order:
             caller.warm_up(method, asked[0])
-        caller.memories = dict.fromkeys(order, known)
+        caller.states = dict.fromkeys(order, known)
         for question in asked:
             yield from _measure_question(caller, question, order, rounds)
     finally:
-        state_of(model).recall(known)
+        state_of(model).load_state_dict(known)
 
 
 def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> int:
@@ -191,7 +188,7 @@ class _Caller:
         self.options: dict[str, dict[str, Any]] = {}
         self.externals: dict[str, External] = {}
         self.warm_up_seconds: dict[str, float] = {}
-        self.memories: dict[str, Any] = {}  # what drafters have learned in each method's own calls
+        self.states: dict[str, Any] = {}  # what drafters have learned in each method's own calls
 
     def encode(self, texts: Sequence[str]) -> Any:
         """A conversation as inputs of `generate()`."""
@@ -207,9 +204,9 @@ class _Caller:
         if method in PEERS or method in self.externals:
             return self.answer(inputs, method)
         state = state_of(self.model)
-        state.recall(self.memories[method])
+        state.load_state_dict(self.states[method])
         answer = self.answer(inputs, method)
-        self.memories[method] = state.memory()
+        self.states[method] = state.state_dict()
         return answer
 
     def warm_up(self, method: str, question: Question) -> None:
@@ -290,9 +287,9 @@ class _Round:
 def _measure_question(caller: _Caller, question: Question, order: Sequence[str], rounds: int) -> Iterator[Measurement]:
     """All methods in turn, turn by turn, round by round; no round knows the answers of the one before."""
     seen: dict[str, list[_Round]] = {method: [_Round() for _ in range(rounds)] for method in order}
-    before = dict(caller.memories)
+    before = dict(caller.states)
     for number in range(rounds):
-        caller.memories = dict(before)
+        caller.states = dict(before)
         for turn in question.turns:
             for method in order:
                 _take_turn(caller, seen[method][number], turn, method)

@@ -1,6 +1,6 @@
 """The methods that are transformers' own, which ours are measured against, and how each is asked for.
 
-Called by: `bench/measuring.py`. Knows no drafter: every other name is a value of `speculative=`.
+Knows no drafter: every other name is a value of `speculative=`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is told of the measurements: a row per category and method, warnings, and a picture.
-
-Called by: `cli/bench.py` and the scripts in `benchmarks/`.
-"""
+"""What is told of the measurements: a row per category and method, warnings, and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 from hf_specdec.atomic import whole_file
 from hf_specdec.bench.machine import DISTURBING_SHARE
 from hf_specdec.bench.measuring import Measurement
-from hf_specdec.palette import INK, look
+from hf_specdec.reporting.palette import INK, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 """The percentiles that are told."""
@@ -113,7 +110,7 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
     methods = [method for method in dict.fromkeys(row["method"] for row in summary) if method != "plain"]
     cells = {(row["category"], row["method"]): row for row in summary}
     width = 0.8 / max(len(methods), 1)
-    with look():
+    with plot_style():
         figure = Figure(figsize=(max(6.0, 1.5 + 0.35 * len(categories) * (len(methods) + 1)), 4.0))
         axes = figure.subplots()
         for number, method in enumerate(methods):

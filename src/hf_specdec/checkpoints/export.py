@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hf_specdec.atomic import beside
+from hf_specdec.atomic import staging_directory
 from hf_specdec.checkpoints.engines import FORMATS
 from hf_specdec.checkpoints.files import listed
 from hf_specdec.checkpoints.formats import Head
@@ -46,7 +46,7 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
     folder = Path(path)
     _check_format(head, format)
     _check_place(head, folder, replace)
-    with beside(folder) as made:
+    with staging_directory(folder) as made:
         _write(head, made / "new", format)
         if replace and folder.exists():
             folder.rename(made / "old")

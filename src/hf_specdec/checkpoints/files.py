@@ -1,7 +1,6 @@
 """A checkpoint's files, read without trusting them: configurations, safetensors, and torch's files as data.
 
 Nothing here runs code of a checkpoint, waits for a pipe, or allocates more than the files hold.
-Feeds: `checkpoints/layouts.py` tells what was found, `checkpoints/formats.py` makes a head of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Sizes are taken from tensors, which cannot lie; a configuration says the rest. A head is laid out without memory
 first and compared with the file, so that what a configuration claims is never allocated.
-Called by: `checkpoints/hub.py`. Feeds: whoever loads the head.
 """
 
 from __future__ import annotations

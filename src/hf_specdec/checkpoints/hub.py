@@ -22,7 +22,7 @@ from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.records import Fields
-from hf_specdec.target.memory import persistent_tensors
+from hf_specdec.verification.memory import persistent_tensors
 
 CONFIG_NAME = "config.json"
 INDEX_SUFFIX = ".index.json"

@@ -3,7 +3,7 @@
 The instructions of the pickle are walked by a small machine that knows dictionaries with text keys, lists, numbers
 and what torch writes for a tensor; anything else is refused by name. Storages are read from where the archive says
 they lie, through the one descriptor that everything else was read through. Both of torch's formats, the archive and
-the one before it. Called by: `checkpoints/files.py`.
+the one before it.
 """
 
 from __future__ import annotations

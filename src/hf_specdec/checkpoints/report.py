@@ -9,7 +9,7 @@ from typing import Any
 from hf_specdec.checkpoints.formats import read_head
 from hf_specdec.checkpoints.hub import open_checkpoint
 from hf_specdec.checkpoints.layouts import LAYOUTS
-from hf_specdec.target.features import LAST
+from hf_specdec.verification.features import LAST
 
 
 @dataclass(frozen=True, slots=True)

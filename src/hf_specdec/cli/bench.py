@@ -20,8 +20,8 @@ from hf_specdec.cli.generation import ASSISTANT_METHOD, dtype_of, head_for
 from hf_specdec.cli.options import Head, Model, NewTokens, Precision, need_package, writable_file
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.loading import load_model, load_target, load_tokenizer
-from hf_specdec.stats import shown_tau
+from hf_specdec.generation.loading import load_model, load_target, load_tokenizer
+from hf_specdec.reporting.stats import shown_tau
 
 METHODS_HELP = (
     "Comma-separated; plain is always measured. What `speculative=` takes, compiled as NAME+compile, and of "

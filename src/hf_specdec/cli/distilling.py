@@ -9,7 +9,7 @@ import typer
 from hf_specdec.cli.options import Json, Model, Precision, Seed, finite, need_package, writable_directory
 from hf_specdec.cli.runs import Output, target_of, tell, training_package
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.loading import end_tokens, load_tokenizer
+from hf_specdec.generation.loading import end_tokens, load_tokenizer
 
 
 def distill(
@@ -56,7 +56,7 @@ def distill(
         target, tokenizer = target_of(model, dtype)
     else:
         tokenizer = load_tokenizer(model)
-        target = training.ServerVoice(
+        target = training.ServerTeacher(
             server, tokenizer, server_model, num_requests=batch_size, seeded=not unseeded, end_ids=end_tokens(model)
         )
     training.distill(target, tokenizer, [*asked, *training.invented_prompts(invent)], output, config)

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from transformers import TextStreamer
 
-from hf_specdec import demo as demonstration
 from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.cli import demo as demonstration
 from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite
 from hf_specdec.drafters.registry import method_named
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.generation.loading import default_head, encode, encode_chat, load_model
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.loading import default_head, encode, encode_chat, load_model
 from hf_specdec.viz.text import colored_text
 
 ASSISTANT_METHOD = "draft_model"

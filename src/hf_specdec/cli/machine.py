@@ -19,8 +19,8 @@ from hf_specdec.bench.machine import versions
 from hf_specdec.cli.generation import dtype_of, head_for
 from hf_specdec.cli.options import Head, Json, NewTokens, Precision
 from hf_specdec.drafters.registry import methods as known_methods
-from hf_specdec.loading import PACKAGE, load_model
-from hf_specdec.target.recorders import RECORDERS
+from hf_specdec.generation.loading import PACKAGE, load_model
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
             "openai")  # fmt: skip
@@ -35,7 +35,9 @@ def env(as_json: Json = False) -> None:
         **{name: _version(name) for name in PACKAGES},
         "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
         'compile="compile"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) is found",
-        'compile="cuda_graph"': "yes" if device is not None and device.type in RECORDERS else "not on this device",
+        'compile="cuda_graph"': "yes"
+        if device is not None and device.type in GRAPH_BACKENDS
+        else "not on this device",
         "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
         "methods": ", ".join(known_methods()),
     }
@@ -75,7 +77,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
         return
-    what = "trees" if found.branches else f"chains only, because {found.chain_only_reason}"
+    what = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
     typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {what}")
     costs, one = Table("tokens in a forward", "milliseconds", "of one token's"), found.forward_seconds[1]
     for width, seconds in found.forward_seconds.items():

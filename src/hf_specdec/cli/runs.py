@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.loading import load_target, load_tokenizer
+from hf_specdec.generation.loading import load_target, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

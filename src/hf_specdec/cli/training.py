@@ -39,12 +39,12 @@ from hf_specdec.cli.runs import (
     wait_for_all,
 )
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
+from hf_specdec.generation.loading import load_config
 from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specdec.loading import load_config
-from hf_specdec.target.features import LAST
+from hf_specdec.verification.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

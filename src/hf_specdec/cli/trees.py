@@ -14,7 +14,7 @@ from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.options import Json, Model, Precision, need_package, writable_directory, writable_file
 from hf_specdec.cli.runs import Data, conversations_of, target_of, tell, training_package
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.loading import load_config
+from hf_specdec.generation.loading import load_config
 
 
 def tree(

@@ -1,11 +1,11 @@
-"""How much the next step may draft. Called by: `decode.py`, which tells it of every step."""
+"""How much the next step may draft."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hf_specdec.draft import Budget
-from hf_specdec.step import Step, StepSeconds
+from hf_specdec.trees.draft import Budget
+from hf_specdec.verification.step import Step, StepSeconds
 
 
 class Controller(Protocol):

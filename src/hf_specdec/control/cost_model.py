@@ -1,7 +1,7 @@
 """The cost model: a step is as wide as pays by expected tokens per second, and plain where nothing pays.
 
 It tells what a step costs (`Budget.costs`); how likely the nodes are, the drafter knows, and it drafts as many as pay.
-The same objective as TurboSpec's goodput (https://arxiv.org/abs/2406.14066), node by node. Called by: `decode.py`.
+The same objective as TurboSpec's goodput (https://arxiv.org/abs/2406.14066), node by node.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.draft import Budget
-from hf_specdec.step import Step, StepSeconds
+from hf_specdec.trees.draft import Budget
+from hf_specdec.verification.step import Step, StepSeconds
 
 
 class CostModelController:

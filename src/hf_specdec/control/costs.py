@@ -1,7 +1,4 @@
-"""What a step costs on this machine, measured: a verify forward by the size of its tree, a forward of a head.
-
-Called by: `training/tree_search.py`, `generation/plan.py`. Feeds: `control/cost_model.py`.
-"""
+"""What a step costs on this machine, measured: a verify forward by the size of its tree, a forward of a head."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.target.memory import RESERVED_SLOTS
-from hf_specdec.target.model import cache_argument, execution_device, lm_head_rows, text_config
-from hf_specdec.target.probe import TargetFacts, inspect_target
-from hf_specdec.target.runners import Runner
-from hf_specdec.tree import TokenTree
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.memory import RESERVED_SLOTS
+from hf_specdec.verification.model import cache_argument, execution_device, lm_head_rows, text_config
+from hf_specdec.verification.probe import TargetFacts, inspect_target
+from hf_specdec.verification.runners import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +77,7 @@ def verify_seconds(
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
-    trees = {size: _tree(ids[:, context : context + size], branches=facts.branches) for size in sizes}
+    trees = {size: _tree(ids[:, context : context + size], branches=facts.supports_trees) for size in sizes}
 
     def forward(size: int) -> None:
         target.verify(trees[size])

@@ -2,7 +2,7 @@
 
 Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`,
 https://github.com/sgl-project/sglang). A moving average of accepted drafts per step picks among a few depths, after a
-warm-up, every few steps, with a margin on either side so that it does not swing. Called by: `decode.py`.
+warm-up, every few steps, with a margin on either side so that it does not swing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 from hf_specdec.config import AdaptiveConfig
-from hf_specdec.draft import Budget
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.step import Step, StepSeconds
+from hf_specdec.trees.draft import Budget
+from hf_specdec.verification.step import Step, StepSeconds
 
 MARGIN = 0.5
 """A tier is left downwards where the average falls this far below the depth of the tier under it, and upwards where it

@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.features import Features
-from hf_specdec.target.masks import PromptPadding
-from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.runners import Form
-from hf_specdec.target.target import Target
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.features import Features
+from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class DraftSession(ABC):
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
-        Called only on devices that decide steps themselves, see `pipelining.py`. `observe` is called with the step
-        afterwards, and then `propose`, which may be given another budget, or not be called at all.
+        Called only on devices that decide steps themselves, see `acceptance/pipelining.py`. `observe` is called with
+        the step afterwards, and then `propose`, which may be given another budget, or not be called at all.
 
         Args:
             step: What was verified and what is kept of it.
@@ -129,7 +129,7 @@ class Drafter(ABC):
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session for one generation."""
 
-    def compiled(self, model: PreTrainedModel, form: Form) -> Drafter:
+    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> Drafter:
         """The same drafter with its forwards in another form; itself where it has none.
 
         Args:
@@ -137,15 +137,15 @@ class Drafter(ABC):
             form: Programs or graphs.
 
         Raises:
-            CannotRecordError: They cannot take it.
+            CaptureError: They cannot take it.
         """
         return self
 
-    def memory(self) -> Any:
+    def state_dict(self) -> Any:
         """A copy of what it has learned in its calls, for `recall`; None where it learns nothing."""
         return None
 
-    def recall(self, memory: Any) -> None:  # noqa: B027  (most learn nothing)
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027  (most learn nothing)
         """Know what it knew when a copy was made, and nothing else.
 
         Args:

@@ -2,7 +2,7 @@
 
 A source tells, node by node, what may follow. Equal tokens under one node are one node with the larger probability;
 the tree takes the nodes of the largest path probability, which is the best tree of its size: a node is never likelier
-than its parent, so parents come first. Called by: `drafters/hybrid.py` and the sources.
+than its parent, so parents come first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, NamedTuple
 
-from hf_specdec.tree import ROOT_PARENT
+from hf_specdec.trees.tree import ROOT_PARENT
 
 LEAST_PROBABILITY = 0.01
 """Of a node that is worth a thought."""
@@ -53,7 +53,7 @@ class Candidates(ABC):
         """The place after a token; None where the source knows nothing of what comes then."""
 
 
-class Remembered(Candidates):
+class CachedCandidates(Candidates):
     """A source that is asked once about every place: trees are merged several times in a step.
 
     Args:
@@ -181,7 +181,7 @@ class Merged:
     sources: list[int] = field(default_factory=list)  # who was surest of each node; 0 of the root
 
 
-class Prospect:
+class StopRule:
     """Whether a row's tree may still get faster by further nodes, while it grows: hearing sources takes time, too.
 
     The tree's nodes come by falling probability. So if it would not be faster though all that are to come were as
@@ -216,7 +216,7 @@ class Prospect:
 
 def merge(
     root: int, sources: Sequence[Candidates], probability: Probability, *, num_nodes: int, num_steps: int, top_k: int,
-    prospect: Prospect | None = None,
+    prospect: StopRule | None = None,
 ) -> Merged:  # fmt: skip
     """The likeliest tree that the sources' edges make.
 

@@ -1,7 +1,4 @@
-"""Recycled tokens as a device graph: learning from a step, and drafting the next tree, in one launch.
-
-Called by: `drafters/token_recycling.py`.
-"""
+"""Recycled tokens as a device graph: learning from a step, and drafting the next tree, in one launch."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
-from hf_specdec.step import UnreadStep
-from hf_specdec.target.graphs import WIDTHS, Recordings, Shape, width_for
-from hf_specdec.target.memory import persistent_tensors
-from hf_specdec.target.recorders import Recorder
-from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.graph_backends import GraphBackend
+from hf_specdec.verification.graphs import WIDTHS, Captures, Shape, width_for
+from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.step import UnreadStep
 
 
 class CapturedRecycling:
@@ -26,11 +23,11 @@ class CapturedRecycling:
     Threads take turns: their steps go through the same buffers.
 
     Args:
-        recorder: Of the table's device.
+        backend: Of the table's device.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recordings, self._turn = Recordings(recorder, "Token recycling"), threading.Lock()
+    def __init__(self, backend: GraphBackend) -> None:
+        self._captures, self._turn = Captures(backend, "Token recycling"), threading.Lock()
 
     def advance(
         self, table: RecycledTokens, step: UnreadStep, previous: Tensor, budget: Budget
@@ -53,10 +50,10 @@ class CapturedRecycling:
         log_probs, ids = table.candidates(step.verification.logits)
         with self._turn:
             key = rows, budget.num_nodes, width, length, budget.num_steps, budget.top_k
-            shape = self._recordings.shape(key, id(table), lambda: _Recycling(table, budget, rows, width, length))
+            shape = self._captures.shape(key, id(table), lambda: _Recycling(table, budget, rows, width, length))
             assert isinstance(shape, _Recycling)
             shape.fill(step, log_probs, ids, previous)
-            integers, edges = (output.clone() for output in self._recordings.run(shape))
+            integers, edges = (output.clone() for output in self._captures.run(shape))
         size = (integers.shape[1] - 1) // 2
         tree = TokenTree(integers[:, :size], integers[:, size:-1], max_depth=budget.num_steps)
         return Draft(tree, edges), integers[:, -1]

@@ -1,6 +1,6 @@
 """What a draft layer is to its drafter, and the text that it has yet to read.
 
-EAGLE heads and MTP modules are draft layers. Called by: `drafters/eagle.py`, `drafters/mtp.py`.
+EAGLE heads and MTP modules are draft layers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
 chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for how trees grow. The assistant is run as a `Target` of its own:
-masks, windows, padding, ragged rows and recurrent states are those of `target/`. Emitted tokens are committed to its
-cache with the next draft, what it drafts is verified there level by level and forgotten.
+masks, windows, padding, ragged rows and recurrent states are those of `verification/`. Emitted tokens are committed to
+its cache with the next draft, what it drafts is verified there level by level and forgotten.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance import Acceptance
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
-from hf_specdec.step import Step
-from hf_specdec.target.fingerprint import Fingerprint
-from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.probe import TargetFacts, drops_cache, first_inputs, inspect_target
-from hf_specdec.target.target import Target
-from hf_specdec.tree import ROOT_PARENT, TokenTree
-from hf_specdec.tree_growth import Level, grow_dynamic, growable
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.trees.growth import Level, grow_dynamic, growable
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.fingerprint import Fingerprint
+from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.probe import TargetFacts, drops_cache, first_inputs, inspect_target
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
 
 RESERVED_SLOTS = 512
 """Of the assistant's cache, behind the text."""
@@ -131,7 +131,7 @@ class DraftModelDrafter(Drafter):
             num_steps = config.num_steps or (num_nodes - 1 if num_nodes else DEFAULT_NUM_STEPS)
             return _trimmed(Budget(num_nodes or num_steps + 1, num_steps, 1))
         tree = Budget(num_nodes or DEFAULT_NUM_NODES, config.num_steps or DEFAULT_NUM_STEPS, top_k)
-        return _trimmed(tree if self.facts.branches else tree.chain)
+        return _trimmed(tree if self.facts.supports_trees else tree.chain)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """A session that has yet to read the prompt; its first `propose` does.
@@ -253,7 +253,7 @@ class _DraftModelSession(DraftSession):
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
         self._sample, self._roots = drafter.sample, context.roots
         # a chain's cache takes rows of one length only
-        together = facts.branches or target.lockstep
+        together = facts.supports_trees or target.lockstep
         self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
         ids, padding = context.input_ids, context.padding
         mask = torch.ones_like(ids) if padding is None else padding.valid.to(ids)

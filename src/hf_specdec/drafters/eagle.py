@@ -13,7 +13,6 @@ import copy
 from transformers import PreTrainedModel
 
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
-from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.layer_session import EagleSession, EagleTreeShape
@@ -21,14 +20,15 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, Unsuppor
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.target.model import lm_head_rows
-from hf_specdec.target.recorders import RECORDERS
-from hf_specdec.target.runners import Form
-from hf_specdec.target.target import Target
-from hf_specdec.tree_growth import (
+from hf_specdec.trees.draft import Budget
+from hf_specdec.trees.growth import (
     growable,
     limits_of,
 )
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -129,14 +129,14 @@ class EagleDrafter(LayerDrafter):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
-    def compiled(self, model: PreTrainedModel, form: Form) -> EagleDrafter:
+    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> EagleDrafter:
         """See `Drafter`."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
         layer = CompiledDraftLayer.of(self.head, lm_head) if form == "compile" else self.head
         other.program = layer
-        if device.type in RECORDERS:
-            other.program = GraphDraftLayer(layer, lm_head, RECORDERS[device.type](device))
+        if device.type in GRAPH_BACKENDS:
+            other.program = GraphDraftLayer(layer, lm_head, GRAPH_BACKENDS[device.type](device))
         return other
 
     def bind(self, model: PreTrainedModel) -> None:

@@ -2,7 +2,6 @@
 
 A wrong guess never changes an answer, a malformed draft could. Shapes, types and devices are checked in every step.
 Values are checked in every step on a CPU; on an accelerator, where that is a read of the device, in the first steps.
-Called by: `decode.py`, `hybrid.py`, `generation/`. Feeds: the same sessions, behind a check.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError, SpeculativeDecodingError
 from hf_specdec.host_sync import read
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.model import num_embedded_tokens
-from hf_specdec.target.target import Target
-from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.model import num_embedded_tokens
+from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.target import Target
 
 Result = TypeVar("Result")
 

@@ -20,15 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters.asking import SMOOTHING, Asking, Worth
+from hf_specdec.control.head_schedule import SMOOTHING, HeadSchedule, QueryStats
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.calibration import Calibration
 from hf_specdec.drafters.candidates import (
+    CachedCandidates,
     Candidates,
     Merged,
-    Prospect,
-    Remembered,
+    StopRule,
     Width,
     best_width,
     merge,
@@ -37,9 +36,10 @@ from hf_specdec.drafters.foreign import limits_of, start_session
 from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.target import Target
-from hf_specdec.tree import stack_trees
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import stack_trees
+from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.target import Target
 
 MAX_NODES = 64
 """Of the merged tree, root included, where the config names no other number."""
@@ -58,7 +58,7 @@ FIRST_DRAFTS = (10.0, 5.0)
 """Expected and accepted drafts with which a model begins: what no text has shown yet is half believed."""
 
 
-class Experience:
+class LearnedStats:
     """What merged drafting has learned with a model: kept across calls, the answers do not depend on it.
 
     Attributes:
@@ -68,16 +68,16 @@ class Experience:
 
     def __init__(self) -> None:
         self.calibration = Calibration()
-        self.asking: dict[tuple[str, int], Asking] = {}
+        self.asking: dict[tuple[str, int], HeadSchedule] = {}
         self._came: dict[int, tuple[float, float]] = {}  # expected and accepted drafts, by the number of rows
 
-    def memory(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """A copy of all of it."""
         return copy.deepcopy(vars(self))
 
-    def recall(self, memory: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Know what a copy tells, for whoever shares this object; None is nothing."""
-        vars(self).update(copy.deepcopy(memory) if memory is not None else vars(Experience()))
+        vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def trust(self, rows: int) -> float:
         """Of the tokens that trees of so many rows were expected to bring, the share that came."""
@@ -103,10 +103,10 @@ class HybridDrafter(Drafter):
 
     method = "hybrid"
 
-    def __init__(self, parts: Mapping[str, Drafter], experience: Experience | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Drafter], experience: LearnedStats | None = None) -> None:
         if not parts:
             raise InvalidConfigError("A hybrid drafter needs at least one part, got none.", "Name some in `methods`.")
-        self._parts, self.experience = dict(parts), experience or Experience()
+        self._parts, self.experience = dict(parts), experience or LearnedStats()
 
     def __repr__(self) -> str:
         return f"HybridDrafter({', '.join(self._parts)})"
@@ -116,16 +116,16 @@ class HybridDrafter(Drafter):
         """The drafters that are merged."""
         return tuple(self._parts.values())
 
-    def memory(self) -> Any:
-        """See `Drafter.memory`."""
-        return self.experience.memory(), {name: part.memory() for name, part in self._parts.items()}
+    def state_dict(self) -> Any:
+        """See `Drafter.state_dict`."""
+        return self.experience.state_dict(), {name: part.state_dict() for name, part in self._parts.items()}
 
-    def recall(self, memory: Any) -> None:
-        """See `Drafter.recall`."""
-        experience, learned = memory or (None, dict.fromkeys(self._parts))
-        self.experience.recall(experience)
+    def load_state_dict(self, state: Any) -> None:
+        """See `Drafter.load_state_dict`."""
+        experience, learned = state or (None, dict.fromkeys(self._parts))
+        self.experience.load_state_dict(experience)
         for name, part in self._parts.items():
-            part.recall(learned[name])
+            part.load_state_dict(learned[name])
 
     def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
         """The same drafter, its experience shared, with other forms of its parts."""
@@ -176,7 +176,7 @@ def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
 
 
 class _HybridSession(DraftSession):
-    def __init__(self, sources: Sequence[Source], experience: Experience, context: DraftContext) -> None:
+    def __init__(self, sources: Sequence[Source], experience: LearnedStats, context: DraftContext) -> None:
         self._sources, self._experience = sources, experience
         self._roots = context.roots
         self._going = list(range(len(context.roots)))  # rows that have not ended
@@ -188,7 +188,9 @@ class _HybridSession(DraftSession):
         self._launches = context.launches
         self._without: Width | None = None  # what this step expects without heads
         self._queries = Queries(context.roots.device)
-        self._asked: list[tuple[Worth, Width, Width]] = []  # whose worth this step will show: without it, and with it
+        self._asked: list[
+            tuple[QueryStats, Width, Width]
+        ] = []  # whose worth this step will show: without it, and with it
         self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
         self._expected_drafts, self._accepted_drafts = 0.0, 0
 
@@ -231,7 +233,7 @@ class _HybridSession(DraftSession):
         """The merged tree of every row that goes on; of a single one no further than can pay."""
         prospect = None
         if budget.costs is not None and len(self._going) == 1:
-            prospect = Prospect(budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
+            prospect = StopRule(budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
         return [
             merge(
                 self._tokens[row], self._candidates(row), self._experience.calibration.probability,
@@ -243,7 +245,7 @@ class _HybridSession(DraftSession):
     def _candidates(self, row: int) -> list[Candidates]:
         for source in self._sources:
             if isinstance(source.session, CandidateSession) and source.name not in self._heard:
-                self._heard[source.name] = list(map(Remembered, source.session.candidates))
+                self._heard[source.name] = list(map(CachedCandidates, source.session.candidates))
         return [heard[row] for heard in self._heard.values()]
 
     def _width(self, trees: Sequence[Merged], budget: Budget, spent: float) -> Width:
@@ -255,12 +257,12 @@ class _HybridSession(DraftSession):
     def _cost(budget: Budget, width: Width) -> float:
         return 0.0 if budget.costs is None else budget.costs[width.num_nodes - 1]
 
-    def _asking(self, source: Source, budget: Budget) -> Asking:
+    def _asking(self, source: Source, budget: Budget) -> HeadSchedule:
         """What is known about asking a source for batches of this size."""
         key, num_steps = (source.name, len(self._tokens)), min(source.limits.num_steps, budget.num_steps)
         known = self._experience.asking.get(key)
         if known is None or known.options[-1].num_steps != num_steps:
-            known = Asking(num_steps, stops_itself=self._roots.device.type == "cpu")
+            known = HeadSchedule(num_steps, stops_itself=self._roots.device.type == "cpu")
             others = [asking for (name, _), asking in self._experience.asking.items() if name == source.name]
             if others:
                 known.inherit(others[-1])
@@ -296,7 +298,7 @@ class _HybridSession(DraftSession):
             asking.time_levels(max(candidates.depth for candidates in answer.found), answer.seconds)
         return answer
 
-    def _chosen(self, asking: Asking, budget: Budget, without: Width) -> Worth | None:
+    def _chosen(self, asking: HeadSchedule, budget: Budget, without: Width) -> QueryStats | None:
         """The depth for which to query a head; None if querying is not expected to pay."""
         return asking.options[-1] if budget.costs is None else asking.choose(without, len(self._going))
 

@@ -1,8 +1,4 @@
-"""Sessions whose drafts can be launched before the host has read the step that they follow, see `pipelining.py`.
-
-Called by: `drafters/layer_session.py`, `drafters/medusa.py`, which implement it; `decode.py` and `drafters/queries.py`
-launch.
-"""
+"""Sessions whose drafts can be launched before the host has read the step before, see `acceptance/pipelining.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_specdec.acceptance import Acceptance
-from hf_specdec.draft import Budget, Draft
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.drafters.base import DraftSession
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.features import Features
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.features import Features
+from hf_specdec.verification.step import Step, UnreadStep
 
 
 class LaunchingSession(DraftSession):

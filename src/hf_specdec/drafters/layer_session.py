@@ -1,8 +1,7 @@
 """A generation's drafting with a draft layer: read the committed text, then grow a tree behind it.
 
 Entry t of the draft cache pairs the target's feature of x[t] with the embedding of x[t+1]. Entries from true features
-are committed; entries made while a tree grows are forgotten with it. Called by: `drafters/eagle.py`,
-`drafters/mtp.py`.
+are committed; entries made while a tree grows are forgotten with it.
 """
 
 from __future__ import annotations
@@ -15,21 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.acceptance import Acceptance
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Decision
 from hf_specdec.config import Choice
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.draft_layer import DraftLayer, Entries
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.captured_shapes import Advancing, Growing
-from hf_specdec.pipelining import Decision
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.features import Features
-from hf_specdec.target.masks import committed_slots
-from hf_specdec.target.model import lm_head_rows
-from hf_specdec.tree_growth import (
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import (
     Level,
     Plan,
     StaticLevels,
@@ -38,6 +32,11 @@ from hf_specdec.tree_growth import (
     growable,
     scored,
 )
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import Features
+from hf_specdec.verification.masks import committed_slots
+from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.step import Step, UnreadStep
 
 RESERVED_SLOTS = 512
 """Slots kept ready behind the text in the draft layer's cache."""
@@ -249,7 +248,7 @@ class EagleSession(LaunchingSession):
     def _expand(
         self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int, top_k: int
     ) -> Level:
-        """One level deeper, see `tree_growth.Expand`."""
+        """One level deeper, see `growth.Expand`."""
         positions = (self._first_positions(len(tokens)) + (depth - 1)).expand(-1, tokens.shape[1])
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
         return self._score(self._run(tokens, above.features.gather(1, index), positions, seen), top_k)

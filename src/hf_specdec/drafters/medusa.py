@@ -15,18 +15,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.features import LAST
-from hf_specdec.target.model import lm_head_rows
-from hf_specdec.target.target import Target
-from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import best_children, choice_parents, choices_within, limits_of
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import best_children, choice_parents, choices_within, limits_of
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.model import lm_head_rows
+from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 24
 

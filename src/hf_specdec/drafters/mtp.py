@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
@@ -22,9 +21,10 @@ from hf_specdec.drafters.layer_session import RESERVED_SLOTS, EagleSession, Eagl
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.masks import PromptPadding
-from hf_specdec.tree import ROOT_PARENT, TokenTree
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.masks import PromptPadding
 
 MTP_STEPS = 3
 """Depth of a draft with one module where nothing else is said: FastMTP's."""

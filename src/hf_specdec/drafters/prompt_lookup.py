@@ -16,16 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
 from hf_specdec.drafters.candidates import Candidate, Candidates, Merged, merge
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read
-from hf_specdec.step import Step
-from hf_specdec.target.model import num_embedded_tokens
-from hf_specdec.target.target import Target
-from hf_specdec.tree import stack_trees
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import stack_trees
+from hf_specdec.verification.model import num_embedded_tokens
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 32
 """Nodes of all rows together: a forward over a batch costs what its tokens cost."""

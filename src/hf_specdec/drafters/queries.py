@@ -1,7 +1,4 @@
-"""Querying a head for its draft: at once, or launched with the step before so that the device is read once per step.
-
-Called by: `drafters/hybrid.py`, which decides whether a query is expected to pay.
-"""
+"""Query a head for its draft: at once, or launched with the step before so that each step reads the device once."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_specdec.draft import Budget, Draft
-from hf_specdec.drafters.asking import Worth
+from hf_specdec.acceptance.pipelining import Stopwatch
+from hf_specdec.control.head_schedule import QueryStats
 from hf_specdec.drafters.base import CandidateSession, DraftSession
 from hf_specdec.drafters.candidates import DraftedCandidates
 from hf_specdec.host_sync import read
-from hf_specdec.one_time import one_time_work
-from hf_specdec.pipelining import Stopwatch
-from hf_specdec.step import UnreadStep
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.one_time import one_time_work
+from hf_specdec.verification.step import UnreadStep
 
 FINE = 2.0**-20
 """Unit in which log-probabilities travel to the host, beside integers."""
@@ -45,7 +42,7 @@ class Source:
 class Answer:
     """A head's draft as a source of one step."""
 
-    worth: Worth
+    worth: QueryStats
     found: list[DraftedCandidates]  # of each row
     seconds: float
     usual: bool  # whether its seconds are what such a draft usually costs
@@ -56,7 +53,7 @@ class _Unread:
     """A head's draft that was launched, and that the host has not read yet."""
 
     source: Source
-    worth: Worth
+    worth: QueryStats
     draft: Draft
     num_tensors: int
     usual: bool
@@ -75,7 +72,7 @@ class Queries:
         self._unread: list[_Unread] = []  # launched in this step
         self._answers: dict[str, Answer] = {}  # launched in the last step, by the source's name
 
-    def ask(self, source: Source, worth: Worth, budget: Budget, least: float) -> Answer:
+    def ask(self, source: Source, worth: QueryStats, budget: Budget, least: float) -> Answer:
         """Let a head draft now, and read its tree.
 
         Args:
@@ -91,7 +88,7 @@ class Queries:
         usual = source.asked > 0 and one_time_work() == before
         return Answer(worth, found, time.perf_counter() - begin, usual)
 
-    def launch(self, source: Source, worth: Worth, budget: Budget, step: UnreadStep) -> list[Tensor]:
+    def launch(self, source: Source, worth: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
         """Launch a head's draft for the next step; the tensors that the host must read of it."""
         before, limits, stopwatch = one_time_work(), _limits(source, worth, budget, 0.0), Stopwatch(self._device)
         with stopwatch:
@@ -120,7 +117,7 @@ class Queries:
         return self._answers.get(source.name)
 
 
-def _limits(source: Source, worth: Worth, budget: Budget, least: float) -> Budget:
+def _limits(source: Source, worth: QueryStats, budget: Budget, least: float) -> Budget:
     limits = source.limits.chain if budget.top_k == 1 else source.limits
     return replace(limits, num_steps=worth.num_steps, least=least)
 

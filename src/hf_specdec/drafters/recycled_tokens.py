@@ -1,7 +1,4 @@
-"""The table of recycled tokens: what followed a token, and a pair of tokens; learning from steps, and drafting.
-
-Called by: `drafters/token_recycling.py`, `drafters/captured_recycling.py`.
-"""
+"""The table of recycled tokens: what followed a token, and a pair of tokens; learning from steps, and drafting."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import copy
 import torch
 from torch import Tensor
 
-from hf_specdec.draft import Budget, Draft
-from hf_specdec.target.memory import persistent_tensors
-from hf_specdec.tree import ROOT_PARENT, TokenTree
-from hf_specdec.tree_growth import Level, best_children, grow_dynamic
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import Level, best_children, grow_dynamic
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.memory import persistent_tensors
 
 HEARD = 4
 """Candidates of a row that are merged with those of other drafters."""
@@ -140,7 +137,7 @@ def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budg
         table: Read.
         previous: `[B]` tokens before the roots.
         roots: `[B]`.
-        budget: See `tree_growth.growable`.
+        budget: See `growth.growable`.
     """
 
     def follow(before: Tensor, tokens: Tensor) -> Level:

@@ -1,7 +1,6 @@
 """Every way to draft, a row each: names, what it takes, and how its drafter is made.
 
 A package adds its own with `register`, or by an entry point of the group `hf_specdec.methods` that names a `Method`.
-Called by: `generation/plan.py`, which asks for the drafter of a call.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.early_exit import EarlyExitDrafter
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter
-from hf_specdec.drafters.last_logits import LastLogitsDrafter
-from hf_specdec.drafters.lookahead import LookaheadDrafter
+from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
+from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
+from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
+from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -31,7 +30,7 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.target.memory import persistent_tensors
+from hf_specdec.verification.memory import persistent_tensors
 
 ENTRY_POINTS = "hf_specdec.methods"
 """The group of entry points by which an installed package adds its methods."""
@@ -147,7 +146,7 @@ def drafter_of(head: DraftHead) -> Drafter:
 
 def choose_drafter(
     config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
-    experience: Experience,
+    experience: LearnedStats,
 ) -> Drafter:  # fmt: skip
     """The drafter that a config means.
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import whole_file
 from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
@@ -31,12 +30,13 @@ from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular
-from hf_specdec.step import Step, UnreadStep
-from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.recorders import RECORDERS
-from hf_specdec.target.runners import Form
-from hf_specdec.target.target import Target
-from hf_specdec.tree_growth import growable
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import growable
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
@@ -116,16 +116,16 @@ class TokenRecyclingDrafter(Drafter):
             keys = self.table.keys
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
 
-    def memory(self) -> RecycledTokens | None:
-        """See `Drafter.memory`."""
+    def state_dict(self) -> RecycledTokens | None:
+        """See `Drafter.state_dict`."""
         return None if self.table is None else self.table.clone()
 
-    def recall(self, memory: RecycledTokens | None) -> None:
-        """See `Drafter.recall`."""
-        if memory is None:
+    def load_state_dict(self, state: RecycledTokens | None) -> None:
+        """See `Drafter.load_state_dict`."""
+        if state is None:
             self.reset()
         else:
-            self.table = memory.clone()
+            self.table = state.clone()
 
     def save(self, path: str | Path) -> None:
         """Write down what was learned, as safetensors.
@@ -182,13 +182,13 @@ class TokenRecyclingDrafter(Drafter):
         on_host = table.keys.device.type == "cpu"
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
 
-    def compiled(self, model: PreTrainedModel, form: Form) -> TokenRecyclingDrafter:
+    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> TokenRecyclingDrafter:
         """See `Drafter`; the two share what they learn."""
         device = execution_device(model)
-        if device.type not in RECORDERS:
+        if device.type not in GRAPH_BACKENDS:
             return self
         other = copy.copy(self)
-        other._program = CapturedRecycling(RECORDERS[device.type](device))
+        other._program = CapturedRecycling(GRAPH_BACKENDS[device.type](device))
         return other
 
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
+from hf_specdec.checkpoints.target_config import WHAT_TO_GIVE, first_line, refuse_foreign_kernels
 from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
-from hf_specdec.loading import WHAT_TO_GIVE, first_line, refuse_foreign_kernels
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
 """What holds for both downloads."""

@@ -1,7 +1,7 @@
 """`SpeculativeGenerationMixin`: hooks speculation into transformers' own `generate()`.
 
 `generate()` prepares everything as always; four of its inner methods are extended, and a call without
-`speculative` goes straight to the originals. Called by: the user. Feeds: `generation/plan.py`, `decode.py`.
+`speculative` goes straight to the originals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import decode
+from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
@@ -29,7 +29,7 @@ from hf_specdec.errors import (
     InvalidConfigError,
     UnsupportedModelError,
 )
-from hf_specdec.generation import options
+from hf_specdec.generation import decode, options
 from hf_specdec.generation.plan import (
     WithAssistant,
     controller_of,
@@ -41,13 +41,12 @@ from hf_specdec.generation.plan import (
 )
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, release_programs, state_of
 from hf_specdec.heads.base import DraftHead
-from hf_specdec.stats import SpeculationStats
-from hf_specdec.target.cache import seen_tokens
-from hf_specdec.target.memory import RESERVED_SLOTS
-from hf_specdec.target.model import CACHE_FIELD, cache_argument
-from hf_specdec.target.plain import check_plain_generate
-from hf_specdec.target.probe import gate, inspect_target, reproducible
-from hf_specdec.transcript import Transcript
+from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.verification.cache import seen_tokens
+from hf_specdec.verification.memory import RESERVED_SLOTS
+from hf_specdec.verification.model import CACHE_FIELD, cache_argument
+from hf_specdec.verification.plain import check_plain_generate
+from hf_specdec.verification.probe import gate, inspect_target, reproducible
 
 
 class SpeculativeGenerationMixin:

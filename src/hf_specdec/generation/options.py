@@ -1,6 +1,6 @@
 """Which options of `generate()` speculation keeps; what it cannot keep is refused here, before any work.
 
-Called by: `generation/plan.py` and `generation/mixin.py`. Nothing here changes anything.
+Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from hf_specdec import accept
+from hf_specdec.acceptance import rules
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
-from hf_specdec.target.cache import check_fits, seen_tokens
-from hf_specdec.target.memory import CacheLayout
-from hf_specdec.target.model import CACHE_FIELD, execution_device, text_config
-from hf_specdec.target.probe import drops_cache
-from hf_specdec.target.recorders import RECORDERS
-from hf_specdec.target.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
+from hf_specdec.verification.cache import check_fits, seen_tokens
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.memory import CacheLayout
+from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
+from hf_specdec.verification.probe import drops_cache
+from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
 
 KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",
@@ -61,7 +61,7 @@ ASKS_KEPT_PREFIXES = ("auto", "greedy", "rejection")
 """The acceptance rules that ask a processor about kept prefixes only, once each and in order."""
 
 
-def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> accept.AcceptanceRule:
+def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> rules.AcceptanceRule:
     """The acceptance rule of a call.
 
     Raises:
@@ -76,15 +76,14 @@ def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> 
             f"acceptance={name!r} and do_sample={do_sample} ask for different things.", 'Use acceptance="auto".'
         )
     if name == "typical":
-        return functools.partial(accept.typical, threshold=config.posterior_threshold, alpha=config.posterior_alpha)
+        return functools.partial(rules.typical, threshold=config.posterior_threshold, alpha=config.posterior_alpha)
     if name == "nucleus":
         top_p = generation_config.top_p
         if top_p is None or top_p >= 1:
-            return accept.nucleus
+            return rules.nucleus
         # when sampling, the warpers have cut the nucleus out already
-        return functools.partial(accept.nucleus, top_p=1.0 if do_sample else top_p)
-    rules = {"greedy": accept.greedy, "rejection": accept.rejection, "block": accept.block}
-    return rules[name]
+        return functools.partial(rules.nucleus, top_p=1.0 if do_sample else top_p)
+    return {"greedy": rules.greedy, "rejection": rules.rejection, "block": rules.block}[name]
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
@@ -144,7 +143,7 @@ def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
         UnsupportedGenerationError: Naming the device.
     """
     device = execution_device(model)
-    if config.compile == "cuda_graph" and device.type not in RECORDERS:
+    if config.compile == "cuda_graph" and device.type not in GRAPH_BACKENDS:
         raise UnsupportedGenerationError(
             f"compile={config.compile!r} needs a GPU, the model is on {device}.",
             'Move the model to one; or use "compile", or "auto", which takes what the device has.',

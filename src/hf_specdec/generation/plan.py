@@ -1,7 +1,6 @@
 """What one `generate()` call will do, decided once and carried from hook to hook: `Plan`.
 
-Everything that can be refused is refused here, before any work. Called by: `generation/mixin.py`, which keeps the plan
-on this call's own copy of the generation configuration. Feeds: `decode.py`.
+Everything that can be refused is refused here, before any work.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_specdec.accept import AcceptanceRule, greedy
+from hf_specdec.acceptance.rules import AcceptanceRule, greedy
 from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
-from hf_specdec.draft import Budget
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.foreign import limits_of
@@ -34,17 +32,18 @@ from hf_specdec.generation.state import (
     current_costs,
     current_facts,
     current_program,
-    keep_bound,
+    rebind_if_changed,
     state_of,
 )
-from hf_specdec.target.graphs import PAYS_AFTER
-from hf_specdec.target.memory import bucket_of
-from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.plain import ordinary_tokens
-from hf_specdec.target.probe import TargetFacts
-from hf_specdec.target.recorders import RECORDERS
-from hf_specdec.target.runners import Form, Runner
-from hf_specdec.target.target import Target
+from hf_specdec.trees.draft import Budget
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.graphs import PAYS_AFTER
+from hf_specdec.verification.memory import bucket_of
+from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.plain import ordinary_tokens
+from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.runners import ExecutionMode, Runner
+from hf_specdec.verification.target import Target
 
 ASSISTED = "draft_model"
 """The method that drafts with an assistant model."""
@@ -116,15 +115,15 @@ def plan_call(
     options.check_training(model)
     options.check_adapter(model)
     facts = current_facts(model)
-    keep_bound(model, drafter, facts.fingerprint)
-    limits = limits if facts.branches else limits.chain
+    rebind_if_changed(model, drafter, facts.fingerprint)
+    limits = limits if facts.supports_trees else limits.chain
     return Plan(
         config=config,
         drafter=drafter,
         limits=limits,
         rule=rule,
         facts=facts,
-        layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.branches),
+        layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.supports_trees),
     )
 
 
@@ -149,13 +148,13 @@ def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
     "auto" takes graphs where the device records them: they are made as it goes. A program takes a minute to make.
     """
     form = plan.config.compile
-    if form == "none" or (form == "auto" and execution_device(model).type not in RECORDERS):
+    if form == "none" or (form == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
         return plan
     layers = frozenset(plan.drafter.needs.feature_layers)
-    wanted: Form = "compile" if form == "compile" else "cuda_graph"
+    wanted: ExecutionMode = "compile" if form == "compile" else "cuda_graph"
     runner = current_program(model, plan.facts, layers, wanted, asked=form != "auto")
     rule = plan.rule
-    if runner is not None and rule is greedy and execution_device(model).type in RECORDERS:
+    if runner is not None and rule is greedy and execution_device(model).type in GRAPH_BACKENDS:
         rule = captured_rule(model)
     return replace(plan, runner=runner, rule=rule, drafter=compiled_drafter(model, plan.drafter, wanted))
 
@@ -175,7 +174,7 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     controller_of(plan, model, rows, context, synced_gpus=False)
     if plan.runner is not None:  # as often as a graph is worth recording
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
-        if execution_device(model).type in RECORDERS:
+        if execution_device(model).type in GRAPH_BACKENDS:
             _rehearse(model, speculative, plan.limits, rows, context)
 
 
@@ -185,7 +184,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
     Nothing is learned from it.
     """
     state = state_of(model)
-    memory, last = state.memory(), state.last
+    learned, last = state.state_dict(), state.last
     new = (PAYS_AFTER + 2) * (limits.num_steps + 1)
     most = getattr(text_config(model), "max_position_embeddings", None) or context + new
     generate: Any = model.generate
@@ -198,7 +197,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
                     eos_token_id=NO_TOKEN, pad_token_id=0, speculative=speculative,
                 )  # fmt: skip
     finally:
-        state.recall(memory)
+        state.load_state_dict(learned)
         state.last = last
 
 

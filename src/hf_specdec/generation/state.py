@@ -1,6 +1,6 @@
 """What attaching adds to a model, and how it is kept true while the model changes.
 
-One object in the model's `__dict__`, no parameter, buffer or module. Called by: `generation/mixin.py` and `plan.py`.
+One object in the model's `__dict__`, no parameter, buffer or module.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.captured_rules import CapturedGreedy
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.foreign import check_drafter
-from hf_specdec.drafters.hybrid import Experience, HybridDrafter
-from hf_specdec.stats import SpeculationStats
-from hf_specdec.target.compiling import make_runner
-from hf_specdec.target.features import canonical
-from hf_specdec.target.fingerprint import Fingerprint
-from hf_specdec.target.memory import persistent_tensors
-from hf_specdec.target.model import execution_device, text_config
-from hf_specdec.target.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.target.recorders import RECORDERS
-from hf_specdec.target.runners import CannotRecordError, Form, Runner, Weights
+from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
+from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.verification.captured_greedy import CapturedGreedy
+from hf_specdec.verification.compiling import make_runner
+from hf_specdec.verification.features import canonical
+from hf_specdec.verification.fingerprint import Fingerprint
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
+from hf_specdec.verification.runners import CaptureError, ExecutionMode, Runner, WeightsVersion
 
 STATE = "_speculation"
 """The one entry this package keeps in a model's `__dict__`."""
@@ -56,7 +56,7 @@ COMPILING = threading.Lock()
 class KeptProgram:
     """A model's verify forward in another form, or that it takes none, and what it was made of."""
 
-    made_of: tuple[Fingerprint, Weights]
+    made_of: tuple[Fingerprint, WeightsVersion]
     layers: frozenset[int]
     runner: Runner | None
 
@@ -74,13 +74,15 @@ class SpeculationState:
         # the model that each drafter was last bound to
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # latest first
-        self.experience = Experience()  # of merged drafts
+        self.experience = LearnedStats()  # of merged drafts
         # by model, rows and what runs it, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
-        self.programs: dict[Form, KeptProgram] = {}
+        self.programs: dict[ExecutionMode, KeptProgram] = {}
         self.rule: CapturedGreedy | None = None  # of models whose forward is captured
         # drafters whose forwards are programs, and what these were made of
-        self.compiled: WeakKeyDictionary[Drafter, dict[Form, tuple[Weights, Drafter | None]]] = WeakKeyDictionary()
+        self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
+            WeakKeyDictionary()
+        )
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # generations under way, by thread
 
@@ -97,22 +99,22 @@ class SpeculationState:
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
-    def memory(self) -> Any:
+    def state_dict(self) -> Any:
         """A copy of what drafters have learned with the model."""
         drafters = {**self.made, **self.drafters}
-        return self.experience.memory(), {name: drafter.memory() for name, drafter in drafters.items()}
+        return self.experience.state_dict(), {name: drafter.state_dict() for name, drafter in drafters.items()}
 
-    def recall(self, memory: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Have all drafters know what they knew when a copy was made; those that came later know nothing."""
-        experience, learned = memory
-        self.experience.recall(experience)
+        experience, learned = state
+        self.experience.load_state_dict(experience)
         for name, drafter in {**self.made, **self.drafters}.items():
-            drafter.recall(learned.get(name))
+            drafter.load_state_dict(learned.get(name))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is another model: nothing was found out about it yet."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "experience": Experience(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
+                "experience": LearnedStats(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
@@ -158,7 +160,7 @@ def register(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None
     state.drafters[name or drafter.method] = drafter
 
 
-def keep_bound(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
+def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
     """Bind a drafter to a model that is not made as it was when the drafter was bound last.
 
     Raises:
@@ -195,7 +197,7 @@ def current_costs(
 
 
 def current_program(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: Form, *, asked: bool = True
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, *, asked: bool = True
 ) -> Runner | None:
     """The model's verify forward in another form, made where there is none of these weights yet.
 
@@ -209,7 +211,7 @@ def current_program(
     Returns:
         None where it cannot, which is logged once: the model's own forward verifies then.
     """
-    state, made_of = state_of(model), (facts.fingerprint, Weights.of(model))
+    state, made_of = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     depth = int(text_config(model).num_hidden_layers)
     layers = frozenset(canonical(layer, depth) for layer in layers)
     with COMPILING:
@@ -240,11 +242,11 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
     state, device = state_of(model), execution_device(model)
     with COMPILING:
         if state.rule is None:
-            state.rule = CapturedGreedy(RECORDERS[device.type](device))
+            state.rule = CapturedGreedy(GRAPH_BACKENDS[device.type](device))
         return state.rule
 
 
-def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Drafter:
+def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: ExecutionMode) -> Drafter:
     """The drafter with its own forwards in another form, made where there is none of these weights yet.
 
     Args:
@@ -255,14 +257,14 @@ def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Dr
     if isinstance(drafter, HybridDrafter):
         return drafter.with_parts(lambda part: compiled_drafter(model, part, form))
     kept = state_of(model).compiled.setdefault(drafter, {})
-    made_of = Weights.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
+    made_of = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
     with COMPILING:
         known = kept.get(form)
         if known is None or known[0] != made_of:
             try:
                 with persistent_tensors():
                     other = drafter.compiled(model, form)
-            except CannotRecordError as error:
+            except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward drafts.", drafter, error)
                 other = drafter
             known = kept[form] = made_of, None if other is drafter else other  # no value may hold its key alive
@@ -270,14 +272,14 @@ def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: Form) -> Dr
 
 
 def _made(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: Form, asked: bool
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, asked: bool
 ) -> Runner | None:
     name, begin = type(model).__name__, time.perf_counter()
     if form == "compile":
         logger.info("Compiling the forward of %s, once: this can take a minute", name)
     try:
         runner = make_runner(model, facts, layers, form)
-    except CannotRecordError as error:
+    except CaptureError as error:
         how = "compiled" if form == "compile" else "captured"
         level = logging.WARNING if asked else logging.INFO
         logger.log(level, "%s is not %s: %s. Its own forward verifies the drafts.", name, how, error)

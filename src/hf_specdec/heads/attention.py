@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.target import kernels
+from hf_specdec.verification import kernels
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query `[B, H, T, d]`, key and value `[B, G, T, d]` of T new entries to `[B, H, T, d]`; G divides H."""

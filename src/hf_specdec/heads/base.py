@@ -15,7 +15,7 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from hf_specdec.atomic import beside, move_into
+from hf_specdec.atomic import move_into, staging_directory
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
@@ -128,7 +128,7 @@ class DraftHead(HotTokens, PreTrainedModel):
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         is_main, folder = kwargs.get("is_main_process", True), Path(save_directory)
-        with beside(folder) as made:
+        with staging_directory(folder) as made:
             super().save_pretrained(made, *args, **kwargs)
             if is_main:
                 if not (folder / CARD_NAME).exists():

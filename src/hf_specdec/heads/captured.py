@@ -1,8 +1,8 @@
 """A draft layer as device graphs: reading what was committed, and growing a whole tree, each recorded once per shape.
 
-As in `target/graphs.py` what crosses a graph's boundary lies in buffers that stay, and the layer's cache in memory
-that is kept from call to call; another call at the same moment drafts without graphs. A tree is one graph: all its
-levels with their masks and positions, and the choice of its nodes. Called by: `drafters/eagle.py`.
+As in `verification/graphs.py` what crosses a graph's boundary lies in buffers that stay, and the layer's cache in
+memory that is kept from call to call; another call at the same moment drafts without graphs. A tree is one graph: all
+its levels with their masks and positions, and the choice of its nodes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.config import Choice
-from hf_specdec.draft import Budget, Draft
 from hf_specdec.heads.captured_shapes import Advance, Advanced, Advancing, Growing, Growth, Layer, LayerForms, Reading
 from hf_specdec.heads.compiled import LayerInOtherForm
-from hf_specdec.target.cache import TreeCache
-from hf_specdec.target.graphs import WIDTHS, KeptMemory, Recordings, width_for
-from hf_specdec.target.memory import bucket_of
-from hf_specdec.target.recorders import Recorder
-from hf_specdec.tree import TokenTree
-from hf_specdec.tree_growth import Plan, StaticLevels
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import Plan, StaticLevels
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.graph_backends import GraphBackend
+from hf_specdec.verification.graphs import WIDTHS, Captures, KeptMemory, width_for
+from hf_specdec.verification.memory import bucket_of
 
 
 class GraphDraftLayer(LayerInOtherForm):
@@ -28,17 +28,17 @@ class GraphDraftLayer(LayerInOtherForm):
     Args:
         inner: The layer.
         lm_head: The target's, cut down to the draft vocabulary, where the layer shares it.
-        recorder: Of its device.
+        backend: Of its device.
     """
 
-    def __init__(self, inner: Layer, lm_head: nn.Module | None, recorder: Recorder) -> None:
+    def __init__(self, inner: Layer, lm_head: nn.Module | None, backend: GraphBackend) -> None:
         super().__init__(inner)
         self._inner, self._lm_head = inner, lm_head
         window, size = inner.config.sliding_window, inner.config.hidden_size
         self._forms = LayerForms(inner, lm_head, inner.hot_token_ids, window, size)
         self._memory = KeptMemory()
-        self._readings, self._growths = Recordings(recorder, "The draft layer"), Recordings(recorder, "Its trees")
-        self._steps = Recordings(recorder, "Its steps")
+        self._readings, self._growths = Captures(backend, "The draft layer"), Captures(backend, "Its trees")
+        self._steps = Captures(backend, "Its steps")
         self._static: dict[tuple[Choice, ...], int] = {}  # a number for every static tree
 
     def fuse(self, features: Tensor) -> Tensor:

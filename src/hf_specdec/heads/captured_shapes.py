@@ -1,7 +1,4 @@
-"""What `captured.py` captures of a draft layer: reading entries, growing a tree, and both after a step.
-
-Called by: `heads/captured.py`.
-"""
+"""What `captured.py` captures of a draft layer: reading entries, growing a tree, and both after a step."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_specdec.draft import Draft
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.target.cache import TreeLayer
-from hf_specdec.target.graphs import BucketLayer, Shape
-from hf_specdec.target.masks import PromptPadding
-from hf_specdec.target.memory import persistent_tensors
-from hf_specdec.tree_growth import Level, Plan, grow, scored
+from hf_specdec.trees.draft import Draft
+from hf_specdec.trees.growth import Level, Plan, grow, scored
+from hf_specdec.verification.cache import TreeLayer
+from hf_specdec.verification.graphs import BucketLayer, Shape
+from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.memory import persistent_tensors
 
 Layer = EagleFamilyHead | CompiledDraftLayer
 
@@ -121,7 +118,7 @@ class Growth(Shape):
         return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
 
     def _expand(self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-        """See `tree_growth.Expand`."""
+        """See `growth.Expand`."""
         num_nodes, appended = seen.shape[1:]
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
         committed = self._committed

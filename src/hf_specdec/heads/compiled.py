@@ -1,7 +1,7 @@
 """A draft layer as programs that inductor made of it: what it reads, what it makes of features, and its scores.
 
-As in `target/runners.py` attention stays one operation known by name, so that a program serves all lengths and widths.
-Called by: `drafters/eagle.py`.
+As in `verification/runners.py` attention stays one operation known by name, so that a program serves all lengths and
+widths.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.target.runners import CannotRecordError, compile_operations
+from hf_specdec.verification.runners import CaptureError, compile_operations
 
-RECORDED_SHAPE = (2, 7)
+EXAMPLE_SHAPE = (2, 7)
 """Rows and entries of the forward that is recorded."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Relative distance that is allowed between a layer and its program; half precision may round differently."""
@@ -90,16 +90,16 @@ class CompiledDraftLayer(LayerInOtherForm):
             lm_head: The target's, cut down to the draft vocabulary, where the head shares it.
 
         Raises:
-            CannotRecordError: The head reads numbers on the host, or the program answers differently.
+            CaptureError: The head reads numbers on the host, or the program answers differently.
         """
         if type(head).read is not EagleFamilyHead.read:
-            raise CannotRecordError(f"{type(head).__name__} reads in a way of its own")
+            raise CaptureError(f"{type(head).__name__} reads in a way of its own")
         _define_operation()
         operation = torch.ops.hf_specdec_draft.attend.default
         device, dtype = head.device, head.dtype
         # made without random numbers: they are the user's, who may have set a seed
         hidden = _numbers(head.config.hidden_size).to(device, dtype)
-        positions = torch.arange(RECORDED_SHAPE[1], device=device).expand(RECORDED_SHAPE).contiguous()
+        positions = torch.arange(EXAMPLE_SHAPE[1], device=device).expand(EXAMPLE_SHAPE).contiguous()
         given = _numbers(head.target_hidden_size * len(head.feature_layers)).to(device, dtype)
         fuses = head.fuse(given) is not given
         compiled = cls(
@@ -113,7 +113,7 @@ class CompiledDraftLayer(LayerInOtherForm):
 
     def _check(self, hidden: Tensor, positions: Tensor, given: Tensor, lm_head: nn.Module | None) -> None:
         layers: tuple[Any, Any] = (self._head, self)
-        size = RECORDED_SHAPE[1]
+        size = EXAMPLE_SHAPE[1]
         mask = torch.ones(size, size, dtype=torch.bool, device=hidden.device).tril()
         mask = mask.expand(len(hidden), 1, -1, -1)
         with torch.no_grad():
@@ -124,7 +124,7 @@ class CompiledDraftLayer(LayerInOtherForm):
             ):
                 distance = (compiled - plain).float().norm(dim=-1) / plain.float().norm(dim=-1).clamp(min=1e-6)
                 if not float(distance.median()) <= TOLERANCE.get(hidden.dtype, ROUNDED):
-                    raise CannotRecordError(f"it differs from its own forward by {float(distance.median()):.1e}")
+                    raise CaptureError(f"it differs from its own forward by {float(distance.median()):.1e}")
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
@@ -149,8 +149,8 @@ class CompiledDraftLayer(LayerInOtherForm):
 
 def _numbers(width: int) -> Tensor:
     """`[2, 7, width]`, between -1 and 1, no two alike in a row."""
-    places = torch.arange(RECORDED_SHAPE[0] * RECORDED_SHAPE[1] * width, dtype=torch.float32, device="cpu")
-    return (places * 0.7).cos().view(*RECORDED_SHAPE, width)
+    places = torch.arange(EXAMPLE_SHAPE[0] * EXAMPLE_SHAPE[1] * width, dtype=torch.float32, device="cpu")
+    return (places * 0.7).cos().view(*EXAMPLE_SHAPE, width)
 
 
 _ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)

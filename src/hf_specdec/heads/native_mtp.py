@@ -2,7 +2,7 @@
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.2; transformers'
 `MtpModel` and `MTPCandidateGenerator` for what goes in: the target's last hidden states behind its final norm, and the
-position of the token that is read, one more for every module. Called by: `drafters/mtp.py`.
+position of the token that is read, one more for every module.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
-from hf_specdec.target.features import LAST
-from hf_specdec.target.model import CACHE_FIELD, execution_device, text_config
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
 
 INSTEAD = "Load an MTP module that was trained for it (model.load_drafter(...)), or choose another method."
 

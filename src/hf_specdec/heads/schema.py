@@ -2,7 +2,7 @@
 
 A configuration comes from a stranger. Only the fields of these tables pass on to transformers, each with a value that
 means something; a limit is far above what published heads have, and far below what would cost memory or hours.
-Strings are not numbers, numbers are not truth values. Called by: the heads' configurations, `checkpoints/`.
+Strings are not numbers, numbers are not truth values.
 """
 
 from __future__ import annotations

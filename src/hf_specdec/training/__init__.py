@@ -1,6 +1,5 @@
 """Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
 
-from hf_specdec.target.features import LAST
 from hf_specdec.training.arguments import head_arguments
 from hf_specdec.training.conversations import (
     Conversation,
@@ -17,8 +16,9 @@ from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
 from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
 from hf_specdec.training.prompts import Prompt, read_prompts
 from hf_specdec.training.runs import check_same_run, run_facts
-from hf_specdec.training.servers import ServerVoice
+from hf_specdec.training.servers import ServerTeacher
 from hf_specdec.training.tree_search import TreeSearch, find_tree, search_tree
+from hf_specdec.verification.features import LAST
 
 __all__ = [
     "LAST",
@@ -29,7 +29,7 @@ __all__ = [
     "Medusa2TrainingConfig",
     "MedusaTrainingConfig",
     "Prompt",
-    "ServerVoice",
+    "ServerTeacher",
     "TreeSearch",
     "capture_features",
     "check_same_run",

@@ -1,6 +1,6 @@
 """The answer of a server, validated: what the rest of the package reads is a `Completion` or was given up.
 
-It knows the body's format and nothing of HTTP. Called by: `training/servers.py`.
+It knows the body's format and nothing of HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server, through the package `openai`, limited in time and size.
 
 `openai` sends, retries and authenticates. It reads bodies of any size, and its timeouts start again with every byte,
-so both limits are set here. Called by: `training/servers.py`, which knows what the answers mean.
+so both limits are set here.
 """
 
 from __future__ import annotations

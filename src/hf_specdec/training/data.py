@@ -1,7 +1,4 @@
-"""Rows of training and prompt data, from files and datasets of anybody: each is checked before anything is made of it.
-
-Called by: `training/conversations.py`, `training/prompts.py`.
-"""
+"""Read training data: conversations, prompts and captured answers from local files."""
 
 from __future__ import annotations
 

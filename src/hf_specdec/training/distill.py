@@ -2,7 +2,7 @@
 
 Heads that learn from text by others learn to predict somebody else (Medusa, arXiv:2401.10774, section 2.3.2).
 The work is cut into parts, each a pure function of settings and prompts, written whole or not at all: an interrupted
-run resumes where it stopped, with the same result. Feeds: `training/features.py`.
+run resumes where it stopped, with the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.atomic import alone, clear_partials, write_text
+from hf_specdec.atomic import clear_partials, directory_lock, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import open_regular, shortened
 from hf_specdec.training.conversations import write_parquet
@@ -30,7 +30,7 @@ from hf_specdec.training.processes import processes
 from hf_specdec.training.prompts import INVENTED, Prompt
 from hf_specdec.training.recipes import MOST_TOKENS, check_numbers
 from hf_specdec.training.runs import read_state
-from hf_specdec.training.voices import ModelVoice, Voice
+from hf_specdec.training.teachers import ModelTeacher, Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def invented_prompts(count: int) -> list[Prompt]:
 
 
 def distill(
-    model: PreTrainedModel | Voice,
+    model: PreTrainedModel | Teacher,
     tokenizer: Any,
     prompts: Sequence[Prompt | str],
     output_dir: str | Path,
@@ -128,7 +128,7 @@ def distill(
     depend on the number of processes.
 
     Args:
-        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p. Or a `ServerVoice`.
+        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p. Or a `ServerTeacher`.
         tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to go on
             with, and there is one turn.
         prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
@@ -148,20 +148,20 @@ def distill(
     datasets_package("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
-    voice = model if isinstance(model, Voice) else ModelVoice(model, config.batch_size)
-    voice.check(_encode(tokenizer, [], next(iter(parts[0][0].asked), None)))
+    teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
+    teacher.check(_encode(tokenizer, [], next(iter(parts[0][0].asked), None)))
     folder = Path(output_dir)
     state = processes()
-    with alone(folder, "distill") if state.is_main_process else nullcontext():
+    with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
-            _claim(folder, {**_settings(config, parts), **voice.facts()})
-        _answer_parts(voice, tokenizer, folder, config, parts, progress=progress)
+            _claim(folder, {**_settings(config, parts), **teacher.facts()})
+        _answer_parts(teacher, tokenizer, folder, config, parts, progress=progress)
         state.wait_for_everyone()
     return folder
 
 
 def _answer_parts(
-    voice: Voice, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *, progress: bool
+    teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *, progress: bool
 ) -> None:
     """Answer the share of this process of the parts that are not there yet."""
     state = processes()
@@ -173,7 +173,7 @@ def _answer_parts(
     tokens, begin = 0, time.perf_counter()
     with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar:
         for index in left:
-            rows = _answer_part(voice, tokenizer, config, parts[index], f"{config.seed}/{index}")
+            rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
             if rows:
                 write_parquet(rows, files[index])
             else:
@@ -181,9 +181,9 @@ def _answer_parts(
             tokens += sum(sum(row["loss_mask"]) for row in rows)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
             bar.update()
-    if voice.num_lost:
-        reasons = "; ".join(f"{number} x {reason}" for reason, number in voice.lost.most_common())
-        logger.warning("%d answers were given up: %s.", voice.num_lost, reasons)
+    if teacher.num_lost:
+        reasons = "; ".join(f"{number} x {reason}" for reason, number in teacher.lost.most_common())
+        logger.warning("%d answers were given up: %s.", teacher.num_lost, reasons)
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
@@ -272,7 +272,7 @@ def _check_part(part: Path) -> None:
 
 
 def _answer_part(
-    voice: Voice, tokenizer: Any, config: DistillConfig, chats: Sequence[_Chat], label: str
+    teacher: Teacher, tokenizer: Any, config: DistillConfig, chats: Sequence[_Chat], label: str
 ) -> list[dict[str, Any]]:
     """Answer every turn of a part's conversations, and return their rows.
 
@@ -284,20 +284,20 @@ def _answer_part(
         silent = [chat for chat in alive if not chat.asked]
         opened = [_encode(tokenizer, chat.messages, None) for chat in silent]
         place = f"{label}/{turn}"
-        invented = voice.say(opened, config.invention_temperature, config.max_invented_tokens, f"{place}/user")
+        invented = teacher.generate(opened, config.invention_temperature, config.max_invented_tokens, f"{place}/user")
         for chat, words in zip(silent, invented, strict=True):
             text = tokenizer.decode(words or [], skip_special_tokens=True).strip()
             chat.asked += [text] if text else []
         prompts = {chat.number: _encode(tokenizer, chat.messages, chat.asked[0]) for chat in alive if chat.asked}
         alive = [chat for chat in alive if len(prompts.get(chat.number, ())) in range(1, config.max_prompt_tokens + 1)]
         asked = [prompts[chat.number] for chat in alive]
-        answers = voice.say(asked, chats[0].temperature, config.max_new_tokens, f"{place}/answer")
+        answers = teacher.generate(asked, chats[0].temperature, config.max_new_tokens, f"{place}/answer")
         answered = [triple for triple in zip(alive, asked, answers, strict=True) if triple[2] is not None]
         for chat, prompt, answer in answered:
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            chat.add(prompt, answer or (), text, "stop" if voice.ended(answer or ()) else "length")
+            chat.add(prompt, answer or (), text, "stop" if teacher.ended(answer or ()) else "length")
         alive = [chat for chat, _, _ in answered if chat.finish_reason == "stop"]
-    return [{"model": voice.name, **{name: getattr(chat, name) for name in ROW}} for chat in chats if chat.messages]
+    return [{"model": teacher.name, **{name: getattr(chat, name) for name in ROW}} for chat in chats if chat.messages]
 
 
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:

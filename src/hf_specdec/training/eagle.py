@@ -22,13 +22,13 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
-from hf_specdec.target.features import LAST
-from hf_specdec.target.model import find_backbone, text_config
 from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
-from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, TrainingData, fit
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.model import find_backbone, text_config
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
 
@@ -238,7 +238,7 @@ class EagleObjective(Objective):
         self._width = len(own) * head.target_hidden_size
         if head.config.own_embedding:  # it stays as it was loaded
             head.embed_tokens.requires_grad_(False)
-        self._teacher = Teacher(target, head.hot_token_ids, head.embedding_for(target))
+        self._target = TargetReader(target, head.hot_token_ids, head.embedding_for(target))
 
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
@@ -247,13 +247,13 @@ class EagleObjective(Objective):
         recipe, size = self.recipe, self.head.target_hidden_size
         wanted = features[:, 1:, -size:]  # [B, T-1, D] what the target has where entry t predicts
         with torch.no_grad():
-            embeddings = self._teacher.embed(input_ids[:, 1:]).to(features.device, self.dtype)
+            embeddings = self._target.embed(input_ids[:, 1:]).to(features.device, self.dtype)
             read = features[:, :-1, : self._width].to(self.dtype)
             if self.training:
                 read = read + (torch.rand_like(read) - 0.5) * recipe.noise
         trained = pad(loss_mask[:, 1:-1] & loss_mask[:, 2:], (0, 1))  # [B, T-1] x[t+1] and x[t+2] are answers
         with torch.no_grad():
-            scores = self._teacher.logits(wanted[trained])
+            scores = self._target.logits(wanted[trained])
             probs = scores.softmax(-1) if recipe.soft_tokens else one_hot(scores.argmax(-1), scores.shape[-1]).float()
         following = pad(input_ids[:, 2:], (0, 1))
         rows = torch.zeros_like(trained, dtype=torch.long)  # which of them is whose
@@ -265,7 +265,7 @@ class EagleObjective(Objective):
         for step in range(num_steps):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
-            logits = self.head.score(drafted, self._teacher.logits).float()
+            logits = self.head.score(drafted, self._target.logits).float()
             # a sum over a count, so that a batch without such entries has a loss of zero
             count = max(len(drafted), 1)
             loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
@@ -275,7 +275,7 @@ class EagleObjective(Objective):
             if step < recipe.aligned_steps:
                 total = total + recipe.step_decay**step * loss
             if measure:
-                tally.add(trained, *self._teacher.correct(logits, wanted[trained], following[trained], measure))
+                tally.add(trained, *self._target.correct(logits, wanted[trained], following[trained], measure))
                 tally.move_on()
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
             trained = trained & pad(trained[:, :-1], (1, 0))

@@ -1,7 +1,6 @@
 """The target's features of whole conversations: captured once to disk, or made anew in every step.
 
 The tap is the one that inference uses (`target.FeatureTap`), so training and drafting see the same tensors.
-Called by: the commands, after `training/conversations.py`. Feeds: `training/trainer.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.atomic import alone, clear_partials, whole_file, write_text
+from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, open_regular
-from hf_specdec.target.features import LAST, FeatureTap
-from hf_specdec.target.model import execution_device, text_config
 from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
 from hf_specdec.training.data import MOST_TOKENS
 from hf_specdec.training.processes import processes
 from hf_specdec.training.runs import read_state
+from hf_specdec.verification.features import LAST, FeatureTap
+from hf_specdec.verification.model import execution_device, text_config
 
 INDEX = "features.json"
 
@@ -183,7 +182,7 @@ def capture_features(
     index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
              "conversations": hashlib.sha256(told.encode()).hexdigest(), "model": model.config._name_or_path,
              "dtype": str(model.dtype)}  # fmt: skip
-    with alone(folder, "capture") if state.is_main_process else nullcontext():
+    with directory_lock(folder, "capture") if state.is_main_process else nullcontext():
         with state.main_process_first():
             left = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
             layers = _claim(folder, index, model, left)

@@ -19,7 +19,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.features import openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
-from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, TrainingData, fit
 
 
@@ -76,8 +76,8 @@ class MedusaObjective(Objective):
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, config: MedusaTrainingConfig) -> None:
         super().__init__(heads)
         self.recipe = config
-        self._teacher = Teacher(target, heads.hot_token_ids)
-        self._lm_head = self._teacher.logits if heads.shares_lm_head else None
+        self._target = TargetReader(target, heads.hot_token_ids)
+        self._lm_head = self._target.logits if heads.shares_lm_head else None
         self._draft_ids = draft_ids(heads.hot_token_ids, heads.config.vocab_size)
 
     def forward(
@@ -92,7 +92,7 @@ class MedusaObjective(Objective):
         # what the target saw when it chose x[t] is the feature before it
         said = features[:, :-1][loss_mask[:, 1:]]
         with torch.no_grad():
-            probs = self._teacher.logits(said).softmax(-1) if self.recipe.soft_labels else None
+            probs = self._target.logits(said).softmax(-1) if self.recipe.soft_labels else None
         following = input_ids[:, 1:][loss_mask[:, 1:]]
         tokens = self._draft_ids.to(input_ids.device)[following]
         total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0], measure)
@@ -103,7 +103,7 @@ class MedusaObjective(Objective):
             loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
             total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
             if measure:
-                tally.add(known, *self._teacher.correct(drafted[known], said[rows], following[rows], measure))
+                tally.add(known, *self._target.correct(drafted[known], said[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())
 
 

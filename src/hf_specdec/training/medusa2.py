@@ -18,13 +18,13 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.target.features import LAST, FeatureTap
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
 from hf_specdec.training.recipes import STEEPEST, check_numbers
-from hf_specdec.training.teacher import Teacher
+from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.verification.features import LAST, FeatureTap
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Medusa2Objective(Objective):
         self.adapted, self.recipe = adapted, config
         self.learning_rate_multiplier = config.learning_rate_multiplier
         base = adapted.get_base_model()
-        self._teacher = Teacher(base, heads.hot_token_ids)
+        self._target = TargetReader(base, heads.hot_token_ids)
         self._draft_ids = draft_ids(heads.hot_token_ids, heads.config.vocab_size)
-        self._lm_head = self._teacher.logits if heads.shares_lm_head else None
+        self._lm_head = self._target.logits if heads.shares_lm_head else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """What is trained: heads and adapter, not the target."""
@@ -152,5 +152,5 @@ class Medusa2Objective(Objective):
             loss = cross_entropy(logits[here].float(), tokens[rows], reduction="sum", ignore_index=NO_LABEL)
             total = total + weight * recipe.head_decay ** (head + 1) * loss / max(len(rows), 1)
             if measure:
-                tally.add(here, *self._teacher.correct(logits[here], said[rows], following[rows], measure))
+                tally.add(here, *self._target.correct(logits[here], said[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())

@@ -1,7 +1,4 @@
-"""Prompts to distil: from a file, from a `datasets` name, or none at all, where the model invents them.
-
-Feeds: `training/distill.py`.
-"""
+"""Prompts to distil: from a file, from a `datasets` name, or none at all, where the model invents them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.training.completions import AnswerError, Asked, Completion, read_completion, read_model_names
 from hf_specdec.training.connections import WHERE, Connection
-from hf_specdec.training.voices import Voice, seed_of
+from hf_specdec.training.teachers import Teacher, seed_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ OTHER_END = "an end token that is not the last token"
 OTHER_IDS = "the text does not encode behind its prompt"
 
 
-class ServerVoice(Voice):
+class ServerTeacher(Teacher):
     """A target that a server runs.
 
     Args:
@@ -120,10 +120,10 @@ class ServerVoice(Voice):
             )
         self._probe = list(prompt)
 
-    def say(
+    def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """See `Voice.say`. Sampled requests carry seeds; whether equal seeds give equal answers is up to the server.
+        """See `Teacher.generate`. Sampled requests carry seeds; the server may ignore them.
 
         Raises:
             InvalidConfigError: Requests failed, or no answer was valid, and neither is the answer to the prompt of

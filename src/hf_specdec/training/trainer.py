@@ -1,8 +1,7 @@
 """What every head's training shares: transformers' Trainer around a head with its loss.
 
 An objective is a module that holds the head and nothing else of its own, so that checkpoints, optimisers, DDP and
-FSDP see the head alone; the frozen target stays outside. Called by: one module per kind of head:
-`training/eagle.py`, `training/medusa.py`.
+FSDP see the head alone; the frozen target stays outside.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction, SchedulerType
 
-from hf_specdec.atomic import alone, write_text
+from hf_specdec.atomic import directory_lock, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.target.features import LAST
-from hf_specdec.target.model import text_config
 from hf_specdec.training.conversations import Conversation, check_tokens
 from hf_specdec.training.estimate import estimate_run
 from hf_specdec.training.features import FeatureStore, collate, features_of
@@ -36,6 +33,8 @@ from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
 from hf_specdec.training.modes import check_trainable, training_modes
 from hf_specdec.training.progress import say, show_progress
 from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, reading, run_facts
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.model import text_config
 
 TrainingData = FeatureStore | Sequence[Conversation]
 """Captured features, or conversations whose features are made in every step."""
@@ -300,7 +299,7 @@ def fit(
         say(str(estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)))
     if checkpoint is None and trainer.is_world_process_zero():
         write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
-    held = alone(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
+    held = directory_lock(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
     with closing(trainer.progress), held:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()

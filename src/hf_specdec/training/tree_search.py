@@ -25,7 +25,6 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.target.model import text_config
 from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import FeatureStore, collate
@@ -33,7 +32,8 @@ from hf_specdec.training.measures import Counts
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.modes import training_modes
 from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
-from hf_specdec.tree_growth import Accuracies, likeliest_choices, node_acceptance
+from hf_specdec.trees.growth import Accuracies, likeliest_choices, node_acceptance
+from hf_specdec.verification.model import text_config
 
 logger = logging.getLogger(__name__)
 

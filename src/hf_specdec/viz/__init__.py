@@ -4,7 +4,7 @@ They need matplotlib (`pip install hf-specdec[notebooks]`), but for coloured tex
 `model.generate(..., speculative={"method": ..., "trace": True})` in `model.last_speculation.trace`.
 """
 
-from hf_specdec.palette import save_plot
+from hf_specdec.reporting.palette import save_plot
 from hf_specdec.viz.runs import plot_costs, plot_run
 from hf_specdec.viz.steps import plot_acceptance, plot_timeline, plot_widths
 from hf_specdec.viz.text import ColoredText, colored_text

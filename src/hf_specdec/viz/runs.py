@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.palette import drawing
+from hf_specdec.reporting.palette import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hf_specdec.palette import INK, PALETTE, drawing
-from hf_specdec.stats import SpeculationStats
-from hf_specdec.trace import TracedStep
+from hf_specdec.reporting.palette import INK, PALETTE, drawing
+from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.reporting.trace import TracedStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

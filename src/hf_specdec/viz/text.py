@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_specdec.palette import PALETTE
-from hf_specdec.trace import TracedStep
+from hf_specdec.reporting.palette import PALETTE
+from hf_specdec.reporting.trace import TracedStep
 
 RESET = "\x1b[0m"
 

@@ -1,0 +1,1 @@
+"""Which drafted tokens are kept: the rules, the paths down a tree, the text of each row."""

@@ -1,0 +1,100 @@
+"""The demonstration of `hf-specdec demo`: one prompt answered plainly and speculatively."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.generation.loading import encode, load_model, load_target, packaged_model
+from hf_specdec.reporting.stats import SpeculationStats, shown_tau
+
+__all__ = ["PROMPT", "DemoResult", "encode", "load_model", "load_target", "packaged_model", "report", "run"]
+
+PROMPT = "Explain step by step how to work out how many minutes there are in a week."
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What one prompt showed: the same answer twice, and how fast each came."""
+
+    text: str
+    pieces: tuple[str, ...]  # the speculative answer, one piece per target forward
+    ids_equal: bool
+    plain_tokens_per_second: float
+    speculative_tokens_per_second: float
+    speculation: SpeculationStats
+
+    @property
+    def speed_up(self) -> float:
+        """Speculative over plain tokens per second."""
+        return self.speculative_tokens_per_second / self.plain_tokens_per_second
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, JSON-serialisable."""
+        return {
+            "text": self.text,
+            "ids_equal": self.ids_equal,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "speculative_tokens_per_second": self.speculative_tokens_per_second,
+            "speed_up": self.speed_up,
+            "speculation": self.speculation.to_dict(),
+        }
+
+
+def run(
+    model: Any, tokenizer: Any, prompt: str, *, method: str, max_new_tokens: int, streamer: BaseStreamer | None = None
+) -> DemoResult:
+    """Answer one prompt plainly and speculatively (streamed), greedy, and compare.
+
+    Both are run once for a few tokens first, so that neither pays for what happens once per process.
+    """
+    inputs = encode(tokenizer, prompt, model.device)
+    length = inputs["input_ids"].shape[1]
+
+    def timed(tokens: int, **options: Any) -> tuple[Tensor, float]:
+        begin = time.perf_counter()
+        ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **options)[0, length:]
+        return ids, len(ids) / (time.perf_counter() - begin)
+
+    for speculative in (None, method):
+        timed(8, speculative=speculative)
+    speculative_ids, speculative_speed = timed(max_new_tokens, speculative=method, streamer=streamer)
+    stats: SpeculationStats = model.last_speculation
+    plain_ids, plain_speed = timed(max_new_tokens)
+    ends = [1, *(1 + sum(stats.accepted_per_step[0][: i + 1]) for i in range(stats.num_target_forwards))]
+    return DemoResult(
+        text=tokenizer.decode(speculative_ids, skip_special_tokens=True),
+        pieces=tuple(tokenizer.decode(speculative_ids[a:b]) for a, b in pairwise(ends)),
+        ids_equal=torch.equal(plain_ids, speculative_ids),
+        plain_tokens_per_second=plain_speed,
+        speculative_tokens_per_second=speculative_speed,
+        speculation=stats,
+    )
+
+
+def report(result: DemoResult, console: Console) -> None:
+    """The two speeds, tau, equality, and where the tree won."""
+    stats = result.speculation
+    table = Table("", "tokens/s", "tokens per forward")
+    table.add_row("plain generate()", f"{result.plain_tokens_per_second:.1f}", "1.00")
+    table.add_row(
+        f"speculative={stats.method!r}", f"{result.speculative_tokens_per_second:.1f}",
+        shown_tau(stats.mean_accepted_length),
+    )  # fmt: skip
+    console.print(table)
+    console.print(f"speed-up: {result.speed_up:.2f}x   tau: {shown_tau(stats.mean_accepted_length)}")
+    console.print(f"ids equal: {'yes' if result.ids_equal else 'no'}")
+    best = sorted(zip(stats.accepted_per_step[0], result.pieces, strict=True), key=lambda step: -step[0])[:5]
+    console.print("where the tree won (tokens out of one forward of the model):")
+    for count, piece in best:
+        console.print(f"  {count}  {piece!r}", markup=False, highlight=False)
+    for depth, share in enumerate(stats.acceptance_by_depth, start=1):
+        console.print(f"  depth {depth}: accepted in {share:4.0%} of the forwards", highlight=False)

@@ -1,0 +1,1 @@
+"""Drafters that did not pay in any measurement; available by name (docs/methods/)."""

@@ -1,0 +1,131 @@
+"""Last-logits drafting: what the target nearly said in place of the last token is often what it says after it.
+
+Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root also rank the token
+after it. Their best tokens, without the root itself, become its children; other drafters that are merged with this one
+go on below them. Nothing is computed for it but a `topk`, and nothing is learned. All of it stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+import torch
+from torch import Tensor
+
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
+
+DEFAULT_TOP_K = 4
+MERGED_TOP_K = 8
+"""Candidates that are merged with those of other drafters."""
+TRUST = 0.2
+"""What a probability is worth one token later, before anything has been counted."""
+
+
+class LastLogitsDrafter(Drafter):
+    """Drafts the runners-up of the last token as the next one. Takes any model.
+
+    Config fields: `top_k` (default 4), or `num_draft_tokens`, which counts the root besides; the tree has one level.
+    """
+
+    method = "last_logits"
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """A root and its children.
+
+        Raises:
+            InvalidConfigError: `tree`, or more than one level.
+        """
+        if config.tree is not None or (config.num_steps or 1) > 1:
+            raise InvalidConfigError(
+                f"'last_logits' drafts one level, got tree={config.tree!r} and num_steps={config.num_steps!r}.",
+                "Set top_k, or merge it with others: methods=['last_logits', 'prompt_lookup'].",
+            )
+        num_nodes = config.num_draft_tokens or (config.top_k or DEFAULT_TOP_K) + 1
+        top_k = max(min(config.top_k or num_nodes, num_nodes - 1), 1)
+        return Budget(min(num_nodes, top_k + 1), 1, top_k)
+
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """A session that drafts nothing in its first step: the logits of the prompt are not kept."""
+        on_host = context.roots.device.type == "cpu"
+        return (_HostLastLogitsSession if on_host else _LastLogitsSession)(context.roots)
+
+
+class _LastLogitsSession(DraftSession):
+    def __init__(self, roots: Tensor) -> None:
+        self._roots = roots
+        self._logits: Tensor | None = None  # [B, V] that chose the roots
+
+    def _runners_up(self, count: int) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities and ids `[B, count]`, the likeliest first, the roots not among them."""
+        if self._logits is None or self._logits.shape[-1] <= count:
+            return None
+        ids = self._logits.scatter(1, self._roots[:, None], -torch.inf).topk(count, dim=-1).indices
+        return self._logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids), ids
+
+    def propose(self, budget: Budget) -> Draft:
+        found = None if budget.is_plain else self._runners_up(min(budget.num_nodes - 1, budget.top_k))
+        if found is None:
+            return Draft.plain(self._roots)
+        log_probs, ids = found
+        parents = torch.full((1 + ids.shape[1],), 0, dtype=torch.long, device=ids.device)
+        parents[0] = ROOT_PARENT
+        tree = TokenTree(torch.cat([self._roots[:, None], ids], dim=-1), parents, max_depth=1)
+        return Draft(tree, torch.nn.functional.pad(log_probs, (1, 0)))
+
+    def observe(self, step: Step) -> None:
+        acceptance, logits = step.acceptance, step.verification.logits
+        last = (acceptance.num_kept - 1).clamp(min=0)[:, None]
+        node = acceptance.path.clamp(min=0).gather(1, last)
+        self._roots = acceptance.next_token
+        self._logits = logits.gather(1, node[:, :, None].to(logits.device).expand(-1, -1, logits.shape[-1]))[:, 0]
+        self._logits = self._logits.to(self._roots.device)
+
+
+class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
+    """Where the logits are on the host, it can be asked row by row."""
+
+    def __init__(self, roots: Tensor) -> None:
+        super().__init__(roots)
+        self._candidates = [RunnersUp([], []) for _ in roots]
+
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        return self._candidates
+
+    def observe(self, step: Step) -> None:
+        super().observe(step)
+        found = self._runners_up(MERGED_TOP_K)
+        if found is not None:
+            self._candidates = list(map(RunnersUp, found[0].tolist(), found[1].tolist()))
+
+
+class RunnersUp(Candidates):
+    """One row's runners-up: they may follow the root, and nothing is known of what follows them.
+
+    Args:
+        log_probs, ids: The likeliest first.
+    """
+
+    start = True
+
+    def __init__(self, log_probs: Sequence[float], ids: Sequence[int]) -> None:
+        self._found = [
+            Candidate(token, ("last_logits", min(rank, 3), confidence_class(log_prob)), TRUST * exp(log_prob))
+            for rank, (log_prob, token) in enumerate(zip(log_probs, ids, strict=True))
+        ]
+
+    def after(self, place: bool) -> Sequence[Candidate]:
+        """All of them, after the root."""
+        return self._found
+
+    def follow(self, place: bool, token: int) -> None:
+        """Nothing."""
+        return

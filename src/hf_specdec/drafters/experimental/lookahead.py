@@ -1,0 +1,282 @@
+"""Lookahead decoding: a Jacobi window makes n-grams beside the text, and those that begin with its end are drafted.
+
+Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
+(https://arxiv.org/abs/2402.02057). The window is verified as branches of the tree: in the paper a token of level l and
+column i sees the columns up to i of level 0, and column i of the levels up to l, which is a path from the root.
+Different here: equal beginnings are one node, a branch of the window that comes true is accepted like any other draft,
+and the n-grams of the text itself are kept as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from hf_specdec.config import SpeculativeConfig, require_integer
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.host_sync import read, upload
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import PrefixTree
+from hf_specdec.trees.tree import TokenTree, stack_trees
+from hf_specdec.verification.step import Step
+from hf_specdec.verification.target import Target
+
+DEFAULT_WINDOW = 5
+DEFAULT_NGRAM = 4
+DEFAULT_GUESSES = 5
+WINDOW_CHILDREN = 2
+"""Children of a node that are the window's: the next column of level 0, and level 1 of its own column."""
+
+
+class LookaheadDrafter(Drafter):
+    """Drafts n-grams that the model itself made in a window beside the text. Takes any model, learns nothing for good.
+
+    Config fields: `num_draft_tokens` (default: all of window and guesses, 30 nodes), `num_steps` (default: as deep as
+    the window) and `top_k`, children of a node, two of which the window takes (default: the guesses and two). Guesses
+    are drafted first. The window has as many columns as fit beside one guess, and none where `top_k` is less than 3;
+    then, and with a model that takes no branches, n-grams come from the text alone. `tree` means nothing to it.
+
+    Args:
+        window: Columns of the window; W in the paper.
+        ngram: Tokens of an n-gram, the one that it follows included; N in the paper.
+        guesses: N-grams that are kept per token, and drafted at most; G in the paper.
+        reads_prompt: Keep the n-grams of prompt and answer as well, not only those of the window.
+
+    Raises:
+        InvalidConfigError: A size that is too small.
+    """
+
+    method = "lookahead"
+
+    def __init__(
+        self, *, window: int = DEFAULT_WINDOW, ngram: int = DEFAULT_NGRAM, guesses: int = DEFAULT_GUESSES,
+        reads_prompt: bool = True,
+    ) -> None:  # fmt: skip
+        for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
+            require_integer(name, value, least)
+        self.window, self.ngram, self.guesses, self.reads_prompt = window, ngram, guesses, reads_prompt
+
+    def __repr__(self) -> str:
+        return f"LookaheadDrafter(window={self.window}, ngram={self.ngram}, guesses={self.guesses})"
+
+    def limits(self, config: SpeculativeConfig) -> Budget:
+        """Window and guesses.
+
+        Raises:
+            InvalidConfigError: `tree`, or no room for a window that alone would find n-grams.
+        """
+        if config.tree is not None:
+            raise InvalidConfigError(
+                f"The tree of 'lookahead' follows from its window and n-grams, got tree={config.tree!r}.",
+                "Set num_draft_tokens, num_steps or top_k instead.",
+            )
+        length = self.ngram - 1
+        everything = WindowShape(self.window, self.ngram)
+        limits = Budget(
+            config.num_draft_tokens or 1 + everything.num_nodes + self.guesses * length,
+            config.num_steps or max(length, everything.depth),
+            config.top_k or self.guesses + WINDOW_CHILDREN,
+        )
+        if not self.reads_prompt and self.window_within(limits) is None:
+            least = WindowShape(1, self.ngram)
+            raise InvalidConfigError(
+                f"A window needs {1 + least.num_nodes + length} nodes, {max(length, least.depth)} steps and top_k "
+                f"{WINDOW_CHILDREN + 1} at least, got {limits}.",
+                "Allow more, or use a LookaheadDrafter(reads_prompt=True).",
+            )
+        return limits
+
+    def window_within(self, limits: Budget) -> WindowShape | None:
+        """The largest window that fits beside one guess; None where none does."""
+        shapes = (WindowShape(columns, self.ngram) for columns in range(self.window, 0, -1))
+        return next((shape for shape in shapes if shape.fits(limits)), None)
+
+    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+        """A session whose windows begin with the last tokens of the prompt."""
+        limits = self.limits(config)
+        return _LookaheadSession(self, context, self.window_within(limits if target.supports_trees else limits.chain))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShape:
+    """Sizes of a window that begins as level 0 alone and grows by a level, and shrinks by a column, in every step."""
+
+    columns: int  # W, when it has grown
+    ngram: int  # N; it then has N - 1 levels
+
+    @property
+    def first_width(self) -> int:
+        """Columns of level 0 at first."""
+        return self.columns + self.ngram - 2
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes at most, without the root, which is column 0 of level 0."""
+        return max(levels * (self.columns + self.ngram - 1 - levels) for levels in range(1, self.ngram)) - 1
+
+    @property
+    def depth(self) -> int:
+        """Of the last level of the last column, at any time."""
+        return self.columns + self.ngram - 3
+
+    def fits(self, budget: Budget) -> bool:
+        """Whether it fits a budget, beside one guess."""
+        return (
+            budget.num_nodes >= 1 + self.num_nodes + self.ngram - 1
+            and budget.num_steps >= self.depth
+            and budget.top_k > WINDOW_CHILDREN
+        )
+
+
+class JacobiWindow:
+    """One row's window: guesses at the coming tokens, corrected by the model in every step.
+
+    Args:
+        shape: Its sizes.
+        tokens: What level 0 is filled with at first, again and again.
+
+    Attributes:
+        levels: `[levels][columns]` tokens; column 0 of level 0 is the root's place.
+    """
+
+    def __init__(self, shape: WindowShape, tokens: Sequence[int]) -> None:
+        self._num_levels = shape.ngram - 1
+        self.levels = [list(islice(cycle(tokens), shape.first_width))]
+
+    def plant(self, tree: PrefixTree, num_nodes: int) -> list[int]:
+        """Add the window below the root of a tree; the nodes of its last level, a column each."""
+        above, *below = self.levels
+        nodes = [0]
+        for token in above[1:]:
+            nodes.append(tree.add([token], num_nodes, nodes[-1]))
+        return [tree.add([level[i] for level in below], num_nodes, node) for i, node in enumerate(nodes)]
+
+    def advance(self, root: int, best: Sequence[int]) -> list[tuple[int, ...]]:
+        """Move on by one token.
+
+        Args:
+            root: The token that stood at the root.
+            best: The model's choices after the last level, a column each.
+
+        Returns:
+            The n-grams that are complete now; none while the window grows.
+
+        Example: two levels [., 2] and [3, 4] after root 1, with choices [5, 6], give 1-3-5 and 2-4-6, and the levels
+        [., 4] and [5, 6].
+        """
+        if len(self.levels) < self._num_levels:
+            self.levels = [level[1:] for level in (*self.levels, list(best))]
+            return []
+        self.levels[0][0] = root
+        ngrams = list(zip(*self.levels, best, strict=True))
+        self.levels = [*self.levels[1:], list(best)]
+        return ngrams
+
+
+class NgramPool:
+    """The n-grams that were seen last, by their first token.
+
+    Args:
+        size: N-grams kept per token.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._after: dict[int, dict[tuple[int, ...], None]] = {}  # oldest first
+
+    def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
+        """Keep n-grams, in place of the oldest of their first token."""
+        for first, *rest in ngrams:
+            kept = self._after.setdefault(first, {})
+            kept.pop(tuple(rest), None)
+            kept[tuple(rest)] = None
+            if len(kept) > self._size:
+                kept.pop(next(iter(kept)))
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """What followed a token, latest first."""
+        return list(reversed(self._after.get(token, {})))
+
+
+class _Row:
+    """Text, n-grams and window of one row."""
+
+    def __init__(self, drafter: LookaheadDrafter, prompt: list[int], root: int, shape: WindowShape | None) -> None:
+        self.root, self.cells = root, list[int]()  # the nodes of the window's last level in the last tree
+        self.pool = NgramPool(drafter.guesses)
+        self.window = None if shape is None else JacobiWindow(shape, prompt[-shape.first_width :] or [root])
+        self._ngram, self._reads = drafter.ngram, drafter.reads_prompt
+        self._tail: list[int] = []  # of the text
+        self.read([*prompt, root])
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Go on with the text."""
+        if not tokens:
+            return
+        self.root = tokens[-1]
+        if self._reads:
+            text, size = [*self._tail, *tokens], self._ngram
+            self.pool.add(tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1))
+            self._tail = text[max(len(text) - size + 1, 0) :]
+
+    def tree(self, budget: Budget, shape: WindowShape | None) -> PrefixTree:
+        """Guesses, latest first, then the window where its shape is given."""
+        tree, self.cells = PrefixTree(self.root), []
+        kept = budget.num_nodes - (shape.num_nodes if shape else 0)
+        width = budget.top_k - (WINDOW_CHILDREN if shape else 0)
+        for ngram in self.pool.after(self.root)[:width]:
+            tree.add(ngram[: budget.num_steps], kept)
+        if shape and self.window:
+            self.cells = self.window.plant(tree, budget.num_nodes)
+        return tree
+
+
+class _LookaheadSession(DraftSession):
+    def __init__(self, drafter: LookaheadDrafter, context: DraftContext, shape: WindowShape | None) -> None:
+        self._device, self._shape = context.roots.device, shape
+        valid = (
+            torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
+        )
+        texts, real, roots = read(context.input_ids, valid, context.roots[:, None])
+        self._rows = [
+            _Row(drafter, [token for token, keep in zip(text, kept, strict=True) if keep], root, shape)
+            for text, kept, (root,) in zip(texts, real, roots, strict=True)
+        ]
+        self._planted: tuple[TokenTree, Tensor] | None = None  # the last tree with a window, and its cells [B, C]
+
+    def propose(self, budget: Budget) -> Draft:
+        shape = self._shape if self._shape and self._shape.fits(budget) else None
+        grown = [row.tree(budget, shape) for row in self._rows]
+        tree = stack_trees([(row.tokens, row.parents) for row in grown], self._device)
+        self._planted = None
+        if shape:
+            width = max(len(row.cells) for row in self._rows)
+            cells = [[*row.cells, *[0] * (width - len(row.cells))] for row in self._rows]
+            self._planted = tree, upload(cells, torch.long, self._device)
+        return Draft(tree)
+
+    def observe(self, step: Step) -> None:
+        if self._planted is not None:
+            self._advance(step, *self._planted)
+            self._planted = None
+        for row, tokens in zip(self._rows, step.acceptance.emitted, strict=True):
+            row.read(tokens)
+
+    def _advance(self, step: Step, planted: TokenTree, cells: Tensor) -> None:
+        """Correct the windows of the rows whose own tree was verified: one read of the choices at their last level."""
+        tree = step.draft.tree
+        if tree.tokens.shape != planted.tokens.shape:
+            return
+        own = (tree.tokens == planted.tokens) & (tree.parents == planted.parents)
+        logits = step.verification.logits
+        rows = torch.arange(len(cells), device=logits.device)[:, None]
+        best = logits[rows, cells.to(logits.device)].argmax(-1).to(own.device)
+        choices, verified = read(best, own.all(-1, keepdim=True))
+        for row, chosen, (same,), emitted in zip(self._rows, choices, verified, step.acceptance.emitted, strict=True):
+            if same and emitted and row.window:
+                row.pool.add(row.window.advance(row.root, chosen[: len(row.cells)]))

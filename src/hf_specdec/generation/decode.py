@@ -1,0 +1,163 @@
+"""The loop: prefill, then propose, admit, verify, accept, commit and tell, until every row has ended.
+
+Knows no drafter, rule, cache or model by name.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_specdec.acceptance.pipelining import Decision, Stopwatch
+from hf_specdec.acceptance.rules import AcceptanceRule, decides_on_device
+from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.control.controller import Controller
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.foreign import start_session
+from hf_specdec.generation.outputs import LayerOutputs
+from hf_specdec.generation.tracing import trace_step
+from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.verification.model import CACHE_FIELD, text_config
+from hf_specdec.verification.one_time import one_time_work
+from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
+from hf_specdec.verification.target import Target, Verification
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output of `generate()`, and what speculation did."""
+
+    speculation: SpeculationStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One `generate()` call as transformers prepared it."""
+
+    target: Target
+    drafter: Drafter
+    controller: Controller
+    rule: AcceptanceRule
+    config: SpeculativeConfig
+    input_ids: Tensor  # [B, P]
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: BaseStreamer | None
+    has_unfinished: Callable[[bool], bool]  # transformers' test, which also keeps ranks in lockstep
+    returns_cache: bool  # to the caller, or written back to the one handed in
+    layer_outputs: dict[str, bool]  # hidden_states, attentions: whether to collect them
+
+
+def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
+    """Fill the transcript. Leaves the cache with every emitted token but the last, as plain generate does."""
+    config, target = call.generation_config, call.target
+    stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
+    layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
+    with stats.time("total"), ExitStack() as stack:
+        stack.callback(target.close)
+        stack.enter_context(target.tapped(call.drafter.needs.feature_layers))
+        with stats.time("prefill"):
+            prompt_logits = call.drafter.needs.prompt_logits
+            prefill = target.prefill(call.input_ids, config, call.model_kwargs, prompt_logits=prompt_logits)
+            roots = transcript.begin(prefill.logits[:, -1])
+            layers.add_prompt(prefill)
+        transcript.stream(call.streamer)
+        stack.enter_context(target.model._optimize_model_for_decode())
+        with stats.time("draft"):
+            context = _context(call, prefill, roots, launches=decides_on_device(call.rule, transcript, roots.device))
+            session = start_session(call.drafter, target, context, call.config)
+            stopwatch = Stopwatch(roots.device) if context.launches else None
+        stack.callback(session.close)
+        del prefill
+        begin = time.perf_counter()
+        while call.has_unfinished(all(transcript.finished)):
+            # a last token needs no draft
+            budget = call.controller.next() if transcript.num_remaining > 1 else PLAIN_STEP
+            begun = time.perf_counter() - begin
+            step, seconds = _step(call, session, budget, roots, transcript, stats, layers, stopwatch)
+            if call.config.trace:
+                stats.trace.append(trace_step(step, call.drafter.method, begun, seconds))
+            roots = step.acceptance.next_token
+            transcript.stream(call.streamer)
+            if not all(transcript.finished):
+                with stats.time("draft"):
+                    session.observe(step)
+                call.controller.observe(step, seconds)
+        if call.returns_cache:
+            target.equalize_row_lengths(transcript.new_tokens, transcript.pad_token_id)
+        cache = target.hand_back() if call.returns_cache else None
+        if call.streamer is not None:
+            call.streamer.end()
+    stats.num_generated_tokens = sum(transcript.num_generated)
+    stats.control = {**call.controller.report(), **session.report()}
+    return SpeculativeOutput(
+        sequences=transcript.sequences(),
+        scores=tuple(transcript.scores) if config.output_scores else None,
+        logits=tuple(transcript.logits) if config.output_logits else None,
+        hidden_states=layers.hidden_states,
+        attentions=layers.attentions,
+        speculation=stats,
+        **{CACHE_FIELD: cache},
+    )
+
+
+def _step(
+    call: Call, session: DraftSession, budget: Budget, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
+    layers: LayerOutputs, stopwatch: Stopwatch | None,
+) -> tuple[Step, StepSeconds]:  # fmt: skip
+    """Propose, admit, verify, accept, commit, and count.
+
+    With a stopwatch the session launches the next draft before the host reads this step, see
+    `acceptance/pipelining.py`.
+    """
+    target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
+    before = one_time_work()
+    with stats.time("draft"):
+        draft = target.admit(Draft.plain(roots) if budget.is_plain else session.propose(budget))
+        if transcript.lockstep and transcript.padded_rows:
+            draft = draft.with_repeated(transcript.pad_token_id, transcript.padded(roots.device))
+    with stats.time("verify"):
+        verification = target.verify(draft.tree)
+
+    def launch(decision: Decision) -> Sequence[Tensor]:
+        assert stopwatch is not None
+        with stopwatch:
+            return session.launch(UnreadStep(draft, verification, decision), budget)
+
+    transcript.launch = None if stopwatch is None or budget.is_plain else launch
+    with stats.time("accept"):
+        acceptance = call.rule(draft.tree, verification.logits, transcript)
+        layers.add(verification, acceptance, target.start)
+    if stopwatch is not None:
+        stats.move_seconds(stopwatch.take(), "accept", "draft")
+    with stats.time("commit"):
+        target.commit(draft.tree, acceptance)
+    stats.add_step(map(operator.sub, transcript.num_generated, generated), acceptance.num_drafted)
+    drafting, verifying, rest = map(operator.sub, stats.stage_seconds, begun)
+    seconds = StepSeconds(drafting, verifying, rest, usual=one_time_work() == before)
+    return Step(draft, verification, acceptance), seconds
+
+
+def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:
+    """What a session starts from."""
+    width, padding = call.input_ids.shape[1], call.target.padding
+    whole = call.drafter.needs.prompt_logits and prefill.logits.shape[1] == width
+    return DraftContext(
+        input_ids=call.input_ids,
+        padding=None if padding is None else padding.last(width),
+        roots=roots,
+        features=prefill.features,
+        logits=prefill.logits if whole else None,
+        launches=launches,
+    )

@@ -1,0 +1,87 @@
+"""Hidden states and attentions per emitted token, in the shapes plain `generate()` returns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.verification.cache import layer_windows
+from hf_specdec.verification.target import Verification
+
+
+class LayerOutputs:
+    """One entry per emitted token: first the whole prompt, then the node it was chosen at.
+
+    Args:
+        config: The text decoder's, which says how far back the keys of each layer reach.
+        hidden_states, attentions: Which of the two to collect.
+    """
+
+    def __init__(self, config: Any, *, hidden_states: bool, attentions: bool) -> None:
+        self._windows = layer_windows(config) if attentions else []
+        self._collects_hidden, self._collects_attentions = hidden_states, attentions
+        self._hidden: list[tuple[Tensor, ...]] = []
+        self._attentions: list[tuple[Tensor | None, ...]] = []
+
+    @property
+    def hidden_states(self) -> tuple[tuple[Tensor, ...], ...] | None:
+        """Per token and layer: `[B, P, D]` for the first, `[B, 1, D]` for every other; None if not asked for."""
+        return tuple(self._hidden) if self._collects_hidden else None
+
+    @property
+    def attentions(self) -> tuple[tuple[Tensor | None, ...], ...] | None:
+        """Per token and layer: `[B, H, P, slots]`, then `[B, H, 1, slots]`; None if not asked for."""
+        return tuple(self._attentions) if self._collects_attentions else None
+
+    def add_prompt(self, prefill: Verification) -> None:
+        """The first token's entry."""
+        if prefill.hidden_states is not None:
+            self._hidden.append(prefill.hidden_states)
+        if prefill.attentions is not None:
+            self._attentions.append(
+                tuple(self._within(layer, weights) for layer, weights in enumerate(prefill.attentions))
+            )
+
+    def add(self, verification: Verification, acceptance: Acceptance, start: int) -> None:
+        """The entries of one step's tokens.
+
+        Args:
+            verification: Of the tree.
+            acceptance: Its kept paths, of one length.
+            start: The slot of the root.
+        """
+        if verification.hidden_states is None and verification.attentions is None:
+            return
+        rows = torch.arange(len(acceptance.nodes), device=acceptance.path.device)
+        for place in range(max(acceptance.counts)):
+            nodes = acceptance.path[:, place]
+            if verification.hidden_states is not None:
+                self._hidden.append(tuple(states[rows, nodes][:, None] for states in verification.hidden_states))
+            if verification.attentions is not None:
+                slots = torch.tensor(
+                    [[*range(start), *(start + node for node in path[: place + 1])] for path in acceptance.nodes],
+                    dtype=torch.long,
+                    device=rows.device,
+                )
+                self._attentions.append(
+                    tuple(
+                        None if weights is None else self._within(layer, _columns(weights[rows, :, nodes], slots))
+                        for layer, weights in enumerate(verification.attentions)
+                    )
+                )
+
+    def _within(self, layer: int, weights: Tensor | None) -> Tensor | None:
+        """Only the columns that the layer's keys have in transformers' own cache."""
+        window = self._windows[layer] if layer < len(self._windows) else None
+        if weights is None or window is None or weights.shape[-1] == weights.shape[-2]:
+            return weights
+        return weights[..., -(window - 1 + weights.shape[-2]) :]
+
+
+def _columns(weights: Tensor, slots: Tensor) -> Tensor:
+    """Weights `[B, H, S]` at slots `[B, L]`, as `[B, H, 1, L]`."""
+    indices = slots.to(weights.device)[:, None].expand(-1, weights.shape[1], -1)
+    return weights.gather(-1, indices)[:, :, None]

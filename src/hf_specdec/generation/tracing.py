@@ -1,0 +1,46 @@
+"""Copy what one step drafted, verified and kept to the host, for plots (`SpeculativeConfig(trace=True)`)."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_specdec.host_sync import read
+from hf_specdec.reporting.trace import TracedRow, TracedStep
+from hf_specdec.trees.tree import ROOT_PARENT
+from hf_specdec.verification.step import Step, StepSeconds
+
+
+def trace_step(step: Step, method: str, begin: float, seconds: StepSeconds) -> TracedStep:
+    """Read a step from the device. This takes several transfers, which a call without a trace does not make.
+
+    Args:
+        step: The step.
+        method: Name of its drafter, the source of every node that names no other.
+        begin: Seconds since the prompt was read.
+        seconds: How long the step took.
+    """
+    draft, logits, acceptance = step.draft, step.verification.logits, step.acceptance
+    tokens, parents = draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)
+    best = logits.max(-1).indices.to(tokens.device)
+    log_probs = logits.log_softmax(-1, dtype=torch.float32).to(tokens.device)
+    rows_of = torch.arange(len(tokens), device=tokens.device)[:, None]
+    of_nodes = log_probs[rows_of, parents.clamp(min=0), tokens].where(parents != ROOT_PARENT, 0.0)
+    all_tokens, all_parents, choices = read(tokens, parents, best)
+    target_probs = of_nodes.exp().tolist()
+    draft_probs = None if draft.log_probs is None else draft.log_probs.exp().tolist()
+    rows = []
+    for row, row_tokens in enumerate(all_tokens):
+        named = draft.sources[row] if draft.sources is not None else ()
+        rows.append(
+            TracedRow(
+                tokens=row_tokens,
+                parents=all_parents[row],
+                draft_probs=None if draft_probs is None else draft_probs[row],
+                target_probs=target_probs[row],
+                choices=choices[row],
+                sources=[*named, *[method] * (len(row_tokens) - len(named))],
+                path=list(acceptance.nodes[row]),
+                emitted=list(acceptance.emitted[row]),
+            )
+        )
+    return TracedStep(rows, begin, seconds.draft, seconds.verify, seconds.rest)

@@ -1,0 +1,1 @@
+"""What a call did: statistics, traces of steps, and the style of plots."""

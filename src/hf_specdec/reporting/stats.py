@@ -1,0 +1,167 @@
+"""What one speculative generation did and where its time went. Filled by `generation/decode.py` alone."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_specdec.reporting.palette import PALETTE, drawing
+from hf_specdec.reporting.trace import TracedStep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
+
+
+def shown_tau(tau: float) -> str:
+    """For people: two digits, or a dash where no forward was counted."""
+    return f"{tau:.2f}" if tau else "-"
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts and seconds of one `generate()` call.
+
+    Seconds are wall-clock on the host; on an accelerator a stage's work may finish in a later stage, only
+    `total_seconds` is exact there.
+
+    Args:
+        method: The drafter's name.
+        num_target_forwards: Verify forwards; the prefill is not counted.
+        num_generated_tokens: Emitted tokens of all rows.
+        num_drafted_tokens: Verified nodes of all unfinished rows; neither roots nor what pads a row's tree.
+        accepted_per_step: One list per row: accepted drafted tokens + 1 for each target forward the row took part in.
+        control: What decided how much was drafted, and what it decided.
+        trace: Every step, where `SpeculativeConfig(trace=True)` asked for it.
+    """
+
+    method: str = ""
+    num_target_forwards: int = 0
+    num_generated_tokens: int = 0
+    num_drafted_tokens: int = 0
+    accepted_per_step: list[list[int]] = field(default_factory=list)
+    control: dict[str, Any] = field(default_factory=dict)
+    trace: list[TracedStep] = field(default_factory=list, repr=False)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @contextmanager
+    def time(self, stage: Stage) -> Iterator[None]:
+        """Add the wall-clock seconds of the block to a stage."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"{stage}_seconds"
+            setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
+
+    def move_seconds(self, seconds: float, source: str, target: str) -> None:
+        """Count seconds that were timed with one stage for another one."""
+        for stage, change in ((source, -seconds), (target, seconds)):
+            setattr(self, f"{stage}_seconds", getattr(self, f"{stage}_seconds") + change)
+
+    @property
+    def stage_seconds(self) -> tuple[float, float, float]:
+        """Seconds so far of drafting, of verifying, and of what follows in a step."""
+        return self.draft_seconds, self.verify_seconds, self.accept_seconds + self.commit_seconds
+
+    def add_step(self, emitted: Iterable[int], drafted: Iterable[int]) -> None:
+        """Count one target forward.
+
+        Args:
+            emitted: Tokens of each row; a row that had ended before emitted none.
+            drafted: Drafted nodes of each row.
+        """
+        self.num_target_forwards += 1
+        for row, (count, nodes) in enumerate(zip(emitted, drafted, strict=True)):
+            if count:
+                self.accepted_per_step[row].append(count)
+                self.num_drafted_tokens += nodes
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau: tokens per target forward and row, correction or bonus included, the prefill's first token excluded.
+
+        1.0 is plain decoding. The convention of the EAGLE papers and of Spec-Bench. 0.0 where no forward ran.
+        """
+        steps = [length for row in self.accepted_per_step for length in row]
+        return sum(steps) / len(steps) if steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of forwards that accepted at least 1, 2, ... drafted tokens; its sum is tau - 1."""
+        steps = [length for row in self.accepted_per_step for length in row]
+        return [sum(length > depth for length in steps) / len(steps) for depth in range(1, max(steps, default=1))]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all rows per second of the whole call, prefill included."""
+        return self.num_generated_tokens / self.total_seconds if self.total_seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and property as plain values, JSON-serialisable."""
+        derived = ("mean_accepted_length", "acceptance_by_depth", "tokens_per_second")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+    def __repr__(self) -> str:
+        depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth) or "-"
+        return (
+            f"SpeculationStats({self.method}: {self.num_generated_tokens} tokens in {self.num_target_forwards} target "
+            f"forwards, tau {shown_tau(self.mean_accepted_length)}, {self.tokens_per_second:.1f} tokens/s; "
+            f"acceptance by depth {depths}; draft {self.draft_seconds:.2f} s, verify {self.verify_seconds:.2f} s, "
+            f"accept {self.accept_seconds:.2f} s of {self.total_seconds:.2f} s)"
+        )
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: what came, how deep it was accepted, where the time went."""
+        shares = self.acceptance_by_depth
+        stages = {"prompt": self.prefill_seconds, "draft": self.draft_seconds, "verify": self.verify_seconds,
+                  "accept and commit": self.accept_seconds + self.commit_seconds}  # fmt: skip
+        whole = self.total_seconds or 1.0
+        deep = "".join(_bar(f"{share:.0%}", share, PALETTE[0]) for share in shares) or "-"
+        spent = "".join(
+            _bar(f"{name} {seconds:.2f} s", seconds / whole, PALETTE[number])
+            for number, (name, seconds) in enumerate(stages.items())
+        )
+        rows = {
+            "tokens": f"{self.num_generated_tokens} in {self.num_target_forwards} target forwards",
+            "tau": shown_tau(self.mean_accepted_length),
+            "tokens/s": f"{self.tokens_per_second:.1f}, {self.total_seconds:.2f} s in all",
+            "accepted, by depth": deep,
+            "time": spent,
+        }
+        cell = "text-align:left;vertical-align:top"
+        body = "".join(
+            f'<tr><th style="{cell}">{name}</th><td style="{cell}">{value}</td></tr>' for name, value in rows.items()
+        )
+        return f"<table><caption>{html.escape(self.method)}</caption>{body}</table>"
+
+    def plot(self) -> Axes:
+        """Histogram of accepted lengths; needs matplotlib (`pip install hf-specdec[notebooks]`).
+
+        Returns:
+            The matplotlib axes.
+        """
+        steps = [length for row in self.accepted_per_step for length in row]
+        with drawing() as pyplot:
+            axes: Axes = pyplot.figure(figsize=(5, 3)).gca()
+            axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
+            axes.set_xlabel("tokens per target forward")
+            axes.set_ylabel("forwards")
+            axes.set_title(f"{self.method}: tau = {shown_tau(self.mean_accepted_length)}")
+        return axes
+
+
+def _bar(label: str, share: float, color: str) -> str:
+    """A line of HTML: a bar as long as the share, and what it says."""
+    bar = f"display:inline-block;height:0.7em;width:{max(share, 0.0) * 12:.2f}em;background:{color};margin-right:0.4em"
+    return f'<div style="white-space:nowrap"><span style="{bar}"></span>{html.escape(label)}</div>'

@@ -1,1 +1,0 @@
-"""The target model: its parts, its cache and masks, and the two forwards."""

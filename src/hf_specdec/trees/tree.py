@@ -1,0 +1,166 @@
+"""The tree of drafted tokens, and the words of this package.
+
+**Invariant: between steps the cache holds exactly the L committed tokens of each row; the root token is chosen
+but its keys are not cached yet.**
+
+* root: node 0, the last token chosen; it is emitted already. Every other node is *drafted*.
+* path: nodes from the root downwards. *Accepted*: drafted nodes on the path that the target agrees with.
+* *correction*: the target's token after a rejection; *bonus*: its token after a fully accepted path.
+  Either is the next root. *Committed*: in the cache for good.
+
+Letters: B rows, N nodes, P path length, L committed length, V vocabulary, D hidden size, K children.
+Knows no model and no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdec.host_sync import upload
+
+ROOT_PARENT = -1
+"""Parent of node 0, and of every node that only pads a row: such a node is on no path."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Candidate continuations of the root, one tree per row. Parents precede their children.
+
+    Example: root A with children B and C, and D below B, is `tokens [[A, B, C, D]]`, `parents [-1, 0, 0, 1]`.
+    """
+
+    tokens: Tensor  # [B, N] long; column 0 is the root
+    parents: Tensor  # [N] or [B, N] long; -1 at the root and at padding
+    # [B, N, V] what the children of each node were drawn from, without replacement; None = deterministic draft
+    draft_probs: Tensor | None = None
+    max_depth: int | None = None  # no node is deeper; known on the host. None: no deeper than there are nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return self.tokens.shape[1]
+
+    @property
+    def depth_bound(self) -> int:
+        """No node is deeper than this."""
+        return self.num_nodes - 1 if self.max_depth is None else min(self.max_depth, self.num_nodes - 1)
+
+    @property
+    def num_drafted(self) -> Tensor:
+        """`[B]` nodes of each row but the root and its padding."""
+        return (self.parents.expand(self.tokens.shape) != ROOT_PARENT).sum(-1)
+
+    def ancestor_mask(self) -> Tensor:
+        """`[B or 1, N, N]` bool: entry (i, j) is True where j is i itself or an ancestor of i.
+
+        Example: parents [-1, 0, 0, 1] give rows 1000, 1100, 1010, 1101.
+        """
+        parents = self.parents if self.parents.dim() == 2 else self.parents[None]
+        nodes = torch.arange(self.num_nodes, device=parents.device)
+        reach = (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
+        # reachability by squaring: after k rounds every ancestor within 2^k generations is marked
+        for _ in range(max(self.depth_bound - 1, 0).bit_length()):
+            steps = reach.float()
+            reach = steps @ steps > 0
+        return reach
+
+    def depths(self) -> Tensor:
+        """`[B or 1, N]` long: generations below the root (0 for the root and for padding)."""
+        return self.ancestor_mask().sum(-1) - 1
+
+    def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
+        """The same tree, where some rows draft nothing but one token again and again (padding, after their end).
+
+        Args:
+            token: The token.
+            rows: `[B]` bool.
+
+        Example: row [A, B, C] with parents [-1, 0, 0] and token P becomes [A, P, P] with parents [-1, 0, 1].
+        """
+        nodes = torch.arange(self.num_nodes, device=self.tokens.device)
+        drafted = rows[:, None] & (nodes > 0)
+        return TokenTree(
+            torch.where(drafted, token, self.tokens),
+            torch.where(rows[:, None], nodes - 1, self.parents),
+            self.draft_probs,
+        )
+
+    def first_children(self) -> TokenTree:
+        """The chain of first children, for targets that take no branches; rows of shorter chains are padded.
+
+        Example: tokens [A, B, C, D] with parents [-1, 0, 0, 1] become [A, B, D] with parents [-1, 0, 1].
+        """
+        parents = self.parents.expand(self.tokens.shape)
+        node = torch.zeros_like(self.tokens[:, 0])
+        nodes, valid = [node], [torch.ones_like(node, dtype=torch.bool)]
+        for _ in range(self.depth_bound):
+            children = (parents == node[:, None]) & valid[-1][:, None]
+            node = children.int().argmax(-1)
+            nodes.append(node)
+            valid.append(children.any(-1))
+        chain = torch.stack(nodes, dim=-1)
+        links = torch.arange(ROOT_PARENT, len(nodes) - 1, device=chain.device)
+        rows = torch.arange(len(chain), device=chain.device)[:, None]
+        return TokenTree(
+            self.tokens.gather(1, chain),
+            torch.where(torch.stack(valid, dim=-1), links, ROOT_PARENT),
+            None if self.draft_probs is None else self.draft_probs[rows, chain],
+            max_depth=self.depth_bound,
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; tests and the drafters' own tests call it, the loop does not.
+
+        Raises:
+            ValueError: Naming the first violated invariant.
+        """
+        batch, nodes = self.tokens.shape
+        parents = self.parents if self.parents.dim() == 2 else self.parents[None]
+        if parents.shape not in ((1, nodes), (batch, nodes)):
+            raise ValueError(f"parents must be [{nodes}] or [{batch}, {nodes}], got {tuple(self.parents.shape)}")
+        if not (parents[:, 0] == ROOT_PARENT).all():
+            raise ValueError("node 0 must be the root (parent -1)")
+        if not ((parents >= ROOT_PARENT) & (parents < torch.arange(nodes, device=parents.device).clamp(min=0))).all():
+            raise ValueError("parents must precede their children")
+        if self.draft_probs is not None and self.draft_probs.shape[:2] != self.tokens.shape:
+            raise ValueError(f"draft_probs must be [B, N, V], got {tuple(self.draft_probs.shape)}")
+
+
+def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> TokenTree:
+    """One tree of the widest row's size; shorter rows are padded with nodes that are on no path.
+
+    Args:
+        rows: Tokens and parents of each row.
+        device: Where to put it, in one transfer.
+    """
+    width = max(len(tokens) for tokens, _ in rows)
+    padded, deepest = [], 0
+    for tokens, parents in rows:
+        missing, depths = width - len(tokens), list[int]()
+        padded.append([tokens + tokens[:1] * missing, parents + [ROOT_PARENT] * missing])
+        for parent in parents:
+            depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
+        deepest = max(deepest, *depths)
+    both = upload(padded, torch.long, device)
+    return TokenTree(both[:, 0], both[:, 1], max_depth=deepest)
+
+
+def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
+    """The nodes of one path per row in order of depth.
+
+    Args:
+        tree: The tree.
+        on_path: `[B, N]` bool, a root-to-node path per row.
+
+    Returns:
+        `[B, P]` node indices padded with -1; P is one more than the tree's `depth_bound`.
+
+    Example: on_path 1101 of parents [-1, 0, 0, 1] gives [0, 1, 3]: a path's nodes are in ascending order.
+    """
+    nodes = torch.arange(tree.num_nodes, device=on_path.device)
+    order = torch.where(on_path, nodes, tree.num_nodes).sort(dim=-1).values[:, : tree.depth_bound + 1]
+    return torch.where(order == tree.num_nodes, -1, order)

@@ -1,0 +1,97 @@
+"""A target that verifies chains over transformers' own cache: recurrent states, attention without masks of ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.trees.draft import Draft
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.chain_cache import ChainCache
+from hf_specdec.verification.model import CACHE_FIELD, cache_argument
+from hf_specdec.verification.target import Target
+
+
+class ChainTarget(Target):
+    """A model that can verify a chain but no branches: to it, a chain is several steps of plain decoding at once.
+
+    Args:
+        model, outputs: See `Target`.
+        cache: This generation's.
+    """
+
+    branches, lockstep = False, True
+    cache: ChainCache
+
+    def __init__(
+        self, model: PreTrainedModel, cache: ChainCache, outputs: Mapping[str, bool] = MappingProxyType({})
+    ) -> None:
+        super().__init__(model, outputs)
+        self.cache, self.needs_replay = cache, cache.needs_replay
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @property
+    def capacity(self) -> int | None:
+        """None: transformers' own cache grows with every token."""
+        return None
+
+    def adopt(self, cache: Cache) -> None:
+        """Refuse: it is not known how to copy a recurrent state without touching its owner's."""
+        raise UnsupportedGenerationError(
+            "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
+            f"`{CACHE_FIELD}` with `speculative`.",
+            "Leave it out: the prompt is read anew.",
+        )
+
+    def admit(self, draft: Draft) -> Draft:
+        """The chain of first children; what its drafter told of other nodes is dropped with them."""
+        if draft.tree.num_nodes == 1:
+            return draft
+        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None, sources=None)
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Cut the chain back; a recurrent state is restored, and the kept nodes are run again."""
+        lengths = self.cache.lengths
+        again = self.cache.keep(acceptance.nodes, tree.num_nodes)
+        if again:
+            grown, self.cache.lengths = self.cache.lengths, lengths
+            self._forward(tree.tokens[:, :again])
+            self.cache.lengths = grown
+
+    def rollback(self, num_nodes: int) -> None:
+        """See `Target`."""
+        self.cache.keep([[]] * max(self.num_rows, 1), num_nodes)
+
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """Nothing to do: rows go in lockstep."""
+
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        if not known:
+            self.cache.snapshot(whole=self.is_draft_view)
+        return self._forward(tree.tokens[:, known:], known)
+
+    def _forward(self, tokens: Tensor, known: int = 0) -> Any:
+        """Several steps of plain decoding at once: transformers' own masks and positions."""
+        num_nodes, cache, mask = tokens.shape[1], self.cache, None
+        start = cache.start + known
+        if self.padding is not None:
+            more = start + num_nodes - self.padding.valid.shape[1]
+            mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
+        inputs = self._every_step(tokens)
+        if self._takes_positions:
+            depths = torch.arange(num_nodes, device=tokens.device)[None]
+            lengths = torch.full((len(tokens),), start, dtype=torch.long, device=tokens.device)
+            inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
+        inputs[cache_argument(self.model)] = cache
+        prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
+        prepared.pop("logits_to_keep", None)  # some models put it to one; here every node's logits are needed
+        return self.model(**prepared, return_dict=True)

@@ -1,0 +1,141 @@
+"""A verify forward of which every shape becomes a graph, see `graphs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.attention import AttentionContext
+from hf_specdec.verification.cache import TreeCache, TreeLayer
+from hf_specdec.verification.graph_backends import GraphBackend
+from hf_specdec.verification.graphs import (
+    WIDTHS,
+    BucketLayer,
+    Captures,
+    KeptMemory,
+    Shape,
+    width_for,
+)
+from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
+from hf_specdec.verification.memory import CacheLayout, bucket_of, persistent_tensors
+from hf_specdec.verification.runners import Runner
+
+
+class GraphForward(Runner):
+    """A verify forward of which every shape becomes a graph.
+
+    One call of `generate()` at a time has its cache; another one at the same moment gets a cache of its own, and runs
+    without graphs.
+
+    Args:
+        inner: What is recorded.
+        backend: Of the model's device.
+    """
+
+    def __init__(self, inner: Runner, backend: GraphBackend) -> None:
+        self._inner, self.layers = inner, inner.layers
+        self._memory, self._captures = KeptMemory(), Captures(backend, "The forward")
+
+    def recorded(self) -> list[tuple[int, ...]]:
+        """Rows, width and bucket of the shapes that are graphs by now."""
+        return self._captures.recorded()
+
+    def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
+        """See `KeptMemory`."""
+        return self._memory.new_cache(layout, capacity, reserve)
+
+    def release(self, cache: Cache) -> None:
+        """See `KeptMemory`."""
+        self._memory.release(cache)
+
+    def takes(self, num_nodes: int, cache: Cache) -> bool:
+        """Whether the cache is the one that graphs write to, and the tree not too wide."""
+        return self._memory.owns(cache) and num_nodes <= WIDTHS[-1]
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run the inner forward without a graph; masks and positions that are given are in no graph."""
+        return self._inner(tokens, positions, forward, cache)
+
+    def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Runner`; what it returns is the caller's."""
+        assert isinstance(cache, TreeCache)
+        (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
+        width = width_for(num_nodes)
+        cache.store.make_room(start + width)
+        key = rows, width, min(bucket_of(start + width), cache.capacity)
+        shape = self._captures.shape(
+            key, self._memory.moves, lambda: _Verification(key, self._inner, cache.layers, inputs)
+        )
+        assert isinstance(shape, _Verification)
+        shape.fill(inputs)
+        logits, *states = (output[:, :num_nodes].clone() for output in self._captures.run(shape))
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.end = start + num_nodes
+        return logits, dict(zip(shape.layers, states, strict=True))
+
+
+class _Verification(Shape):
+    """A verify forward over a number of rows, nodes and slots; masks and positions are made in it.
+
+    Args:
+        key: Rows, width and bucket.
+        inner: What computes it.
+        layers: Of the cache whose memory it writes to.
+        inputs: An example.
+    """
+
+    def __init__(
+        self, key: tuple[int, int, int], inner: Runner, layers: Sequence[TreeLayer], inputs: TreeInputs
+    ) -> None:
+        super().__init__()
+        rows, width, bucket = key
+        self._inner, self._layout, device = inner, inputs.layout, inputs.lengths.device
+        self.layers: list[int] = []  # whose hidden states it gives, in the order of its outputs
+        self._num_nodes = width  # of the tree that the buffers hold
+        self._constants: tuple[object, object] = (None, None)  # padding and positions of the call that they hold
+        with persistent_tensors():
+            self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
+            self._lengths, self._left, self._offsets = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
+            self._slots = torch.zeros(width, dtype=torch.long, device=device)
+            self._valid = torch.ones(rows, bucket, dtype=torch.bool, device=device)
+        self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
+
+    def fill(self, inputs: TreeInputs) -> None:
+        """Give it a tree; what is the same in all steps of a call is copied once."""
+        num_nodes = inputs.tree.num_nodes
+        self._tokens[:, :num_nodes] = inputs.tree.tokens
+        self._parents[:, :num_nodes] = inputs.tree.parents
+        if num_nodes < self._num_nodes:
+            self._parents[:, num_nodes:] = ROOT_PARENT
+        self._num_nodes = num_nodes
+        self._lengths.copy_(inputs.lengths)
+        constants = inputs.padding, inputs.positions
+        if self._constants[0] is not constants[0] or self._constants[1] is not constants[1]:
+            self._fill_constants(*constants)
+            self._constants = constants
+
+    def _fill_constants(self, padding: PromptPadding | None, positions: Positions) -> None:
+        self._valid.fill_(True)
+        self._left.zero_()
+        if padding is not None:
+            self._valid[:, : padding.valid.shape[1]] = padding.valid
+            self._left.copy_(padding.left)
+        self._offsets.copy_(positions.last + 1 - positions.num_slots)
+
+    def compute(self) -> Sequence[Tensor]:
+        """See `Shape`."""
+        width, lengths = self._tokens.shape[1], self._lengths
+        self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
+        ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()
+        masks = bucket_masks(self._layout, ancestors, lengths, self._slots, self._valid, self._left)
+        positions = (self._offsets + lengths)[:, None] + ancestors.sum(-1) - 1
+        logits, states = self._inner(self._tokens, positions, AttentionContext(masks), self._cache)
+        self.layers = list(states)
+        return [logits, *states.values()]

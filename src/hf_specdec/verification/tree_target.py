@@ -1,0 +1,156 @@
+"""A target that verifies any tree by one forward over a static cache, with a mask of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.trees.draft import Draft
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.attention import attending
+from hf_specdec.verification.cache import TreeCache, layer_windows
+from hf_specdec.verification.masks import MaskLayout, TreeInputs, last_queries, tree_masks
+from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.runners import Runner, attention_of
+from hf_specdec.verification.target import Target, Verification
+
+logger = logging.getLogger(__name__)
+
+
+class TreeTarget(Target):
+    """A model whose layers hold plain keys and values: any tree is verified by one forward with a mask of its own.
+
+    Args:
+        model, outputs: See `Target`.
+        cache: This generation's; what it already holds is continued.
+        uses_packed_attention: Whether its layers may attend by `verification/attention.py`; some compare the name of
+            their attention. runner: What verifies trees instead of the model's own forward, where it can.
+    """
+
+    supports_trees, lockstep = True, False
+    cache: TreeCache
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        outputs: Mapping[str, bool] = MappingProxyType({}),
+        *,
+        uses_packed_attention: bool = True,
+        runner: Runner | None = None,
+    ) -> None:
+        super().__init__(model, outputs)
+        self.cache, self._uses_packed, self._runner = cache, uses_packed_attention, runner
+        self._told = False  # that its runner cannot run this call
+        self._cache_argument = cache_argument(model)
+        self._mask_layout = MaskLayout.of(text_config(model))
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots per row that are allocated."""
+        return self.cache.capacity
+
+    def adopt(self, cache: Cache) -> None:
+        """Copy what it holds."""
+        self.cache.adopt(cache)
+        self.is_adopted = True
+
+    def admit(self, draft: Draft) -> Draft:
+        """All of it."""
+        return draft
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *,
+        prompt_logits: bool = False,
+    ) -> Verification:
+        """See `Target`."""
+        self.cache.begin_prompt(layer_windows(text_config(self.model)))
+        return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits)
+
+    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+        """Compact the kept path in place."""
+        self.cache.commit(acceptance.path, acceptance.nodes)
+
+    def rollback(self, num_nodes: int) -> None:
+        """See `Target`."""
+        self.cache.rollback()
+
+    def close(self) -> None:
+        """See `Target`."""
+        if self._runner is not None:
+            self._runner.release(self.cache)
+
+    def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
+        """See `Target`."""
+        width, cache = max(map(len, new_tokens)), self.cache
+        missing = [
+            [*tokens[-1:], *[pad_token_id] * (width - len(tokens) - 1)] if len(tokens) < width else []
+            for tokens in new_tokens
+        ]
+        while longest := max(map(len, missing)):
+            size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
+            chunks = [row[:size] for row in missing]
+            padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
+            tokens = torch.tensor(padded, dtype=torch.long, device=execution_device(self.model))
+            nodes = torch.arange(size, device=tokens.device)
+            self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
+            counts = torch.tensor([len(row) for row in chunks], dtype=torch.long, device=tokens.device)[:, None]
+            cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
+            missing = [row[size:] for row in missing]
+
+    def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        cache, tokens = self.cache, tree.tokens[:, known:]
+        lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
+        all_seen = tree.num_nodes == 1 and self.padding is None and len(set(cache.lengths)) <= 1
+        layout, dtype = self._mask_layout, self.model.dtype
+        inputs = TreeInputs(tree, lengths, cache.start, self.padding, self.positions, layout, dtype, all_seen)
+        if self._runner is not None and self._runs(self._runner, tree.num_nodes, known):
+            logits, states = self._runner.verify(inputs, cache)
+            if self._tap is not None:
+                self._tap.clear()  # of what its hooks saw where the model's own forward was run all the same
+                self._tap.keep(states)
+            return CausalLMOutputWithPast(logits=logits)
+        ancestors = tree.ancestor_mask()
+        masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, self.padding, dtype), known)
+        positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
+        with attending(text_config(self.model), attention_of(masks, inputs) if self._uses_packed else None):
+            return self.model(
+                input_ids=tokens,
+                attention_mask=masks,
+                position_ids=positions,
+                use_cache=True,
+                return_dict=True,
+                **{self._cache_argument: cache},
+                **self._every_step(tokens),
+            )
+
+    def _runs(self, runner: Runner, num_nodes: int, known: int) -> bool:
+        """Whether a forward is one that the runner runs; where the call is in the way, that is logged once."""
+        if known or self.is_draft_view:
+            return False
+        layers = frozenset[int]() if self._tap is None else self._tap.layers
+        hindrances = {
+            "inputs besides tokens": self._inputs,
+            "outputs for every layer": self._outputs,
+            "positions in several sections": self.positions.last.dim() > 1,
+            "autocast": torch.is_autocast_enabled(execution_device(self.model).type),
+            "hidden states that it does not give": layers - runner.layers,
+            "a cache that is not its own, or too wide a tree": not runner.takes(num_nodes, self.cache),
+        }
+        found = [name for name, hinders in hindrances.items() if hinders]
+        if found and not self._told:
+            logger.info("The program of %s is not used: %s.", type(self.model).__name__, ", ".join(found))
+            self._told = True
+        return not found
