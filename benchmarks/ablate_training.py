@@ -1,10 +1,10 @@
-"""What each choice of the EAGLE-3 recipe is worth: the same small budget, one thing changed at a time.
+"""Ablate the EAGLE-3 training recipe: the same small budget, one setting changed at a time.
 
     python benchmarks/ablate_training.py --data data --features features --work runs --json ablations.json
 
-Every variant is one `hf-specdec train eagle` of `--steps` optimiser steps, on the same conversations and measured on
-the same held-out ones: tau of greedy chains of five tokens there, the best of the run. Features are captured once. A
-variant that is in the JSON file is not run again, so an interrupted run goes on.
+Every variant is one `hf-specdec train eagle` of `--steps` optimiser steps, with the same training and held-out data.
+The result is the best tau of the run, for greedy chains of five tokens on the held-out data. Features are captured
+once. Variants that are already in the JSON file are skipped, so an interrupted run can be resumed.
 """
 
 import argparse
@@ -39,14 +39,14 @@ VARIANTS = {
     "in random order, not by length": {"arguments": {"train_sampling_strategy": "random"}},
     "near duplicates left out": {"flags": ["--drop-seen", "0.5"]},
 }
-"""What is changed: fields of the recipe, of the head's config and of the Trainer's arguments; flags of the command."""
+"""Changes by variant: fields of the recipe, the head's config and the Trainer's arguments; command-line flags."""
 
 HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
-"""Of the shipped head; see docs/heads.md."""
+"""Config fields of the shipped head; see docs/heads.md."""
 
 
 def run(name, change, options):
-    """Train one variant, and tell what it came to."""
+    """Train one variant and return its results."""
     folder = options.work / name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--processes", type=int, default=1, choices=[1, 2, 4], help="of one thread each, on a CPU")
+    parser.add_argument("--processes", type=int, default=1, choices=[1, 2, 4], help="of one CPU thread each")
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Every way to draft, its merger, and what its parts are worth, against plain `generate()` and transformers' lookup.
+"""Compare drafting methods, alone and merged, with plain `generate()` and transformers' prompt lookup.
 
     python benchmarks/auto.py --prompts questions.jsonl --per-category 8 --json benchmarks/results/auto_cpu_bf16.json
 
-Greedy, batch 1, methods interleaved per question in one process. Each finished question is written down, and a run
-that was interrupted goes on where it stopped. `--set main` is the table of methods, `--set ablations` switches one
-part off at a time, `--set methods` has every way to draft alone. Drafters keep what they have learned from question to
-question, as they do for a user, each row its own. `--before HEAD` adds the same methods with another EAGLE head.
+Greedy, batch size 1, methods interleaved per question in one process. Every finished question is written to the JSON
+file, and an interrupted run resumes. `--set main` is the main table, `--set ablations` disables one part at a time,
+`--set methods` runs every method alone. Drafters keep what they learn from question to question, separately for each
+row of the table, as they do in normal use. `--before HEAD` adds the same methods with another EAGLE head.
 """
 
 import argparse
 import json
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,15 +19,14 @@ import transformers
 
 from hf_specdec import bench
 from hf_specdec.drafters import hybrid
-from hf_specdec.drafters.calibration import Calibration
-from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation import loading
 
 HEADS = Path(__file__).parents[1] / "heads"
 FREE = ["prompt_lookup", "token_recycling"]
-COMPILED = {"compile": "compile"}
+COMPILED = {"compile": "inductor"}
 SETTINGS = {
     "auto, no head": {"method": "hybrid", "methods": FREE},
     "eagle, compiled": {"method": "eagle", **COMPILED},
@@ -36,11 +35,10 @@ SETTINGS = {
     "eagle where it pays": {"method": "hybrid", "methods": ["eagle"]},
     "recycling off": {"method": "hybrid", "methods": ["eagle", "prompt_lookup"]},
     "lookup off": {"method": "hybrid", "methods": ["eagle", "token_recycling"]},
-    "calibration off": {"method": "uncalibrated"},
     "switching": {"method": "switching"},
     "fixed width": {"method": "hybrid", "methods": ["eagle", *FREE], "adaptive": False, "num_draft_tokens": 12},
 }
-"""What `speculative=` is for the rows that are not called as they are asked for."""
+"""Values of `speculative=` for rows whose name is not a method."""
 
 MAIN = [
     "transformers_prompt_lookup", "prompt_lookup", "eagle", "eagle where it pays", "auto, no head", "auto",
@@ -51,47 +49,34 @@ BEFORE = {
     "before: auto": {"method": "hybrid", "methods": ["before", *FREE]},
     "before: eagle, compiled": {"method": "before", **COMPILED},
     "before: auto, compiled": {"method": "hybrid", "methods": ["before", *FREE], **COMPILED},
-    "auto": {"method": "hybrid", "methods": ["eagle", *FREE]},  # `auto` would hear both heads
+    "auto": {"method": "hybrid", "methods": ["eagle", *FREE]},  # `auto` would use both heads
     "auto, compiled": {"method": "hybrid", "methods": ["eagle", *FREE], **COMPILED},
 }
-"""With another head beside the shipped one."""
-ABLATIONS = ["auto", "calibration off", "switching", "recycling off", "lookup off", "auto, no head", "fixed width"]
+"""Additional rows with `--before`."""
+ABLATIONS = ["auto", "switching", "recycling off", "lookup off", "auto, no head", "fixed width"]
 
 METHODS = [
     "transformers_prompt_lookup", "prompt_lookup", "token_recycling", "eagle", "medusa", "lookahead", "early_exit",
     "last_logits",
 ]  # fmt: skip
-"""Every method that needs nothing but the packaged model and its heads."""
+"""Methods that need only the packaged model and its heads."""
 SETS = {"main": MAIN, "ablations": ABLATIONS, "methods": METHODS}
 
 
-class Uncalibrated(Calibration):
-    """Every source is believed."""
-
-    def probability(self, kind, prior):
-        return prior
-
-
 class SwitchingSession(hybrid._HybridSession):
-    """Of every row's trees, one per source, the one that is expected to bring most."""
-
-    def _candidates(self, row):
-        return self._one if self._one else super()._candidates(row)
-
-    _one = None
+    """Keeps each row's best tree of a single source instead of merging."""
 
     def _merge(self, *args):
+        everything, active = self._candidates, self._active
         trees = []
-        for place, row in enumerate(self._going):
-            best = None
-            for source in super()._candidates(row):
-                self._one, going, self._going = [source], self._going, [row]
+        for row in active:
+            found = []
+            for index, (name, candidates) in enumerate(everything.items()):
+                self._candidates, self._active = {name: candidates}, [row]
                 (tree,) = super()._merge(*args)
-                self._one, self._going = None, going
-                if best is None or sum(tree.values) > sum(best.values):
-                    best = tree
-            trees.append(best)
-            assert len(trees) == place + 1
+                found.append(replace(tree, sources=[index] * len(tree.sources)))
+            trees.append(max(found, key=lambda tree: sum(tree.path_probs)))
+        self._candidates, self._active = everything, active
         return trees
 
 
@@ -103,15 +88,12 @@ class SwitchingDrafter(HybridDrafter):
 
 
 def add_drafters(model):
-    """Merging with a part of it replaced."""
+    """Add variants of the merged drafter to the model."""
 
     def parts():
         return {"eagle": model.drafters["eagle"], "prompt_lookup": PromptLookupDrafter(),
                 "token_recycling": TokenRecyclingDrafter()}  # fmt: skip
 
-    uncalibrated = LearnedStats()
-    uncalibrated.calibration = Uncalibrated()
-    model.add_drafter(HybridDrafter(parts(), uncalibrated), "uncalibrated")
     model.add_drafter(SwitchingDrafter(parts()), "switching")
 
 

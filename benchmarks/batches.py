@@ -1,9 +1,9 @@
-"""Batches of 1 to 16 prompts against plain `generate()` of the same batch: seconds, tokens per forward and row.
+"""Compare batches of 1 to 16 prompts with plain `generate()` of the same batch: speed and tokens per forward and row.
 
     python benchmarks/batches.py --prompts questions.jsonl --json benchmarks/results/batches_cpu_bf16.json
 
-Greedy, chat template, left padding; the methods are interleaved per batch. A ratio is of the medians over batches of
-generated tokens per second, tokens up to each row's EOS, counted alike for all.
+Greedy, chat template, left padding; methods are interleaved per batch. Ratios are of medians over batches of tokens
+per second; tokens after a row's EOS are not counted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def padded(tokenizer, questions, device):
 
 
 def generated(answer, prompt_length, eos_token_id):
-    """Tokens of all rows up to and including the EOS."""
+    """Count the tokens of all rows up to and including the EOS."""
     rows = answer[:, prompt_length:].tolist()
     return sum(row.index(eos_token_id) + 1 if eos_token_id in row else len(row) for row in rows)
 
@@ -54,7 +54,7 @@ def main():
     eos = model.generation_config.eos_token_id
     results = []
     for size in options.sizes:
-        # every size sees the same kinds of questions; few batches of many rows, many of few
+        # fewer batches for larger sizes; every size has the same kinds of questions
         batches = [questions[i : i + size] for i in range(0, min(len(questions), max(8, 3 * size)), size)]
         speeds, taus, plain_steps = {}, {}, {}
         for number, batch in enumerate([batches[0], *batches]):
@@ -65,7 +65,7 @@ def main():
                     **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method
                 )
                 seconds = time.perf_counter() - begin
-                if number:  # the first is a warm-up
+                if number:  # the first batch is a warm-up
                     tokens = generated(answer, inputs["input_ids"].shape[1], eos)
                     speeds.setdefault(method, []).append(tokens / seconds)
                     if method:

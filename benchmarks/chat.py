@@ -1,9 +1,9 @@
-"""A chat of several turns on one cache, streamed from a thread: equal to plain turns, and when the text arrives.
+"""Check and time a chat of several turns that shares one cache and is streamed from a thread.
 
     python benchmarks/chat.py --json benchmarks/results/chat_cpu_fp32.json
 
-float32, greedy. Turns are speculative and plain in turn on the same DynamicCache; each answer is compared with a plain
-`generate()` that reads the whole chat anew. Then the same chat with a speculative method in every turn, for its speed.
+float32, greedy. Speculative and plain turns alternate on the same DynamicCache; each answer is compared with a plain
+`generate()` over the whole chat with a new cache. Then every method runs the whole chat, to time it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def answer_into(answers, model, options, method):
 
 
 def chat(model, tokenizer, methods, max_new_tokens):
-    """Every turn's ids, seconds, and when its pieces of text arrived."""
+    """Return every turn's token ids, duration, and arrival times of its text."""
     cache, messages, turns = DynamicCache(config=model.config), [], []
     for turn, method in zip(TURNS, methods, strict=True):
         messages.append({"role": "user", "content": turn})
@@ -75,8 +75,8 @@ def main():
     for methods in (mixed, ["eagle"] * 6, ["prompt_lookup"] * 6, [None] * 6):
         turns = chat(model, tokenizer, methods, options.max_new_tokens)
         for turn in turns:
-            anew = model.generate(turn["prompt"], max_new_tokens=options.max_new_tokens, do_sample=False)
-            turn["equal_to_plain"] = anew[0].tolist() == turn.pop("ids")
+            plain = model.generate(turn["prompt"], max_new_tokens=options.max_new_tokens, do_sample=False)
+            turn["equal_to_plain"] = plain[0].tolist() == turn.pop("ids")
             turn["prompt_tokens"] = turn.pop("prompt").shape[1]
             print(turn["method"], "equal" if turn["equal_to_plain"] else "DIFFERENT", f"{turn['seconds']:.2f} s",
                   f"{len(turn['arrivals'])} pieces, first at {turn['arrivals'][0]} s", flush=True)  # fmt: skip

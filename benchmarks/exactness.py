@@ -1,8 +1,8 @@
-"""Measure exactness on a real model: greedy equality, seed equality, the distribution, and memory.
+"""Measure exactness on a real model: greedy equality, equality per seed, the sampled distribution, and memory.
 
     python benchmarks/exactness.py --prompts questions.jsonl --json benchmarks/results/exactness.json
 
-Every figure is of one process; what it costs: about 30 minutes on two cores.
+Takes about 30 minutes on two cores.
 """
 
 import argparse
@@ -26,7 +26,7 @@ METHODS = {
 
 
 def greedy(model, tokenizer, questions, new_tokens):
-    """Equal answers per method; where they differ, how near a tie plain's choice was."""
+    """Count equal answers per method; for the others, return the gap of plain's two highest logits."""
     rows = bench.measure(model, tokenizer, questions, list(METHODS), max_new_tokens=new_tokens, settings=METHODS)
     result = {name: {"equal": 0, "of": 0, "tau": [], "gaps": []} for name in METHODS}
     for row in rows:
@@ -46,7 +46,7 @@ def greedy(model, tokenizer, questions, new_tokens):
 
 
 def seeds(model, tokenizer, questions, new_tokens):
-    """Sampled answers that equal plain's for the same seed."""
+    """Count sampled answers that equal plain's for the same seed."""
     result = {}
     for temperature, top_p, top_k in ((0.7, 0.9, 50), (1.0, 0.95, 100)):
         equal = Counter()
@@ -67,10 +67,10 @@ def seeds(model, tokenizer, questions, new_tokens):
 
 
 def distribution(model, tokenizer, draws):
-    """Chi-square of the second and third sampled token against the model's exact probabilities.
+    """Chi-square test of three sampled tokens against the model's exact probabilities.
 
-    The first token is forced by the prompt's end in plain and speculative alike; here two tokens after it are drawn
-    through EAGLE trees in batches, and compared with the product of the conditionals over the likeliest pairs.
+    The tokens are sampled through EAGLE trees in batches. The exact probability of a triple is the product of the
+    conditional probabilities; triples with fewer than 5 expected draws are combined into one cell.
     """
     inputs = loading.encode(tokenizer, "Name a colour and an animal.", model.device)
     length, batch = inputs["input_ids"].shape[1], 50
@@ -106,7 +106,7 @@ def distribution(model, tokenizer, draws):
 
 
 def memory(model, tokenizer, calls):
-    """Peak resident memory after the first calls and after many more, prompts and answers of varying length."""
+    """Compare resident memory after 8 calls and after all, with prompts and answers of varying length."""
     rng, peaks, caches = random.Random(0), [], []
     vocabulary = model.config.get_text_config().vocab_size
     for call in range(calls):
@@ -127,7 +127,7 @@ def main():
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--parts", default="greedy,half,seeds,distribution,memory")
     parser.add_argument("--questions", type=int, default=40)
-    parser.add_argument("--part-of", default="0:1", help="I:N runs every Nth question from the Ith, for N processes")
+    parser.add_argument("--part-of", default="0:1", help="I:N runs every Nth question from the Ith (for N processes)")
     parser.add_argument("--seed-questions", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, required=True)

@@ -1,9 +1,9 @@
-"""What a verify forward takes by nodes and context: transformers' attention, packed attention, compiled.
+"""Time the verify forward by nodes and context: transformers' attention, packed attention, compiled.
 
     python benchmarks/forwards.py --json benchmarks/results/forwards_cpu_bf16.json
 
-The three forms take turns; medians over the rounds, in milliseconds. `linear layers` are the model's own matrices
-alone, `packed` the same in the layout that a program holds them in (bf16 on a CPU).
+The three forms are interleaved; results are medians over rounds, in milliseconds. `linear layers` times only the
+model's linear layers, `packed` the same with weights in the layout of compiled programs (bf16 on a CPU).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from hf_specdec.verification.probe import inspect_target
 
 
 def linear_seconds(model, width, packed):
-    """All linear layers once over so many rows of their inputs."""
+    """Return the seconds of all linear layers for `width` rows of inputs."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = {size: torch.randn(1, width, size).to(model.dtype) for size in {layer.in_features for layer in layers}}
     if packed:
@@ -56,7 +56,7 @@ def main():
     transformers.logging.disable_progress_bar()
     model, _ = loading.load_model(None, loading.default_head(None), getattr(torch, options.dtype))
     facts = inspect_target(model)
-    program = make_runner(model, facts, frozenset(), "compile")
+    program = make_runner(model, facts, frozenset(), "inductor")
     forms = {
         "transformers' attention": (replace(facts, uses_packed_attention=False), None),
         "packed attention": (facts, None),

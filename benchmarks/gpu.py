@@ -1,13 +1,13 @@
-"""Measure what only a GPU can show, within a time limit; every item runs in a process of its own.
+"""Run the GPU benchmarks within a time limit; every item runs in a separate process.
 
     python benchmarks/gpu.py --minutes 10 --json gpu.jsonl
     python benchmarks/gpu.py --quick --json gpu.jsonl            # three minutes
     python benchmarks/gpu.py --items oracle tests --json gpu.jsonl
 
-Needs PyTorch, transformers and this repository or its source distribution; no network, no model files, no installed
-package. Items and their bars are listed in `gpu_items.py`. One JSON line per row is written as soon as it is known, so
-that nothing is lost at a time limit. An item that fails, hangs or crashes ends alone, and the next one runs. Each bar
-is printed as pass, FAIL or "not measured", with the reason.
+Needs PyTorch, transformers and this repository or its source distribution, but no network, model files or installed
+package. `gpu_items.py` lists the items and their bars (required values). Every row is written as a JSON line at once,
+so nothing is lost at a time limit. If an item fails, hangs or crashes, the next one runs. Each bar is printed as pass,
+FAIL or "not measured" with the reason.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_rows import rows_of
+
 HERE = Path(__file__).parent
 SECONDS_OF_A_PART = 60
 SECONDS_TO_STOP = 5
-"""What a process gets to write its last line after it was asked to stop."""
+"""Time between SIGTERM and SIGKILL, for a process to write its last line."""
 
 
 def known_items() -> dict[str, Any]:
-    """Items by name, in the order in which they run."""
+    """Return items by name, in the order in which they run."""
     for folder in (HERE, HERE.parent / "src"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -46,10 +48,10 @@ def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> tuple
     Args:
         name: The item.
         arguments: Further arguments of this script.
-        seconds: Time limit; the process and all that it started are stopped after it.
+        seconds: Time limit, after which the process and its children are stopped.
 
     Returns:
-        Exit status, None at the time limit, and the last lines of what it printed.
+        Exit status (None at the time limit) and the end of the output.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--run", name, *arguments]
     process = subprocess.Popen(
@@ -57,7 +59,7 @@ def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> tuple
     )
     try:
         output, _ = process.communicate(timeout=seconds)
-        with contextlib.suppress(ProcessLookupError):  # parts that outlive an item that crashed
+        with contextlib.suppress(ProcessLookupError):  # parts that are still running after a crash
             os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, output[-2000:]
     except subprocess.TimeoutExpired:
@@ -70,22 +72,10 @@ def run_in_process(name: str, arguments: Sequence[str], seconds: float) -> tuple
         return None, output[-2000:]
 
 
-def rows_of(path: Path, name: str, begin: int) -> list[dict[str, Any]]:
-    """The rows that an item has written since the file was `begin` bytes long; a line that broke off is none."""
-    with path.open("rb") as file:
-        file.seek(begin)
-        lines = file.read().decode(errors="replace").splitlines()
-    rows = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if row["item"] == name]
-
-
 def drive(items: Sequence[Any], path: Path, minutes: float, arguments: Sequence[str]) -> bool:
-    """Run items one after the other and print what became of them; whether none failed.
+    """Run items one after another, print their results, and return whether none failed.
 
-    Where the first one finds no device, the others say so without a process of their own.
+    If the first item finds no device, the others are not started.
     """
     end, fine, absent = time.monotonic() + 60 * minutes, True, None
     for number, item in enumerate(items):
@@ -94,7 +84,7 @@ def drive(items: Sequence[Any], path: Path, minutes: float, arguments: Sequence[
         if absent is not None:
             ending = {"status": "not measured", "reason": absent, "seconds": 0.0}
         elif left < 1:
-            reason = f"the {minutes:g} minutes were over before its turn"
+            reason = f"the time limit of {minutes:g} minutes was reached before it"
             ending = {"status": "not measured", "reason": reason, "seconds": 0.0}
         else:
             ending = run_item(item, path, min(item.seconds, left), arguments)
@@ -110,7 +100,7 @@ def drive(items: Sequence[Any], path: Path, minutes: float, arguments: Sequence[
 
 
 def run_item(item: Any, path: Path, limit: float, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run an item in a process of its own; how it ended, in its own words where it had any."""
+    """Run an item in a new process and return its "end" row, or one made here if it wrote none."""
     begin, started = path.stat().st_size, time.monotonic()
     status, output = run_in_process(item.name, arguments, limit)
     seconds = round(time.monotonic() - started, 1)
@@ -125,12 +115,12 @@ def run_item(item: Any, path: Path, limit: float, arguments: Sequence[str]) -> d
 
 
 def run_part(kit: Any, part: str, key: str) -> None:
-    """Run one part of an item in a new process, which writes its rows; write one for it if it fails or hangs.
+    """Run one part of an item in a new process, which writes rows; write a row if it fails or hangs.
 
     Args:
-        kit: The item's.
-        part: Its name.
-        key: Of the name in that row.
+        kit: The item's kit.
+        part: Name of the part.
+        key: Key of the name in that row.
     """
     options = kit.options
     command = [
@@ -150,12 +140,12 @@ def run_part(kit: Any, part: str, key: str) -> None:
 
 
 def report(item: Any, rows: Sequence[dict[str, Any]], ending: dict[str, Any]) -> bool:
-    """Print how an item ended, and each of its bars; whether nothing failed."""
+    """Print the result of an item and of its bars; return whether nothing failed."""
     reason = f": {ending['reason']}" if ending.get("reason") else ""
     print(f"{item.name}: {ending['status']}{reason} ({ending['seconds']:.0f} s, {len(rows)} rows)", flush=True)
-    told = {row["bar"]: row for row in rows if row["kind"] == "bar"}
+    bars = {row["bar"]: row for row in rows if row["kind"] == "bar"}
     for bar in item.bars:
-        row = told.get(bar.name, {"passed": None, "reason": ending.get("reason", "the item has no figure for it")})
+        row = bars.get(bar.name, {"passed": None, "reason": ending.get("reason", "the item did not measure it")})
         if row["passed"] is None:
             print(f"  not measured  {bar.name} (wanted {bar.wanted}): {row['reason']}", flush=True)
             continue
@@ -163,7 +153,7 @@ def report(item: Any, rows: Sequence[dict[str, Any]], ending: dict[str, Any]) ->
         print(f"  {verdict}  {bar.name}: {row['value']:.4g} (wanted {bar.wanted})", flush=True)
     if ending.get("output"):
         print(ending["output"], flush=True)
-    missed = [row for row in told.values() if row["passed"] is False]
+    missed = [row for row in bars.values() if row["passed"] is False]
     return ending["status"] in ("measured", "not measured") and not missed
 
 
@@ -171,14 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the items and return 1 if an item failed or missed a bar, else 0."""
     items = known_items()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file of JSON lines to write; it must not exist")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time for all items together")
-    parser.add_argument("--items", nargs="+", choices=list(items), help="default: all of them")
-    parser.add_argument("--quick", action="store_true", help="the most important items, in three minutes")
-    parser.add_argument("--run", choices=list(items), help=argparse.SUPPRESS)  # in this process
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # of that item, in a process that the item has started
-    parser.add_argument("--device", default="cuda", help="type of the accelerator to measure")
-    parser.add_argument("--sizes", type=json.loads, default={}, help="JSON object of a Llama's sizes, instead of 8B's")
+    parser.add_argument("--json", type=Path, required=True, help="JSON-lines file to write; must not exist")
+    parser.add_argument("--minutes", type=float, default=10.0, help="time limit for all items together")
+    parser.add_argument("--items", nargs="+", choices=list(items), help="items to run (default: all)")
+    parser.add_argument("--quick", action="store_true", help="run the most important items only, within three minutes")
+    parser.add_argument("--run", choices=list(items), help=argparse.SUPPRESS)  # run one item in this process
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of that item, which started this process
+    parser.add_argument("--device", default="cuda", help="type of the accelerator")
+    parser.add_argument("--sizes", type=json.loads, default={}, help="JSON object: sizes of the Llama (default: 8B)")
     options = parser.parse_args(arguments)
     if options.run:
         return int(items[options.run].run(options))

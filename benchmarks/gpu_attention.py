@@ -1,4 +1,4 @@
-"""Items of `gpu.py` that run single forwards: the machine, SDPA's kernels, verification, captures, inductor."""
+"""Items of `gpu.py` that run single forwards: environment, SDPA kernels, verification, captures, inductor."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from gpu_items import (
 NODES = (1, 8, 32, 64)
 CONTEXTS = (512, 2048, 8192)
 HEADS = {"query": 32, "shared": 8, "dim": 128}
-"""Of an 8B's attention."""
+"""Heads of an 8B model's attention, and their dimension."""
 LAYERS, FORWARDS, GROUPS = 32, 16, 3
-"""Layers that attend in one forward, forwards that are timed together, and how often."""
+"""Attention layers per forward, forwards timed together as a group, and number of groups."""
 LONGEST = 1.0
-"""Seconds after which no further group is timed: a kernel that is built anew for every length takes long."""
+"""Seconds after which no further group is timed; kernels that recompile for every length are slow."""
 KERNELS = {
     "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH",
 }  # fmt: skip
 PACKAGE = "hf_specdec"
 FEWER_LAYERS = (2, 4)
-"""Of the models that inductor compiles; what 32 would take is on the line through both."""
+"""Layers of the models that inductor compiles; times are extrapolated linearly to 32 layers."""
 AFTER_A_FAILURE = "after a failure"
-"""The part of the capture matrix in which a capture fails on purpose."""
+"""Name of the part of the capture matrix that makes a capture fail."""
 
 
 def environment(kit: Kit) -> None:
-    """Write down versions, the device, the order in which SDPA tries its kernels, and how fast the device copies."""
+    """Report versions, device, the order in which SDPA tries its kernels, and the copy bandwidth."""
     import torch
 
     device = kit.device
@@ -64,7 +64,7 @@ def environment(kit: Kit) -> None:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed distribution, None where there is none."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def version_of(name: str) -> str | None:
 
 
 def sdpa_order() -> list[str] | str:
-    """Return the names of SDPA's kernels in the order in which it tries them; why not, where torch does not tell."""
+    """Return the names of SDPA's kernels in the order it tries them, or the error if torch does not expose it."""
     from torch.nn.attention import SDPBackend
 
     try:
@@ -80,22 +80,22 @@ def sdpa_order() -> list[str] | str:
 
         names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
         return [names.get(number, str(number)) for number in torch._C._get_sdp_priority_order()]
-    except (AttributeError, RuntimeError, TypeError) as error:  # a private name
-        return f"torch does not tell: {error}"
+    except (AttributeError, RuntimeError, TypeError) as error:  # a private function
+        return f"unknown: {error}"
 
 
 # ----------------------------------------------------------------------------------------------- attention
 
 
 class Attention:
-    """One layer's attention of an 8B over a cache, by any of the kernels, for any number of its keys.
+    """Attention of one layer of an 8B model over a cache, with any kernel and number of keys.
 
-    Queries that share keys are rows of one attention, as the package gives them to SDPA.
+    Queries that share keys are packed as rows of one head, as the package passes them to SDPA.
 
     Args:
-        device: Where.
-        nodes: Queries of every head.
-        slots: Of the cache.
+        device: Device of the tensors.
+        nodes: Queries per head.
+        slots: Slots of the cache.
     """
 
     def __init__(self, device: Any, nodes: int, slots: int) -> None:
@@ -109,14 +109,14 @@ class Attention:
         self.keys, self.values = (torch.randn(1, shared, slots, dim, **sizes) for _ in range(2))
 
     def seen(self, length: int) -> Any:
-        """Return the mask `[1, 1, N, S]` of a chain behind a context: each node sees itself and all before it."""
+        """Return the causal mask `[1, 1, N, S]` of a chain whose nodes are the last of `length` keys."""
         import torch
 
         nodes = torch.arange(self.query.shape[2], device=self.query.device)
         return (torch.arange(length, device=nodes.device) <= nodes[:, None] + length - len(nodes))[None, None]
 
     def step(self, name: str, length: int) -> Callable[[], Any]:
-        """Return what attends in all layers of one forward to so many keys; the mask is the same in all of them."""
+        """Return a function that runs the attention of all layers of a forward, which share one mask."""
         import torch
 
         from hf_specdec.verification.attention import AttentionContext
@@ -130,7 +130,7 @@ class Attention:
         def run() -> Any:
             if name == PACKAGE:
                 return [forward.attend(kind, self.query, keys, values, None) for _ in range(LAYERS)][-1]
-            mask = None if name == "flash" else forward.packed(kind, groups, self.query.dtype)  # which takes none
+            mask = None if name == "flash" else forward.packed(kind, groups, self.query.dtype)  # flash takes no mask
             return [attend(self.packed, keys, values, attn_mask=mask) for _ in range(LAYERS)][-1]
 
         return run
@@ -154,19 +154,19 @@ class Attention:
 
 
 def kernel(name: str) -> Any:
-    """Let SDPA take one kernel only; the package's attention takes what it takes."""
+    """Restrict SDPA to one kernel; no restriction for the package's attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return nullcontext() if name == PACKAGE else sdpa_kernel(getattr(SDPBackend, KERNELS[name]))
 
 
 def seconds_per_layer(attention: Attention, name: str, lengths: Sequence[int]) -> float:
-    """Time one forward's attention after the other without waiting between them; the median of a few groups.
+    """Return the median seconds per layer over groups of forwards without synchronisation in between.
 
     Args:
-        attention: What attends.
+        attention: The attention.
         name: The kernel.
-        lengths: Keys of every forward, `FORWARDS` of them per group; the first group is not timed.
+        lengths: Number of keys of every forward, `FORWARDS` per group; the first group is a warm-up.
     """
     taken, begin, device = [], time.perf_counter(), attention.query.device
     for first in range(0, len(lengths), FORWARDS):
@@ -199,7 +199,7 @@ def attention(kit: Kit) -> None:
                         growing = seconds_per_layer(layer, name, range(keys, keys + number))
                         found = {"fixed_us": 1e6 * fixed, "growing_us": 1e6 * growing, "ratio": growing / fixed}
                         found["error"] = layer.error(name, keys)
-                except RuntimeError as error:  # no such kernel for this
+                except RuntimeError as error:  # the kernel does not support this
                     kit.row(**about, refused=str(error)[:200])
                     continue
                 kit.row(**about, **found)
@@ -215,21 +215,21 @@ def attention(kit: Kit) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Count the bytes of a model's weights that a forward reads: all but the embedding, of which it reads rows."""
+    """Return the bytes of weights that a forward reads: all but the embedding, of which it reads few rows."""
     return sum(weight.nbytes for weight in model.parameters()) - model.get_input_embeddings().weight.nbytes
 
 
 def captured_step(verify: Callable[[int], Any], width: int, runner: Any, device: Any) -> dict[str, Any]:
-    """Have a width captured; measure how long that takes, what memory it keeps, and how long a replay takes."""
-    from hf_specdec.verification.graphs import PAYS_AFTER
+    """Capture a width; measure the time of the capture, the memory it keeps, and the time of a replay."""
+    from hf_specdec.verification.graphs import CAPTURE_AFTER
 
-    before, found, known = free_mebibytes(device), {"captured": False}, len(runner.recorded())
-    for _ in range(PAYS_AFTER + 1):
+    before, found, known = free_mebibytes(device), {"captured": False}, len(runner.captured_keys())
+    for _ in range(CAPTURE_AFTER + 1):
         synchronize(device)
         begin = time.perf_counter()
         verify(width)
         synchronize(device)
-        if len(runner.recorded()) > known:
+        if len(runner.captured_keys()) > known:
             found = {"captured": True, "capture_seconds": time.perf_counter() - begin}
             break
     found["capture_mebibytes"] = before - free_mebibytes(device)
@@ -238,14 +238,14 @@ def captured_step(verify: Callable[[int], Any], width: int, runner: Any, device:
 
 
 def verify(kit: Kit) -> None:
-    """Time verification by an 8B of random weights, eager and captured, by nodes and context."""
+    """Time verification with an 8B model of random weights, eager and captured, by nodes and context."""
     device = kit.device
     bandwidth, model = copy_bandwidth(device), kit.llama()
     floor, runner = 1000 * weight_bytes(model) / bandwidth, captured_runner(model)
     kit.row(weight_bytes=weight_bytes(model), copy_floor_ms=floor)
     far: list[float] = []
     slow: list[float] = []
-    for context in sorted(CONTEXTS, reverse=True):  # the longest first: memory is made once
+    for context in sorted(CONTEXTS, reverse=True):  # longest first, so memory is allocated once
         with prefilled(model, None, NODES, context) as run:
             logits = {width: run(width) for width in NODES}
             eager = {width: 1000 * seconds_of(lambda width=width: run(width), device, 5, 1) for width in NODES}
@@ -259,14 +259,14 @@ def verify(kit: Kit) -> None:
                 far, slow = [*far, apart], [*slow, times]
     kit.bar("relative distance of a replay from the eager forward", largest(far))
     kit.bar("captured verification, times the copy floor", largest(slow))
-    for key, shape in runner._captures._shapes.items():  # last: profilers have crashed beside graphs
+    for key, shape in runner._captures._shapes.items():  # last, because profilers have crashed with graphs
         if shape.replay is not None:
             operations = device_operations(shape.replay, device)
             kit.row(rows_width_bucket=key, graph_nodes=len(operations) if operations else None)
 
 
 def device_operations(run: Callable[[], Any], device: Any) -> list[str]:
-    """Return what a function has the device do: a replay does what its graph has nodes for; empty where unknown."""
+    """Return the device operations of a function, for a replay those of its graph; empty if the profiler sees none."""
     import torch
 
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiled:
@@ -276,14 +276,14 @@ def device_operations(run: Callable[[], Any], device: Any) -> list[str]:
 
 
 def inductor(kit: Kit) -> None:
-    """Capture verification as a program of inductor's; measure it on few layers, and extrapolate to 32."""
+    """Capture verification compiled by inductor; measure it with few layers and extrapolate to 32."""
     from hf_specdec.verification.runners import CaptureError
 
     device, found = kit.device, {}
     for layers in FEWER_LAYERS:
         model = kit.llama(num_hidden_layers=layers)
         taken = {}
-        for form in ("cuda_graph", "compile"):
+        for form in ("cuda_graph", "inductor"):
             begin = time.perf_counter()
             try:
                 runner = captured_runner(model, form)
@@ -298,7 +298,7 @@ def inductor(kit: Kit) -> None:
             kit.row(layers=layers, form=form, **taken[form])
         found[layers] = taken
     few, more = FEWER_LAYERS
-    for form in ("cuda_graph", "compile"):
+    for form in ("cuda_graph", "inductor"):
         slopes = {key: (found[more][form][key] - found[few][form][key]) / (more - few) for key in found[more][form]}
         whole = {key: found[more][form][key] + (32 - more) * slope for key, slope in slopes.items()}
         kit.row(form=form, per_layer=slopes, extrapolated_to_32_layers=whole)
@@ -309,30 +309,30 @@ def inductor(kit: Kit) -> None:
 
 @contextmanager
 def captures() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Note down what is captured meanwhile: the kind of step, and its shape."""
+    """Collect the captures made in this context: kind of step and shape."""
     from hf_specdec.verification.graphs import Captures
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    original = Captures._recorded
+    original = Captures._capture
 
-    def recorded(self: Any, shape: Any) -> Any:
+    def noted(self: Any, shape: Any) -> Any:
         replay = original(self, shape)
-        found.append((self._what, next(key for key, known in self._shapes.items() if known is shape)))
+        found.append((self._name, next(key for key, known in self._shapes.items() if known is shape)))
         return replay
 
-    Captures._recorded = recorded
+    Captures._capture = noted
     try:
         yield found
     finally:
-        Captures._recorded = original
+        Captures._capture = original
 
 
 def capture_after_a_failure(kit: Kit) -> None:
-    """Fail to capture on purpose, first what the package refuses, then what the device refuses; then capture."""
+    """Check that captures work after the package refused one and after one failed on the device."""
     import torch
 
     from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-    from hf_specdec.verification.graphs import REPLAYED_ALIKE
+    from hf_specdec.verification.graphs import REPLAY_TOLERANCE
 
     device, begin = kit.device, time.perf_counter()
 
@@ -345,10 +345,10 @@ def capture_after_a_failure(kit: Kit) -> None:
     model.model.norm = torch.nn.Sequential(norm, ReadsTheDevice())
     runner = captured_runner(model)
     verify_often(model, runner, (1, 8), 40, 4)
-    refused, number, failed = not runner.recorded(), torch.ones(8, device=device), ""
+    refused, number, failed = not runner.captured_keys(), torch.ones(8, device=device), ""
     try:
-        GRAPH_BACKENDS[device.type](device).record(lambda: number.add_(number.sum().item()))
-    except Exception as error:  # what a device says to it is up to its driver
+        GRAPH_BACKENDS[device.type](device).capture(lambda: number.add_(number.sum().item()))
+    except Exception as error:  # the type depends on the driver
         failed = f"{type(error).__name__}: {str(error)[:300]}"
     model.model.norm = norm
     runner = captured_runner(model)
@@ -357,18 +357,18 @@ def capture_after_a_failure(kit: Kit) -> None:
     drawn = float(torch.randn(8, device=device).abs().sum())  # allocator and generators are usable
     kit.row(
         part=AFTER_A_FAILURE, refused=refused, failed_with=failed, distance=apart,
-        works=len(runner.recorded()) == len(once) and apart <= REPLAYED_ALIKE and drawn > 0,
+        works=len(runner.captured_keys()) == len(once) and apart <= REPLAY_TOLERANCE and drawn > 0,
         seconds=round(time.perf_counter() - begin, 2),
     )  # fmt: skip
 
 
 def capture_matrix(kit: Kit) -> None:
-    """Capture every architecture in a process of its own, a few at a time; those with experts come last."""
+    """Capture every architecture in a separate process, a few at a time; those with experts come last."""
     if kit.options.part is not None:
         return capture_after_a_failure(kit) if kit.options.part == AFTER_A_FAILURE else gpu_items.capture(kit)
     from gpu import run_part
 
-    from hf_specdec.verification.graphs import REPLAYED_ALIKE
+    from hf_specdec.verification.graphs import REPLAY_TOLERANCE
 
     kit.device  # noqa: B018
     parts = (AFTER_A_FAILURE, *ARCHITECTURES)
@@ -376,7 +376,7 @@ def capture_matrix(kit: Kit) -> None:
         list(pool.map(lambda part: run_part(kit, part, "part" if part == AFTER_A_FAILURE else "architecture"), parts))
     rows = kit.rows()
     models = {row["architecture"]: row for row in rows if "architecture" in row}
-    wrong = [name for name, row in models.items() if not row.get("distance", 0.0) <= REPLAYED_ALIKE or "failed" in row]
+    wrong = [name for name, row in models.items() if "failed" in row or not row.get("distance", 0) <= REPLAY_TOLERANCE]
     kit.row(
         wrong=wrong, captured=[name for name, row in models.items() if row.get("captured")],
         refused=[name for name, row in models.items() if "refused" in row],
@@ -386,5 +386,5 @@ def capture_matrix(kit: Kit) -> None:
     failed = after.get("failed_with", "the process")
     kit.bar(
         "captures that work after one that failed", int(after.get("works", False)) if failed else None,
-        "the capture that was to fail on the device did not",
+        "the capture that should have failed on the device did not fail",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The items of `gpu.py`: what each measures and what is wanted of it, and the tools that they share.
+"""The items of `gpu.py` with their bars (required values), and tools that items share.
 
-An item writes rows and compares figures with its bars. One that this machine cannot run raises `NotMeasured` with the
-reason. Items import torch and the package when they run, so that a broken installation is one item's failure; the
-longer ones are in `gpu_attention.py` and `gpu_steps.py`.
+An item writes rows and compares values with its bars. It raises `NotMeasured` with a reason if this machine cannot run
+it. Items import torch and the package when they run, so that a broken installation fails items, not the script. Longer
+items are in `gpu_attention.py` and `gpu_steps.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from gpu_rows import rows_of
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = (
@@ -46,16 +48,16 @@ TESTS_PER_ROW = 20
 
 
 class NotMeasured(Exception):
-    """What this machine cannot show; the message says why."""
+    """Raised if this machine cannot run an item; the message is the reason."""
 
 
 class NoDevice(NotMeasured):
-    """There is no accelerator of the wanted type: nothing else can be measured either."""
+    """Raised if there is no accelerator of the given type; no other item can run either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A figure, and what is wanted of it."""
+    """A value to measure, with its required bounds."""
 
     name: str
     at_most: float = math.inf
@@ -63,17 +65,17 @@ class Bar:
 
     @property
     def wanted(self) -> str:
-        """In words."""
+        """The bounds as text."""
         return f"at most {self.at_most:g}" if self.at_most < math.inf else f"at least {self.at_least:g}"
 
 
 class Kit:
-    """Where an item writes its rows.
+    """Writes an item's rows, and provides its device and models.
 
     Args:
-        item: Its name.
-        options: Of the command line.
-        bars: What is wanted of its figures.
+        item: Name of the item.
+        options: Command-line options.
+        bars: The item's bars.
     """
 
     def __init__(self, item: str, options: argparse.Namespace, bars: Sequence[Bar] = ()) -> None:
@@ -81,29 +83,27 @@ class Kit:
         self._bars = {bar.name: bar for bar in bars}
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one JSON line; it is on disk when this returns."""
+        """Append one JSON line and flush it to disk."""
         with self._path.open("a") as file:
             file.write(json.dumps({"item": self._item, "kind": kind, **values}, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def row(self, **values: Any) -> None:
-        """Write what was measured."""
+        """Write a row of measurements."""
         self.write("row", **values)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read what the item has written so far, in all of its processes."""
-        from gpu import rows_of
-
+        """Read the rows that the item has written so far, in all processes."""
         return [row for row in rows_of(self._path, self._item, 0) if row["kind"] == "row"]
 
     def bar(self, name: str, value: float | None, reason: str = "") -> None:
-        """Compare a figure with its bar and write both.
+        """Compare a value with its bar and write both.
 
         Args:
-            name: One of the item's bars.
-            value: None where it could not be measured.
-            reason: Why it could not.
+            name: Name of one of the item's bars.
+            value: The value, None if it could not be measured.
+            reason: Why it could not be measured.
         """
         bar = self._bars[name]
         passed = None if value is None else bool(bar.at_least <= value <= bar.at_most)
@@ -114,7 +114,7 @@ class Kit:
         """The accelerator.
 
         Raises:
-            NoDevice: There is none.
+            NoDevice: This machine has none.
         """
         import torch
 
@@ -125,7 +125,7 @@ class Kit:
         return wanted
 
     def llama(self, **changes: Any) -> Any:
-        """Make a Llama of random weights in bfloat16 on the device, of 8B's sizes unless `--sizes` says otherwise."""
+        """Create a bfloat16 Llama with random weights on the device; 8B, unless `--sizes` is given."""
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -138,7 +138,7 @@ class Kit:
         return model
 
     def sure_llama(self, **changes: Any) -> Any:
-        """Make the same Llama, sure of its choices (see `make_sure` of `oracle.py`), and attach it."""
+        """Create and attach the same Llama with clear choices (see `make_sure` in `oracle.py`)."""
         from oracle import make_sure
 
         from hf_specdec import SpeculativeGenerationMixin
@@ -148,7 +148,7 @@ class Kit:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One measurement, its time limit, its bars, and whether `--quick` runs it."""
+    """A measurement with its time limit in seconds and its bars; `--quick` runs it if `is_quick`."""
 
     name: str
     measure: Callable[[Kit], None]
@@ -157,12 +157,12 @@ class Item:
     bars: tuple[Bar, ...] = ()
 
     def run(self, options: argparse.Namespace) -> int:
-        """Measure in this process and write how it ended; the exit status."""
+        """Measure in this process, write the "end" row, and return the exit status."""
         kit, begin = Kit(self.name, options, self.bars), time.perf_counter()
         with _warnings_in_rows(kit):
             if options.part is None:
                 kit.write("end", **self._measured(kit, begin))
-            else:  # the process that has started this one writes how it ended
+            else:  # the parent process writes the "end" row
                 self.measure(kit)
         return 0
 
@@ -172,7 +172,7 @@ class Item:
             self.measure(kit)
         except NotMeasured as reason:
             ending = {"status": "not measured", "reason": str(reason), "no_device": isinstance(reason, NoDevice)}
-        except Exception as error:  # of any kind: it is one line of the report
+        except Exception as error:  # any error becomes a line of the report
             reason = f"{type(error).__name__}: {error}"
             ending = {"status": "failed", "reason": reason[:500], "output": traceback.format_exc()[-2000:]}
         return {"seconds": round(time.perf_counter() - begin, 1), **ending}
@@ -180,7 +180,7 @@ class Item:
 
 @contextmanager
 def _warnings_in_rows(kit: Kit) -> Iterator[None]:
-    """Write the package's warnings into the report: why a forward was not captured, say."""
+    """Write the package's warnings into the report, e.g. why a forward was not captured."""
     logger, handler = logging.getLogger("hf_specdec"), logging.Handler(logging.WARNING)
     handler.emit = lambda record: kit.write("warning", part=kit.options.part, text=record.getMessage()[:500])
     logger.addHandler(handler)
@@ -194,7 +194,7 @@ def _warnings_in_rows(kit: Kit) -> Iterator[None]:
 
 
 def module_of(device: Any) -> Any:
-    """Return torch's module for a device: `torch.cuda`."""
+    """Return torch's module for a device, e.g. `torch.cuda`."""
     import torch
 
     return torch.get_device_module(device)
@@ -206,7 +206,7 @@ def synchronize(device: Any) -> None:
 
 
 def seconds_of(run: Callable[[], Any], device: Any, rounds: int, untimed: int = 2) -> float:
-    """Return the median of some runs, after a few that are not timed."""
+    """Return the median duration of some runs, after a few untimed ones."""
     taken = []
     for _ in range(rounds + untimed):
         synchronize(device)
@@ -218,13 +218,13 @@ def seconds_of(run: Callable[[], Any], device: Any, rounds: int, untimed: int = 
 
 
 def free_mebibytes(device: Any) -> float:
-    """Return what the device has left, blocks that torch only keeps for later included."""
+    """Return the free memory of the device after emptying torch's cache of blocks."""
     module_of(device).empty_cache()
     return module_of(device).mem_get_info(device)[0] / 2**20
 
 
 def copy_bandwidth(device: Any) -> float:
-    """Measure the bytes per second that a copy within the device reads and writes."""
+    """Measure the bytes read and written per second by a copy within the device."""
     import torch
 
     block = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -232,25 +232,25 @@ def copy_bandwidth(device: Any) -> float:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """Return how far two tensors are apart, relative to the second."""
+    """Return the distance of two tensors relative to the norm of the second."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-6))
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest number, and NaN where one is NaN, which passes no bar."""
+    """Return the largest number, or NaN if there is a NaN, so that no bar passes."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 @contextmanager
 def prefilled(model: Any, runner: Any, widths: Sequence[int], context: int) -> Iterator[Callable[[int], Any]]:
-    """Read a context, and yield a function that verifies a chain of so many nodes behind it and returns the logits.
+    """Prefill a context, and yield a function that verifies a chain of N nodes after it and returns the logits.
 
     Args:
         model: The target.
-        runner: What runs its verify forward, None for the model itself.
-        widths: Numbers of nodes that will be asked for.
-        context: Tokens.
+        runner: Runner of the verify forward, None for the model itself.
+        widths: Numbers of nodes that the function will be called with.
+        context: Number of tokens.
     """
     import torch
 
@@ -275,7 +275,7 @@ def prefilled(model: Any, runner: Any, widths: Sequence[int], context: int) -> I
             return logits
 
         try:
-            with model._optimize_model_for_decode():  # as generation runs it
+            with model._optimize_model_for_decode():  # as `generate()` does
                 yield verify
         finally:
             target.close()
@@ -288,7 +288,7 @@ def verify_often(model: Any, runner: Any, widths: Sequence[int], context: int, t
 
 
 def captured_runner(model: Any, form: str = "cuda_graph") -> Any:
-    """Make the verify forward of a model in another form."""
+    """Create a compiled or captured verify forward of a model."""
     import torch
 
     from hf_specdec.verification.compiling import make_runner
@@ -299,14 +299,14 @@ def captured_runner(model: Any, form: str = "cuda_graph") -> Any:
 
 
 def tiny(name: str, device: Any) -> Any:
-    """Make a model of an architecture at its smallest; sizes that its configuration does not know are left out."""
+    """Create a tiny model of an architecture; sizes that its config does not have are ignored."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
-    sizes = {**TINY, **({"num_key_value_heads": 4} if name == "deepseek_v3" else {})}  # of latent attention
+    sizes = {**TINY, **({"num_key_value_heads": 4} if name == "deepseek_v3" else {})}  # required by latent attention
     config = AutoConfig.for_model(name, **{key: value for key, value in sizes.items() if key in known})
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(device)
 
@@ -326,16 +326,16 @@ def capture(kit: Kit) -> None:
             runner = captured_runner(model)
             once, often = (verify_often(model, runner, (1, 8), 40, times) for times in (1, 6))
             found["distance"] = largest(distance(often[width], once[width]) for width in once)
-            found["captured"] = len(runner.recorded()) == len(once)
+            found["captured"] = len(runner.captured_keys()) == len(once)
         except CaptureError as error:
             found["refused"] = str(error)
-        except Exception as error:  # a model that this version makes in another way is one row of the report
+        except Exception as error:  # e.g. a model that this version of transformers cannot create: a row of the report
             found["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         kit.row(architecture=name, seconds=round(time.perf_counter() - begin, 2), **found)
 
 
 def tests(kit: Kit) -> None:
-    """Run the suite's GPU tests; write what fails at once."""
+    """Run the suite's GPU tests, and write failures at once."""
     kit.device  # noqa: B018
     if importlib.util.find_spec("pytest") is None:
         raise NotMeasured("pytest is not installed")
@@ -349,7 +349,7 @@ def tests(kit: Kit) -> None:
         for line in process.stdout or ():
             lines = [*lines[-40:], line.rstrip()]
             verdict = next((word for word in count if f" {word} " in f"{line.rstrip()} " and "::" in line), None)
-            if verdict is None or "[" not in line.rsplit(verdict, 1)[1]:  # no test, or told again in the summary
+            if verdict is None or "[" not in line.rsplit(verdict, 1)[1]:  # not a test, or repeated in the summary
                 continue
             count[verdict] += 1
             if verdict in ("FAILED", "ERROR"):
@@ -361,7 +361,7 @@ def tests(kit: Kit) -> None:
 
 
 def elsewhere(module: str, name: str) -> Callable[[Kit], None]:
-    """Return an item of another file, which is imported when it runs."""
+    """Return an item function of another file, which is imported when the item runs."""
     return lambda kit: getattr(importlib.import_module(module), name)(kit)
 
 

@@ -1,7 +1,7 @@
-"""Items of `gpu.py` that run whole calls of `generate()`: an oracle, a head, merged drafts, many calls, threads.
+"""Items of `gpu.py` that call `generate()`: an oracle, a head, merged drafts, many calls, threads.
 
-Models are sure of their choices (`make_sure` of `oracle.py`), so that answers can be compared in half precision. All
-their tokens lie on one cycle, and prompts are parts of it.
+Models choose tokens by a wide margin (`make_sure` in `oracle.py`), so that answers can be compared in half precision.
+Their tokens form one cycle, and prompts are parts of it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,25 @@ CONTEXT, NEW_TOKENS, TAUS, ORACLE_NODES = 512, 128, (1.0, 3.0, 4.5), 32
 FORMS, HEAD = ("none", "cuda_graph"), "eagle"
 TREE = {"num_draft_tokens": 32, "num_steps": 5, "top_k": 8}
 DRAFT_VOCABULARY = 32000
-"""Of published EAGLE-3 heads for Llamas of 8B."""
+"""As in published EAGLE-3 heads for 8B Llamas."""
 FIRST_STEP, STEPS = 8, 20
-"""The first step of a call that is profiled, and how many."""
+"""First profiled step of a call, and number of profiled steps."""
 AUTO_CALLS, AUTO_TOKENS = 3, 256
 FEWER_LAYERS = 4
-"""Of models whose calls are counted, not timed."""
+"""Layers of models whose calls are not timed."""
 GROWING = ((100, 16), (400, 32), (900, 48), (1500, 64), (2000, 100))
-"""Prompt and new tokens of the calls among which no shape may be captured twice."""
+"""Prompt length and new tokens of the calls in the item `calls`."""
 ROWS = (1, 4, 1)
 LENGTHS, COUNT, NUM_CALLS = (40, 90, 150, 200, 260, 300), 32, 100
-"""Prompts of the calls that may keep no memory, their new tokens, and how many calls there are."""
+"""Prompt lengths, new tokens and number of calls in the item `endurance`."""
 WARM_UP = 4
-"""Times that each of them is called before."""
+"""Calls with each prompt before memory is measured."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")
 GRAPHS = ("cudaGraphLaunch", "cuGraphLaunch")
 WAITS = (
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaDeviceSynchronize",
-    "cuStreamSynchronize",
+    "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize",
     "cuCtxSynchronize",
-)
+)  # fmt: skip
 BLOCKING = ("cudaMemcpy", "cudaMemcpy2D")
 WINDOW = "profiled steps"
 
@@ -50,14 +47,14 @@ WINDOW = "profiled steps"
 
 
 def cycle(model: Any) -> Any:
-    """Return the tokens of a sure model in the order in which it generates them, on the host."""
+    """Return the tokens of a `make_sure` model in the order it generates them, on the CPU."""
     import torch
 
     return torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def prompts(model: Any, length: int, rows: int = 1) -> dict[str, Any]:
-    """Make inputs of `generate()`; each row is another part of the cycle."""
+    """Return inputs of `generate()`; each row is another part of the cycle."""
     import torch
 
     order = cycle(model)
@@ -72,10 +69,10 @@ def generated(model: Any, inputs: dict[str, Any], count: int, **how: Any) -> Any
 
 
 def add_head(model: Any) -> None:
-    """Add an EAGLE-3 head of random weights and a published head's sizes, of which the first drafted token is right.
+    """Add an EAGLE-3 head with the sizes of published heads whose first drafted token is always correct.
 
-    The layer is computed and adds nothing: its last matrices are zero. The target's features of x[t] go past it to
-    the lm_head, whose rows are set so that x[t+2] comes out; deeper levels draft the same token again.
+    The layer is computed but adds nothing, since its output matrices are zero. The target's feature of x[t] reaches
+    the lm_head unchanged, whose rows map it to x[t+2]; deeper levels draft the same token again.
     """
     import torch
 
@@ -93,7 +90,7 @@ def add_head(model: Any) -> None:
         head.fc.weight.zero_()
         head.fc.weight[:, -size:] = torch.eye(size, dtype=model.dtype)
         ids, places = order[:vocabulary].sort()
-        before = embedding[order[places - 2].to(embedding.device)].float()  # two tokens before each of them
+        before = embedding[order[places - 2].to(embedding.device)].float()  # of the token two places earlier
         head.lm_head.weight.copy_(torch.nn.functional.normalize(before, dim=-1))
     head.set_hot_token_ids(ids)
     model.add_drafter(EagleDrafter(head), HEAD)
@@ -101,7 +98,7 @@ def add_head(model: Any) -> None:
 
 @contextmanager
 def around_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Have functions called with the drafter's session before and after every step of every call."""
+    """Call functions with the drafter's session before and after every step of every call."""
     from hf_specdec.generation import decode
 
     original = decode._step
@@ -120,7 +117,7 @@ def around_steps(before: Callable[[Any], None], after: Callable[[Any], None]) ->
 
 
 def in_threads(*runs: Callable[[], Any]) -> list[Any]:
-    """Call functions at the same time, each in a new thread; return what they return."""
+    """Call functions concurrently, each in a new thread, and return their results."""
     with ThreadPoolExecutor(len(runs)) as pool:
         return [future.result() for future in [pool.submit(run) for run in runs]]
 
@@ -129,7 +126,7 @@ def in_threads(*runs: Callable[[], Any]) -> list[Any]:
 
 
 def oracle(kit: Kit) -> None:
-    """Time the steps of an 8B of random weights with a drafter that knows the answer."""
+    """Time the steps of an 8B model of random weights with the oracle drafter."""
     import torch
     from oracle import OracleDrafter
 
@@ -148,7 +145,7 @@ def oracle(kit: Kit) -> None:
             how = {"speculative": {"method": "oracle", "num_draft_tokens": ORACLE_NODES, "compile": form}}
             found: list[Any] = []
             run = partial(generated, model, inputs, NEW_TOKENS, **how)
-            untimed = 3 if form == "cuda_graph" else 1  # shapes are captured meanwhile
+            untimed = 3 if form == "cuda_graph" else 1  # captures all shapes
             whole = seconds_of(lambda run=run, found=found: found.append(run()), device, 3, untimed)
             stats = model.last_speculation
             per_step = 1000 * (whole - first) / stats.num_target_forwards
@@ -164,15 +161,15 @@ def oracle(kit: Kit) -> None:
 
 
 class Window:
-    """A number of steps of one call, between `FIRST_STEP` and the step after the last one.
+    """Times, and optionally profiles, `STEPS` steps of one call from `FIRST_STEP` on.
 
     Args:
-        device: Of the model.
-        profiles: Whether torch's profiler watches.
+        device: Device of the model.
+        profiles: Whether to run torch's profiler.
 
     Attributes:
-        seconds: What they took, None before they are over.
-        events: What the profiler saw.
+        seconds: Duration of the steps, None before they have ended.
+        events: Events of the profiler.
     """
 
     def __init__(self, device: Any, *, profiles: bool) -> None:
@@ -181,7 +178,7 @@ class Window:
         self.events: Sequence[Any] = ()
 
     def before(self, _session: Any) -> None:
-        """A step begins."""
+        """Start or stop the window before a step."""
         self._count += 1
         if self._count == FIRST_STEP:
             self._start()
@@ -208,11 +205,11 @@ class Window:
 
 
 def counted(events: Sequence[Any], seconds: float) -> dict[str, Any]:
-    """Count what a profiler saw within the window, per step.
+    """Count profiler events within the window, per step.
 
     Args:
-        events: Of the host and of the device; those of the device have another type.
-        seconds: What as many steps take without a profiler.
+        events: Events of the host and the device.
+        seconds: Duration of the same number of steps without a profiler.
     """
     from torch.autograd import DeviceType
 
@@ -239,7 +236,7 @@ def counted(events: Sequence[Any], seconds: float) -> dict[str, Any]:
 
 
 def eagle(kit: Kit) -> None:
-    """Profile steps with an EAGLE-3 head: launches, waits of the host, and how long the device is idle."""
+    """Profile steps with an EAGLE-3 head: launches, waits of the host, and idle time of the device."""
     device, model, found = kit.device, kit.sure_llama(), {}
     add_head(model)
     inputs = prompts(model, CONTEXT)
@@ -265,10 +262,10 @@ def eagle(kit: Kit) -> None:
 
 
 class Steps:
-    """Notes down in which steps, counted over several calls, graphs were captured and the head was queried.
+    """Records the steps, counted over several calls, in which graphs were captured and the head was queried.
 
     Args:
-        captured: What has been captured so far, see `captures`.
+        captured: Captures so far, see `captures`.
     """
 
     def __init__(self, captured: Sequence[Any]) -> None:
@@ -278,13 +275,13 @@ class Steps:
         self.queried_at: list[int] = []
 
     def before(self, _session: Any) -> None:
-        """A step begins."""
+        """Remember the number of captures before a step."""
         self._known = len(self._captured)
 
     def after(self, session: Any) -> None:
-        """It is over; a session counts the queries of its call."""
+        """Record a capture or query after a step; the session counts the queries of its call."""
         before = self._queries if session is self._session else 0
-        queries = session.report()["asked"].get(HEAD, 0)
+        queries = session.report()["queries"].get(HEAD, 0)
         if queries > before:
             self.queried_at.append(self.count)
         if len(self._captured) > self._known:
@@ -293,7 +290,7 @@ class Steps:
 
 
 def auto(kit: Kit) -> None:
-    """Draft by "auto" with a head that pays; note down when graphs are captured and when the head is queried."""
+    """Draft by "auto" with a head that is worth querying; record when graphs are captured and the head is queried."""
     kit.device  # noqa: B018
     model = kit.sure_llama()
     add_head(model)
@@ -317,7 +314,9 @@ def auto(kit: Kit) -> None:
 
 
 def waits(captured_at: Sequence[int], queried_at: Sequence[int], steps: int, enough: int = 20) -> list[int]:
-    """Steps from each capture to the next query; to the end where none came, and there was time `enough` for one.
+    """Return the number of steps from each capture to the next query.
+
+    A capture without a later query counts to the end, or not at all if fewer than `enough` steps followed.
 
     Example: captures at 3 and 50, queries at 4 and 9, 60 steps: [1].
     """
@@ -332,9 +331,9 @@ def waits(captured_at: Sequence[int], queried_at: Sequence[int], steps: int, eno
 
 
 def calls(kit: Kit) -> None:
-    """Generate with growing lengths, then with more rows, then with one again: no shape may be captured twice.
+    """Generate with growing lengths and with batch sizes 1, 4 and 1: no shape may be captured twice.
 
-    `warmup` for the largest batch and the longest text comes first: it makes the memory that graphs write to.
+    `warmup` for the largest batch and longest text runs first, because it allocates the memory that graphs write to.
     """
     from hf_specdec.generation.state import state_of
 
@@ -362,7 +361,7 @@ def calls(kit: Kit) -> None:
 
 
 def endurance(kit: Kit) -> None:
-    """Generate often, every fourth time in a new thread: no memory may be kept. Then use two threads."""
+    """Check that 100 calls, every fourth in a new thread, keep no memory; then generate in two threads at once."""
     import torch
 
     device, model = kit.device, kit.sure_llama(num_hidden_layers=FEWER_LAYERS)

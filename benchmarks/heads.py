@@ -1,10 +1,10 @@
-"""Accepted length of several heads, as a chain and with their trees, by category of question.
+"""Measure the accept length of several heads, with chains and trees, by question category.
 
     python benchmarks/heads.py --prompts questions.jsonl --json benchmarks/results/heads_cpu_bf16.json \\
         eagle3=heads/smollm2-135m-instruct-eagle3 medusa2=run=run/model
 
-A head is NAME=DIRECTORY, or NAME=DIRECTORY=MODEL where it belongs to another model than the packaged one. Greedy,
-batch 1. It tells no speeds.
+A head is given as NAME=DIRECTORY, or NAME=DIRECTORY=MODEL if its target is not the packaged model. Greedy, batch size
+1. Speed is not measured.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from hf_specdec.generation import loading
 
 
 def shapes(method, config, sizes):
-    """What is asked of every head: a chain, its own default, and trees of several sizes (Medusa: paper's, own)."""
+    """Return the trees to measure: a chain, the default, and several sizes (for Medusa the paper's and searched)."""
     depth = config.medusa_num_heads if method == "medusa" else 5
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
@@ -45,7 +45,7 @@ def main():
     parser.add_argument("--per-category", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--nodes", type=int, nargs="+", default=[32])
-    parser.add_argument("--trees", nargs="+", help="only these, such as `default` and `dynamic 32`")
+    parser.add_argument("--trees", nargs="+", help="only these trees, e.g. `default` and `dynamic 32`")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

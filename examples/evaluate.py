@@ -1,11 +1,11 @@
-"""lm-evaluation-harness with a model that speculates: the same scores in less time.
+"""Run lm-evaluation-harness with speculation: the same scores in less time.
 
     pip install lm-eval
     python examples/evaluate.py org/model --drafter org/head --tasks gsm8k --limit 20
 
-Tasks whose answers are generated run twice, plainly and speculatively; the harness knows nothing of it, since
+Generative tasks run twice, without and with speculation. The harness needs no change, because
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
-`--include-path` names a folder with task files (YAML) of your own.
+`--include-path` is a directory with your own task files (YAML).
 """
 
 import argparse
@@ -29,8 +29,8 @@ def main():
     parser.add_argument("--tasks", required=True, help="comma-separated")
     parser.add_argument("--include-path")
     parser.add_argument("--limit", type=int, help="questions per task")
-    parser.add_argument("--method", default="auto", help="what to pass as `speculative=`")
-    parser.add_argument("--dtype", default="float32", help="near ties fall the same way in float32 only")
+    parser.add_argument("--method", default="auto", help="value of `speculative=`")
+    parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
     options = parser.parse_args()
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     transformers_logging.set_verbosity_error()
@@ -55,8 +55,8 @@ def main():
             for metric, value in metrics.items()
             if isinstance(value, float) and "stderr" not in metric
         }
-        told = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
-        print(f"{method or 'plain'}: {told}, {seconds:.1f} s")
+        summary = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
+        print(f"{method or 'plain'}: {summary}, {seconds:.1f} s")
         answers.append([sample["resps"] for samples in found["samples"].values() for sample in samples])
     equal = sum(plain == speculative for plain, speculative in zip(*answers, strict=True))
     print(f"equal answers: {equal} of {len(answers[0])}")

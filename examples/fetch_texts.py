@@ -1,9 +1,9 @@
-"""Free texts to ask about and to translate: two books that Debian packages, paragraph by paragraph.
+"""Extract free texts for prompts from two books packaged by Debian, paragraph by paragraph.
 
     python examples/fetch_texts.py texts.jsonl
 
-Needs a Debian or Ubuntu with `apt-get` and `dpkg-deb`; nothing is installed. Rows: `source, licence, language, page,
-text`, in the order of the book, so that neighbours belong together.
+Needs `apt-get` and `dpkg-deb` (Debian or Ubuntu); nothing is installed. Rows have `source, licence, language, page,
+text`, in the order of the book, so that consecutive rows belong together.
 """
 
 import json
@@ -15,48 +15,48 @@ import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
-BOOKS = [  # package, licence, where its pages of a language lie
+BOOKS = [  # package, licence, directory of its pages by language
     ("debian-handbook", "GPL-2+ or CC BY-SA 3.0", {
         language: f"usr/share/doc/debian-handbook/html/{folder}/"
         for language, folder in (("en", "en-US"), ("de", "de-DE"), ("fr", "fr-FR"))
     }),
     ("anarchism", "GPL-2", {"en": "usr/share/doc/anarchism/html/"}),
 ]  # fmt: skip
-LEAST = 60
-"""Characters of a paragraph that is worth keeping."""
+MIN_CHARACTERS = 60
+"""Shorter paragraphs are dropped."""
 
 
 class Paragraphs(HTMLParser):
-    """Collects the text of paragraphs; what is preformatted is no prose."""
+    """Collects the text of paragraphs, without preformatted text and tables."""
 
     def __init__(self):
         super().__init__()
         self.found, self._open, self._skipped = [], None, 0
 
     def handle_starttag(self, tag, attrs):
-        """Open a paragraph, or begin to skip."""
+        """Open a paragraph, or start skipping."""
         if tag in ("pre", "script", "style", "table"):
             self._skipped += 1
-        elif tag == "p" or (tag == "div" and ("class", "para") in attrs):  # docbook's paragraphs are divisions
+        elif tag == "p" or (tag == "div" and ("class", "para") in attrs):  # DocBook paragraphs are <div class="para">
             self._close()
             self._open = []
 
     def handle_endtag(self, tag):
-        """Close a paragraph, or end to skip."""
+        """Close a paragraph, or stop skipping."""
         if tag in ("pre", "script", "style", "table"):
             self._skipped -= 1
         elif tag in ("p", "div", "body"):
             self._close()
 
     def handle_data(self, data):
-        """Read what a paragraph says."""
+        """Add text to the open paragraph."""
         if self._open is not None and not self._skipped:
             self._open.append(data)
 
     def _close(self):
         if self._open is not None:
             text = re.sub(r"\s+", " ", "".join(self._open)).strip()
-            if len(text) >= LEAST:
+            if len(text) >= MIN_CHARACTERS:
                 self.found.append(text)
         self._open = None
 

@@ -1,13 +1,13 @@
-"""Prompts to distil the shipped heads from: tasks of many kinds, put together from word lists and free texts.
+"""Make the prompts for the shipped heads: tasks of many kinds, built from word lists and free texts.
 
     python examples/fetch_texts.py texts.jsonl
     python examples/make_prompts.py prompts.jsonl --texts texts.jsonl --avoid spec_bench_dev.jsonl
 
-`prompt_lists.json` beside this file has the words. `--texts` (may be repeated) has rows of `text` and `language`, or
-is what `hf-specdec distill` wrote, whose answers are taken: a model's own articles, to be read by it. `--add` takes
-ready prompts (rows of `prompt`) as they are. Rows come out with `source` and `turns`; with `--turns 2` conversations
-that can go on do. Another `--seed` makes another draw. `--avoid` names benchmarks: what shares eight words in a row
-with one of their questions, or is one, is left out and counted.
+The word lists are in `prompt_lists.json`. `--texts` (repeatable) is a file with rows of `text` and `language`, or the
+output of `hf-specdec distill`, whose answers are used as texts. `--add` includes existing prompts (rows of `prompt`)
+unchanged. Output rows have `source` and `turns`; `--turns 2` adds a second turn to suitable conversations. `--seed`
+changes the random selection. `--avoid` is a file of benchmark questions: prompts that equal a question, or share eight
+consecutive words with one, are left out and counted.
 """
 
 import argparse
@@ -20,23 +20,24 @@ from pathlib import Path
 from hf_specdec.training.conversations import load_rows
 
 LISTS = json.loads(Path(__file__).with_name("prompt_lists.json").read_text())
-SHARED_WORDS, LEAST = 8, 600  # words in a row; characters of an answer that is read as a text
+SHARED_WORDS = 8  # consecutive words shared with a benchmark that exclude a prompt
+MIN_CHARACTERS = 600  # shorter answers are not used as texts
 TRANSLATE = {"de": "German", "fr": "French"}
 
 
 class Maker:
-    """Draws prompts of every kind, without a repetition.
+    """Draws prompts of every kind, without duplicates.
 
     Args:
         draw: Source of randomness.
-        texts: Paragraphs by language and source, neighbours beside each other.
+        texts: Paragraphs by language and source, in the order of the text.
     """
 
     def __init__(self, draw, texts):
         self.draw, self.texts, self.found = draw, texts, {}
 
     def add(self, source, candidates, count, follow_ups=()):
-        """Up to `count` of the candidates that are new; some with a second turn."""
+        """Add up to `count` new candidates, with a second turn if `follow_ups` are given."""
         fresh = [text for text in dict.fromkeys(candidates) if text not in self.found]
         for text in self.draw.sample(fresh, min(count, len(fresh))):
             turns = [text]
@@ -45,13 +46,13 @@ class Maker:
             self.found[text] = (source, turns)
 
     def pick(self, name):
-        """One of a list."""
+        """Draw an entry of a word list."""
         return self.draw.choice(LISTS[name])
 
     # ------------------------------------------------------------------------------------------- without a text
 
     def conversations(self, scale, later):
-        """Tasks and questions; with `later`, those that can go on do."""
+        """Add tasks and questions; with `later`, only those with a second turn."""
         lists, follow = LISTS, LISTS["follow_ups"] if later else {}
         explain = ("Explain {x} in simple terms.", "What is {x}, and why does it matter?", "Give an example of {x}.",
                    "Describe the main ideas behind {x} and how they are related to everyday life.",
@@ -78,16 +79,16 @@ class Maker:
                 self.add(source, candidates, round(scale * count), follow.get(source, ()))
 
     def questions(self, scale):
-        """Short questions of fact, as they are typed: some without a capital, some without a mark."""
-        asked = [f"{word} {rest}" for word in ("who", "when", "where", "what") for rest in LISTS[word]]
+        """Add short factual questions, half of them without capital and question mark."""
+        questions = [f"{word} {rest}" for word in ("who", "when", "where", "what") for rest in LISTS[word]]
         for kind, forms in (("countries", "country_questions"), ("works", "work_questions"),
                             ("films", "film_questions"), ("body", "body_questions")):  # fmt: skip
-            asked += [form.replace("{x}", thing) for thing in LISTS[kind] for form in LISTS[forms]]
-        typed = [text if place % 2 else f"{text[0].upper()}{text[1:]}?" for place, text in enumerate(asked)]
+            questions += [form.replace("{x}", thing) for thing in LISTS[kind] for form in LISTS[forms]]
+        typed = [text if place % 2 else f"{text[0].upper()}{text[1:]}?" for place, text in enumerate(questions)]
         self.add("question", typed, round(700 * scale))
 
     def sum_in_words(self, text):
-        """A problem with names and numbers in it."""
+        """Fill names and numbers into a word problem."""
         names, goods = self.draw.sample(LISTS["names"], 2), self.pick("goods")
         numbers = {"a": self.draw.randint(12, 60), "b": self.draw.randint(3, 25), "c": self.draw.randint(2, 9),
                    "c2": self.draw.randint(2, 8), "d": 10 * self.draw.randint(20, 40),
@@ -97,7 +98,7 @@ class Maker:
     # ------------------------------------------------------------------------------------------- with a text
 
     def translations(self, scale):
-        """Sentences of books and of word lists, to English and back."""
+        """Add translations of sentences from books and word lists, in both directions, and rewriting tasks."""
         german = LISTS["german"]
         built = [
             f"{self.draw.choice(german['subjects'])} {verb.format(o=o)}{self.draw.choice(german['ends'])}."
@@ -106,19 +107,19 @@ class Maker:
         into = [f"Translate German to English: {text}" for text in built]
         self.add("translation", into, round(500 * scale))
         for language, name in TRANSLATE.items():
-            said = self.sentences(language)
+            texts = self.sentences(language)
             count = round({"de": 1000, "fr": 250}[language] * scale)
-            self.add("translation", [f"Translate {name} to English: {text}" for text in said], count)
-        said = self.sentences("en")
+            self.add("translation", [f"Translate {name} to English: {text}" for text in texts], count)
+        texts = self.sentences("en")
         for name, count in (("German", 350), ("French", 150), ("Spanish", 100)):
-            self.add("translation", [f"Translate English to {name}: {text}" for text in said], round(count * scale))
+            self.add("translation", [f"Translate English to {name}: {text}" for text in texts], round(count * scale))
         self.add("rewriting", [
             f"{self.draw.choice(('Rewrite this sentence', 'Say this', 'Put this'))} {self.pick('tones')}: {text}"
-            for text in said
+            for text in texts
         ], round(300 * scale))  # fmt: skip
 
     def readings(self, scale):
-        """Summaries of, and questions about, passages of one paragraph to a few pages."""
+        """Add summaries, questions and extraction tasks about passages of one paragraph to a few pages."""
         longest = (900, 1800, 3600, 6000)
         sources = [
             [passage(texts, place, longest[place % 4]) for place in range(len(texts))]
@@ -130,9 +131,9 @@ class Maker:
             "Summarize the following text in two sentences:\n\n{x}",
             "{x}\n\nWhat are the main points of this text?", "Give this text a title: {x}",
         )  # fmt: skip
-        asked = [self.draw.choice(summaries).replace("{x}", text) for text in passages]
-        self.add("summary", asked, round(900 * scale))
-        asked = []
+        prompts = [self.draw.choice(summaries).replace("{x}", text) for text in passages]
+        self.add("summary", prompts, round(900 * scale))
+        prompts = []
         for text in passages[::-1]:
             words = re.findall(r"[A-Za-z][a-z]{5,}", text)
             if not words:
@@ -142,29 +143,29 @@ class Maker:
                 f"what does the text say about {subject}?", f"why is {subject} important here?",
                 f"who or what is {subject}?", f"{self.draw.choice(LISTS['questions_of_reading'])}",
             ))  # fmt: skip
-            asked.append(self.draw.choice((
+            prompts.append(self.draw.choice((
                 f"{text}\n\nAnswer the question: {question}", f"Given the text below, {question}\n\n{text}",
                 f"Context: {text}\n\nQuestion: {question}\nAnswer:",
             )))  # fmt: skip
-        self.add("rag", asked, round(1000 * scale))
+        self.add("rag", prompts, round(1000 * scale))
         short = [text for text in passages if len(text) < 1000]
         forms = ("Extract the names and terms from this text as a list: {x}", "Which facts does this text state? {x}",
                  "Write three questions that this text answers: {x}")  # fmt: skip
         self.add("extraction", [self.draw.choice(forms).replace("{x}", text) for text in short], round(150 * scale))
 
     def sentences(self, language):
-        """Sentences of a language, of each source in turn."""
+        """Return sentences of a language, alternating between its sources."""
         sources = self.texts.get(language, {}).values()
         return self.in_turn([[one for text in texts for one in sentences(text)] for texts in sources])
 
     def in_turn(self, sources):
-        """One of each source after the other, in random order, as long as all have some: no book is all there is."""
+        """Alternate between sources in random order, until the shortest is used up, so that no source dominates."""
         drawn = [self.draw.sample(source, len(source)) for source in sources if source]
         return [text for texts in zip(*drawn, strict=False) for text in texts]
 
 
 def passage(texts, place, longest):
-    """Neighbouring paragraphs, as many as fit into so many characters."""
+    """Join consecutive paragraphs, up to `longest` characters."""
     taken, begin = "", place
     while place < len(texts) and len(taken) + len(texts[place]) < longest:
         taken, place = f"{taken} {texts[place]}".strip(), place + 1
@@ -172,18 +173,18 @@ def passage(texts, place, longest):
 
 
 def sentences(text):
-    """Sentences of prose that can stand alone."""
+    """Return the sentences of a text that make sense on their own."""
     found = re.split(r"(?<=[.!?]) +(?=[A-ZÄÖÜÉÀ])", text)
     return [one for one in found if 50 <= len(one) <= 240 and not re.search(r"[/_<>{}|=\\]|--", one)]
 
 
 def read_texts(places):
-    """Paragraphs by language and source; of conversations the answers, which are English."""
+    """Return paragraphs by language and source; from conversations, the answers, which are English."""
     texts = {}
     for row in (row for place in places for row in load_rows(place)):
         if "messages" in row:
-            said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-            found = [re.sub(r"\s+", " ", text) for text in said if len(text) > LEAST]
+            answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+            found = [re.sub(r"\s+", " ", text) for text in answers if len(text) > MIN_CHARACTERS]
             texts.setdefault("en", {}).setdefault("answers", []).extend(found)
         else:
             texts.setdefault(row["language"], {}).setdefault(row["source"], []).append(row["text"])
@@ -195,7 +196,7 @@ def words_of(text):
 
 
 class Benchmarks:
-    """Questions that may not be trained on."""
+    """Benchmark questions, which must not occur in training data."""
 
     def __init__(self, paths):
         self.runs, self.whole = set(), set()
@@ -206,8 +207,8 @@ class Benchmarks:
                     self.whole.add(tuple(words))
                     self.runs |= {tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}
 
-    def have(self, text):
-        """Whether a prompt is one of theirs, or nearly."""
+    def overlap(self, text):
+        """Return whether a prompt equals a question or shares `SHARED_WORDS` consecutive words with one."""
         words = words_of(text)
         runs = (tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1))
         return tuple(words) in self.whole or any(run in self.runs for run in runs)
@@ -221,7 +222,7 @@ def main():
     parser.add_argument("--avoid", type=Path, action="append", default=[])
     parser.add_argument("--kinds", nargs="*", default=["conversations", "questions", "translations", "readings"])
     parser.add_argument("--turns", type=int, choices=[1, 2], default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of prompts of each kind")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the number of prompts of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     maker, benchmarks = Maker(random.Random(options.seed), read_texts(options.texts)), Benchmarks(options.avoid)
@@ -234,13 +235,13 @@ def main():
         if kind in options.kinds:
             getattr(maker, kind)(options.scale)
     rows = list(maker.found.values())
-    kept = [row for row in rows if not any(benchmarks.have(turn) for turn in row[1])]
+    kept = [row for row in rows if not any(benchmarks.overlap(turn) for turn in row[1])]
     maker.draw.shuffle(kept)
     with options.output.open("w") as output:
         for source, turns in kept:
             output.write(json.dumps({"source": source, "turns": turns}, ensure_ascii=False) + "\n")
     counts = Counter(source for source, _ in kept).most_common()
-    print(f"{len(kept)} prompts, {len(rows) - len(kept)} left out for a benchmark's sake")
+    print(f"{len(kept)} prompts, {len(rows) - len(kept)} left out because they overlap a benchmark")
     print(", ".join(f"{count} {source}" for source, count in counts))
 
 

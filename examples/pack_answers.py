@@ -1,9 +1,9 @@
-"""Put distilled answers together in one small file: token ids, masks and where they come from, no text.
+"""Pack distilled answers into one small file with token ids, masks and sources, but no text.
 
     python examples/pack_answers.py heads/data/answers.parquet data/articles data/prompts older.jsonl.gz
 
-Each place is what `hf-specdec distill` wrote, or JSON lines with `prompt_ids` and `response_ids`. Equal conversations
-are kept once, and answers at temperatures above `--hottest` left out. A count by source is printed, for the card.
+Each input is the output of `hf-specdec distill`, or JSON lines with `prompt_ids` and `response_ids`. Duplicate
+conversations are kept once, and answers at temperatures above `--hottest` are dropped. Prints counts by source.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from hf_specdec.training.conversations import load_rows
 
 
 def read(place):
-    """Rows of `source, temperature, input_ids, loss_mask`."""
+    """Yield rows of `source, temperature, input_ids, loss_mask`."""
     for row in load_rows(place):
         if "input_ids" not in row:
             prompt, answer = row["prompt_ids"], row["response_ids"]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server: transformers' own `transformers serve`, whose model speculates.
+"""Serve a model with an OpenAI-compatible API: `transformers serve`, with speculation.
 
     pip install 'transformers[serving]'
     python examples/serve.py org/model --drafter org/head --port 8000
@@ -7,12 +7,13 @@
     client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
     client.chat.completions.create(model="org/model", messages=[{"role": "user", "content": "Why is the sky blue?"}])
 
-Attaching works in place, and `generation_config.speculative` is the default of every call, so a server that knows
-nothing of speculation uses it, streaming included. It answers one request at a time; engines answer many.
+The model is attached in place, and `generation_config.speculative` is the default of every call, so the server needs
+no other change, also for streaming. It answers one request at a time; engines answer many.
 
-transformers' server generates in one thread, without a limit on the length, and goes on after the client has left: one
-request for 10**9 tokens, and all that follow wait for ever. Here a request ends when its client leaves, its length is
-limited by the model's context, and an error, even one in a stream before its first token, is a status and a message.
+transformers' server generates in one thread, without a limit on the length, and continues after a client disconnects,
+so one request for 10**9 tokens blocks all others. Here a request is cancelled when its client disconnects, its length
+is limited by the model's context, and errors are returned as a status and a message, also for streams before their
+first token.
 """
 
 import argparse
@@ -36,29 +37,29 @@ MISTAKES = (
     ArithmeticError,
     TemplateError,
 )
-"""What a malformed request raises in transformers or here: status 400. Everything else is the server's fault: 500."""
+"""Exceptions that malformed requests cause, here or in transformers (status 400); all others give status 500."""
 
 DEFAULT_LENGTH = 1024
-"""New tokens if a request does not say how many: transformers' default. Cut to what the context has room for."""
+"""Default number of new tokens, as in transformers; reduced to fit the context."""
 
 MAX_MESSAGE = 1000
-"""Characters of an error's message: it may repeat what came."""
+"""Maximum characters of an error message, which may quote the request."""
 
 UNKNOWN_CONTEXT = 8192
-"""Tokens of a model whose configuration does not name its longest text."""
+"""Context length in tokens if the model's configuration does not state one."""
 
 OPERATORS = {"adaptive", "compile", "max_cache_length", "trace"}
-"""Fields of `speculative` that read files of this machine, or take its time or memory: not for requests."""
+"""Fields of `speculative` that requests may not set: they read local files, or take much time or memory."""
 
 REQUEST = ContextVar("REQUEST")
-"""The `Request` that the running task answers."""
+"""The `Request` of the current task."""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--drafter")
-    parser.add_argument("--method", default="auto", help="what to pass as `speculative=`")
+    parser.add_argument("--method", default="auto", help="value of `speculative=`")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     server, _ = start(options.model, options.drafter, options.method, options.port)
@@ -69,20 +70,20 @@ def main():
 
 
 def start(name, drafter, method, port):
-    """A server in a thread of its own, its model loaded and attached."""
+    """Start a server in a separate thread; return it and its attached model."""
     server = SpeculativeServer(name, drafter, method, port)
     return server, server.model
 
 
 class SpeculativeServer(Serve):
-    """transformers' server with a speculative model, and errors that end one request."""
+    """transformers' server with an attached model; an error ends only its own request."""
 
     def __init__(self, name, drafter, method, port):
         self.drafter, self.method = drafter, method
         super().__init__(force_model=name, port=port, non_blocking=True)
 
     def start_server(self):
-        """Called by `Serve` when the model is loaded and no request has been read yet."""
+        """Attach the model before the first request; `Serve` calls this after loading it."""
         ((model_id, loaded),) = self._model_manager.loaded_models.items()
         self.model = SpeculativeGenerationMixin.attach(loaded.model)
         if self.drafter:
@@ -109,11 +110,11 @@ def answer_with(status):
 
 
 class Request:
-    """A request while it is answered.
+    """A request that is being answered.
 
     Attributes:
-        gone: Nobody waits for the answer any more.
-        started: Done with the first token of a stream, or with the error before it.
+        gone: Whether the client has disconnected.
+        started: Set at the first token of a stream, or to an error raised before it.
     """
 
     def __init__(self):
@@ -151,7 +152,7 @@ class EndsWithItsClient:
 
 
 def when_started(handle_request):
-    """Hold a stream back until its first token: an error before that is still a status, not a part of the stream."""
+    """Delay a stream until its first token, so that earlier errors are returned as a status, not inside the stream."""
 
     async def handle(body, request_id):
         response = await handle_request(body, request_id)
@@ -163,34 +164,34 @@ def when_started(handle_request):
 
 
 def check_request(model, inputs, config):
-    """Limit a request's length, and refuse what would take the server's time or memory without limit.
+    """Limit a request's length, and refuse settings that could use unlimited time or memory.
 
     Raises:
-        ValueError: With the limit and what was asked for.
+        ValueError: Naming the limit and the requested value.
     """
     if config.num_return_sequences not in (None, 1):
-        raise ValueError(f"num_return_sequences={config.num_return_sequences}: a request has one answer here.")
+        raise ValueError(f"num_return_sequences={config.num_return_sequences}: only one answer is supported.")
     speculative = getattr(config, "speculative", None)
     refused = OPERATORS.intersection(speculative) if isinstance(speculative, dict) else ()
     if refused:
-        raise ValueError(f"Requests cannot set {', '.join(sorted(refused))} of speculative; the server's owner can.")
+        raise ValueError(f"Requests cannot set {', '.join(sorted(refused))} of speculative; set them on the server.")
     prompt = inputs["input_ids"].shape[-1]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNKNOWN_CONTEXT
-    asked = config.max_new_tokens
-    if asked is None:
-        asked = DEFAULT_LENGTH if config.max_length is None else config.max_length - prompt
-    if prompt >= context or asked > max(DEFAULT_LENGTH, context - prompt):
+    length = config.max_new_tokens
+    if length is None:
+        length = DEFAULT_LENGTH if config.max_length is None else config.max_length - prompt
+    if prompt >= context or length > max(DEFAULT_LENGTH, context - prompt):
         raise ValueError(
-            f"{prompt} tokens of prompt and {asked} new ones do not fit the model's context of {context}."
+            f"{prompt} prompt tokens and {length} new tokens do not fit the model's context of {context}."
         )
-    config.max_new_tokens = min(asked, context - prompt)
+    config.max_new_tokens = min(length, context - prompt)
 
 
 class Generations(GenerateManager):
-    """Runs one generation after another, as its base class, within limits."""
+    """Runs one generation at a time, like its base class, with limits."""
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
-        """As in transformers, with errors before the first token in `started`."""
+        """Same as transformers; errors before the first token are set on `started`."""
         check_request(model, inputs, gen_config)
         loop, queue, request = asyncio.get_running_loop(), asyncio.Queue(), REQUEST.get()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
@@ -198,7 +199,7 @@ class Generations(GenerateManager):
 
         def fail(error):
             if request.started.done():
-                queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))  # transformers puts it between quotes
+                queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))  # transformers inserts it between quotes
             else:
                 request.started.set_exception(error)
 
@@ -214,18 +215,18 @@ class Generations(GenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        """As in transformers, until the client leaves."""
+        """Same as transformers; stops when the client disconnects."""
         check_request(model, inputs, gen_config)
         inputs = {**inputs, "streamer": Stop(REQUEST.get())}
         return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
     def async_submit(self, fn, *args, **kwargs):
-        """Shielded: the thread sets the result of a request that was cancelled, too."""
+        """Shield the future, because the thread also sets the result of a cancelled request."""
         return asyncio.shield(super().async_submit(fn, *args, **kwargs))
 
 
 class Stop:
-    """A streamer that keeps nothing, and ends a generation that nobody waits for."""
+    """A streamer that ends the generation once the client has disconnected."""
 
     def __init__(self, request):
         self.request = request
@@ -239,7 +240,7 @@ class Stop:
 
 
 class Streamer(DirectStreamer):
-    """transformers' own, which reports the first token."""
+    """transformers' streamer, which also reports the first token."""
 
     def __init__(self, request, *args, **kwargs):
         super().__init__(*args, **kwargs)

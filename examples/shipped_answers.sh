@@ -1,11 +1,10 @@
 #!/bin/sh
-# The answers that the shipped heads are trained on, from nothing to one file of token ids. Run again, it goes on where
-# it was interrupted.
+# Generate the answers that the shipped heads are trained on. Continues an interrupted run.
 #
 #   examples/shipped_answers.sh WORK BENCHMARK.jsonl [MORE.jsonl ...] -- DISTILL_OPTION ...
 #
-# BENCHMARK: questions that may not be among the prompts. MORE: ready prompts (rows of `prompt`). Behind `--`: options of
-# `hf-specdec distill`, such as `--server http://localhost:8000/v1`. On two CPU cores a server of vLLM's is the faster way:
+# BENCHMARK: questions to keep out of the prompts. MORE: existing prompts (rows of `prompt`). After `--`: options of
+# `hf-specdec distill`, such as `--server http://localhost:8000/v1`. On two CPU cores a vLLM server is faster:
 #
 #   vllm serve MODEL --dtype bfloat16 --max-model-len 4096 --max-num-seqs 64
 set -eu
@@ -27,15 +26,15 @@ prompts() { # NAME OPTION ...
 }
 [ -f "$WORK/texts.jsonl" ] || python "$HERE/fetch_texts.py" "$WORK/texts.jsonl"
 
-# tasks and questions, a quarter of them sampled; what is long enough of it is read below
+# tasks and questions, a quarter of them sampled; long answers are used as texts below
 prompts tasks --kinds conversations questions $MORE
 hf-specdec distill --prompts "$WORK/tasks.jsonl" --output "$WORK/tasks" \
     --temperature 0 --temperature 0 --temperature 0 --temperature 0.7 "$@"
 
-# summaries and questions over texts of one paragraph to some pages, translations, rewriting
+# summaries and questions about texts of one paragraph to several pages, translations, rewriting
 prompts readings --kinds readings translations --texts "$WORK/texts.jsonl" --texts "$WORK/tasks"
 hf-specdec distill --prompts "$WORK/readings.jsonl" --output "$WORK/readings" --temperature 0 "$@"
 
-# conversations of two turns
+# conversations with two turns
 prompts chats --kinds conversations --turns 2 --seed 1 --scale 0.5
 hf-specdec distill --prompts "$WORK/chats.jsonl" --output "$WORK/chats" --turns 2 --temperature 0 "$@"

@@ -1,10 +1,10 @@
 #!/bin/sh
-# The shipped heads from their answers, each in one command with one seed. Run again, it goes on where it was interrupted.
+# Train the shipped heads from their answers, with fixed seeds. Continues an interrupted run.
 #
 #   examples/shipped_heads.sh WORK [ANSWERS]
 #
-# ANSWERS: what `pack_answers.py` wrote, by default the answers in heads/data. The runs and the captured features go to
-# WORK (some 20 GB); what comes out is in WORK/eagle3 and WORK/medusa. `accelerate` of the environment must be on PATH.
+# ANSWERS: output of `pack_answers.py`, by default the answers in heads/data. Runs and captured features are stored in
+# WORK (about 20 GB), the heads in WORK/eagle3 and WORK/medusa. The environment's `accelerate` must be on PATH.
 set -eu
 WORK=$1
 HERE=$(cd "$(dirname "$0")/.." && pwd)
@@ -16,11 +16,11 @@ printf '{"fc_norm": true, "norm_before_residual": true, "norm_output": true}' > 
 printf '{"growing": 0.6}' > "$WORK/recipe.json"
 printf '{"answer_tokens": 128}' > "$WORK/openings.json"
 
-train() { # one process per core: two threads of one process wait for each other wherever anything else runs
+train() { # one process per core: two threads of one process wait for each other if the machine is busy
     ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 -m hf_specdec train "$@"
 }
 
-# on whole answers, then on their first 128 tokens: these are harder to foresee than what follows
+# on whole answers, then on their first 128 tokens, which are harder to predict than the rest
 train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3-whole" --base-model-name $BASE \
     --draft-vocab-size 12288 --aligned-steps 3 --recipe "$WORK/recipe.json" --head-fields "$WORK/norms.json" \
     --arguments "$WORK/arguments.json" --epochs 2 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
@@ -28,7 +28,7 @@ train eagle --data "$ANSWERS" --features "$WORK/features" --output "$WORK/eagle3
     --initial-head "$WORK/eagle3-whole" --aligned-steps 3 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 5e-4 --max-length 1536 --held-out 64
 
-# heads that share the target's lm_head learn as much from the openings alone
+# heads that share the target's lm_head learn as much from the first 128 tokens alone
 train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medusa" --base-model-name $BASE \
     --num-heads 3 --num-layers 2 --draft-vocab-size 8192 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64

@@ -1,10 +1,10 @@
-"""An answer that is JSON of a given schema, drafted several tokens at a time: a logits processor of xgrammar.
+"""Generate JSON of a given schema with speculation, constrained by a logits processor of xgrammar.
 
     pip install xgrammar
     python examples/structured_output.py --model org/model --drafter org/head "Describe a cat as JSON."
 
-A grammar's processor remembers the text that it has seen, so it is called once per token of the answer, in order, as
-plain `generate()` calls it: never on a draft that is refused. The answer is plain's.
+A grammar processor is stateful, so it is called exactly as in plain `generate()`: once per token of the answer, in
+order, and never on a rejected draft. The answer equals plain `generate()`'s.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main():
     if options.drafter:
         model.load_drafter(options.drafter)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
-    # no room for spaces and line ends that say nothing: a small model would go on with them for ever
+    # without arbitrary whitespace, which a small model would generate endlessly
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
     messages = [{"role": "user", "content": options.question}]
     inputs = tokenizer.apply_chat_template(
@@ -51,7 +51,7 @@ def main():
     for speculative in (None, "auto"):
         answers.append(model.generate(
             **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=speculative,
-            logits_processor=[LogitsProcessor(grammar)],  # one per call: it cannot be used again
+            logits_processor=[LogitsProcessor(grammar)],  # stateful: use a new one for each call
         ))  # fmt: skip
     text = tokenizer.decode(answers[1][0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(json.dumps(json.loads(text), indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""transformers' `pipeline` with a model that speculates: nothing else changes.
+"""Use speculation with transformers' `pipeline`.
 
 python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
 """

@@ -1,4 +1,4 @@
-"""Attention by the kernel that is called by name, recorded and replayed; run by `test_simulated_device.py`."""
+"""Attention by the kernel that is called by name, captured and replayed; run by `test_simulated_device.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_can_be_captured_after_one_trial(keys: int, by_name: None, monkeypatc
         with CapturableOnly():
             attend(*buffers)
         graph = Graph()
-        with graph.record():
+        with graph.capture():
             found = attend(*buffers)
         for buffer, tensor in zip(buffers, then, strict=True):
             buffer.copy_(tensor.to(SIM))

@@ -1,4 +1,4 @@
-"""Scripts of `benchmarks/` and `examples/` as modules; their directories are not on the path."""
+"""Import scripts of `benchmarks/` and `examples/` as modules, by file name."""
 
 from __future__ import annotations
 
@@ -22,5 +22,7 @@ def script(name: str, folder: Path = BENCHMARKS) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    if str(folder) not in sys.path:  # a script may import its neighbours
+        sys.path.append(str(folder))
     spec.loader.exec_module(module)
     return module

@@ -193,7 +193,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """By class, fields that the generic sizes do not satisfy; a dot leads into a part's configuration."""
 
 NOT_BUILT = {
-    "Gemma3nForConditionalGeneration": "its vision tower needs timm; its text model is walked as gemma3n_text",
+    "Gemma3nForConditionalGeneration": "its vision tower needs timm; its text model is tested as gemma3n_text",
     "Gemma4AssistantForCausalLM": "it drafts for a Gemma 4 and does not run alone",
     "Gemma4UnifiedAssistantForCausalLM": "it drafts for a Gemma 4 and does not run alone",
 }

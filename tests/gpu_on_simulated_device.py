@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from graphs_on_simulated_device import SimRecorder
+from graphs_on_simulated_device import SimGraphBackend
 from hf_specdec.verification import graph_backends
 from simulated_device import move, simulation
 from test_gpu import *  # noqa: F403
@@ -19,7 +19,7 @@ pytestmark: list[Any] = []  # not skipped here
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, simulation():
-        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
+        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimGraphBackend)
         yield
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import drafters
 import zoo
-from benchmark_script import script
+from benchmark_script import BENCHMARKS, script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
@@ -31,7 +31,7 @@ from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.generation.state import current_costs
 from hf_specdec.verification import graph_backends, graphs, memory
-from hf_specdec.verification.graphs import PAYS_AFTER
+from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
@@ -44,7 +44,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
 
 
 class FailingTape(list[Any]):
-    """A device that gives up at the n-th operation of a recording, or at its end where there are fewer."""
+    """A device that gives up at the n-th operation of a capture, or at its end where there are fewer."""
 
     def __init__(self, last: int, error: Exception) -> None:
         super().__init__()
@@ -101,20 +101,20 @@ class PreparedGraph(Graph):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
-class SimRecorder:
-    """Records with the simulation's graphs; before a graph runs, it and another lose what was left in their memory."""
+class SimGraphBackend:
+    """Captures with the simulation's graphs; before a replay, the memory of this graph and another is overwritten."""
 
     def __init__(self, _device: torch.device) -> None:
         self.graphs: list[Graph] = []
         self.replays = 0
-        self.failures: list[tuple[int, Exception]] = []  # of the next recordings: at which operation, with what
-        self.seconds = 0.0  # that a recording takes longer than here
+        self.failures: list[tuple[int, Exception]] = []  # of the next captures: at which operation, with what
+        self.seconds = 0.0  # that a capture takes longer than here
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = PreparedGraph()
         if self.failures:
             graph.tape = FailingTape(*self.failures.pop(0))
-        with graph.record():
+        with graph.capture():
             run()
         time.sleep(self.seconds)
         self.graphs.append(graph)
@@ -131,7 +131,7 @@ class SimRecorder:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short texts meet several buckets here."""
-    monkeypatch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
+    monkeypatch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimGraphBackend)
     monkeypatch.setattr(memory, "SHORTEST_BUCKET", 16)
     monkeypatch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
     with simulation():
@@ -174,9 +174,9 @@ def runner_of(model: Any) -> Any:
 OF_EVERY_KIND = ("sometimes", "eagle3")
 
 
-def recorder_of(model: Any) -> SimRecorder:
-    recorder: SimRecorder = runner_of(model)._captures._recorder
-    return recorder
+def backend_of(model: Any) -> SimGraphBackend:
+    backend: SimGraphBackend = runner_of(model)._captures._backend
+    return backend
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
@@ -200,16 +200,16 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
         pytest.skip("several rows, and a second kind of model, are tried with some")
     for _ in range(2):
         generate(model, rows, config)
-    recorder = recorder_of(model)
-    before = recorder.replays
+    backend = backend_of(model)
+    before = backend.replays
     reads.clear()
     assert generate(model, rows, config) == plain[rows, False]
-    assert recorder.replays > before
+    assert backend.replays > before
     in_verify = [place for _, place in reads if place.startswith("verification/") and "prefill" not in place]
-    recorded = [
-        place for place in in_verify if place == "verification/graphs.py:_recorded"
+    captured = [
+        place for place in in_verify if place == "verification/graphs.py:_capture"
     ]  # a first replay is compared
-    assert len(in_verify) - len(recorded) == sum(place == "verification/masks.py:of" for place in in_verify)
+    assert len(in_verify) - len(captured) == sum(place == "verification/masks.py:of" for place in in_verify)
 
 
 @pytest.mark.parametrize("name", ["auto", "medusa"])
@@ -221,7 +221,7 @@ def test_graphs_made_in_one_mode_are_replayed_in_another(llama: Any, name: str) 
     for mode in ("inference", "inference", "plain", "bfloat16", "inference"):
         with MODES[mode]():
             assert generate(model, 1, config) == plain, mode
-    assert recorder_of(model).replays > 0
+    assert backend_of(model).replays > 0
 
 
 def move_ids(ids: Tensor) -> Tensor:
@@ -239,10 +239,10 @@ def test_a_call_that_fails_leaves_its_memory_to_the_next_one(llama: Any, monkeyp
         patch.setattr("hf_specdec.generation.decode._step", fail)
         with pytest.raises(KeyboardInterrupt) as error:
             generate(llama, 1, LOOKUP)
-    replays = recorder_of(llama).replays
+    replays = backend_of(llama).replays
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert recorder_of(llama).replays > replays
+    assert backend_of(llama).replays > replays
     assert error.tb is not None  # it still holds the failed call's frames
 
 
@@ -257,7 +257,7 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
         assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
         assert model.last_speculation.accepted_per_step == drafted
     ((_, drafter),) = model._speculation.compiled[model.drafters[row.method]].values()
-    layer, recordings = drafter.program, drafter.program._steps
+    layer, captures = drafter.program, drafter.program._steps
     ids = torch.tensor([[9, 8, 7, 6, 5, 9, 8, 7]])  # another text over the same memory
     wanted = [model.generate(move_ids(ids), max_new_tokens=16, do_sample=False).raw.tolist()]
     for form in ("none", "cuda_graph"):
@@ -267,15 +267,15 @@ def test_a_draft_layer_reads_and_grows_by_graphs() -> None:
     assert wanted[0] == wanted[1] == wanted[2]
     assert drafted[-1] == drafted[-2]
     assert len(layer._memory._store.buffers) == 1
-    assert len(layer.recorded()) > 1
-    assert recordings._recorder is layer._growths._recorder
-    replays = recordings._recorder.replays
+    assert len(layer.captured_keys()) > 1
+    assert captures._backend is layer._growths._backend
+    replays = captures._backend.replays
     taken = layer.new_cache(8)  # what another thread's call would hold
     assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
-    assert recordings._recorder.replays == replays
+    assert captures._backend.replays == replays
     del taken
     assert generate(model, 1, {**config, **CAPTURED}, max_new_tokens=16) == plain
-    assert recordings._recorder.replays > replays
+    assert captures._backend.replays > replays
 
 
 def test_a_draft_layer_reads_by_graphs_if_the_host_decides_steps() -> None:
@@ -287,9 +287,9 @@ def test_a_draft_layer_reads_by_graphs_if_the_host_decides_steps() -> None:
         assert generate(model, 1, config, **options) == plain
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle3"]].values()
     layer = drafter.program
-    assert layer._readings.recorded()
-    assert layer._growths.recorded()
-    assert not layer._steps.recorded()
+    assert layer._readings.captured_keys()
+    assert layer._growths.captured_keys()
+    assert not layer._steps.captured_keys()
 
 
 GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -345,7 +345,7 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
     assert len(drafts) > 50
-    assert drafter.program._steps.recorded()
+    assert drafter.program._steps.captured_keys()
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(kept: tuple[Any, dict[Any, Any]]) -> None:
@@ -362,10 +362,10 @@ def test_fifty_steps_of_all_sizes_in_any_order(llama: Any) -> None:
         length = 10 + 4 * (turn % 6)
         assert generate(llama, 1, config, max_new_tokens=length)[0] == plain[0][: 21 + length]
     runner = runner_of(llama)
-    assert runner._captures._recorder.replays > 50
-    recorded = runner.recorded()
-    assert len({width for _, width, _ in recorded}) > 1
-    assert len({bucket for _, _, bucket in recorded}) > 1
+    assert runner._captures._backend.replays > 50
+    captured = runner.captured_keys()
+    assert len({width for _, width, _ in captured}) > 1
+    assert len({bucket for _, _, bucket in captured}) > 1
 
 
 def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
@@ -373,15 +373,15 @@ def test_a_second_call_finds_its_memory_and_its_graphs(llama: Any) -> None:
     for _ in range(5):
         generate(llama, 1, LOOKUP)
     runner = runner_of(llama)
-    moves, graphs_made = runner._memory._store.moves, len(runner._captures._recorder.graphs)
+    moves, graphs_made = runner._memory._store.moves, len(runner._captures._backend.graphs)
     bytes_kept = sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     assert runner._memory._store.moves == moves
-    assert len(runner._captures._recorder.graphs) == graphs_made
+    assert len(runner._captures._backend.graphs) == graphs_made
     assert sum(buffer.keys.nbytes for buffer in runner._memory._store.buffers) == bytes_kept
-    operations = {len(graph.tape) for graph in runner._captures._recorder.graphs}
-    widths = {width for _, width, _ in runner.recorded()}
+    operations = {len(graph.tape) for graph in runner._captures._backend.graphs}
+    widths = {width for _, width, _ in runner.captured_keys()}
     # finding the ancestors takes more rounds in wider trees, and nothing else differs
     assert len(operations) <= len(widths)
 
@@ -407,24 +407,24 @@ def test_a_call_beside_another_runs_without_graphs(llama: Any, caplog: pytest.Lo
     runner = runner_of(llama)
     facts = llama._speculation.facts[0]
     taken = runner.new_cache(facts.cache_layout, 64, 8)  # what another thread's call would hold
-    replays = runner._captures._recorder.replays
+    replays = runner._captures._backend.replays
     with caplog.at_level(logging.INFO):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._captures._recorder.replays == replays
-    assert any("a cache that is not its own" in record.message for record in caplog.records)
+    assert runner._captures._backend.replays == replays
+    assert any("another call's cache" in record.message for record in caplog.records)
     del taken
     for _ in range(2):
         assert generate(llama, 1, LOOKUP) == plain
-    assert runner._captures._recorder.replays > replays
+    assert runner._captures._backend.replays > replays
 
 
 def test_a_cache_of_limited_length_runs_without_graphs(llama: Any) -> None:
     plain = plain_llama(1)
     assert generate(llama, 1, {**LOOKUP, "max_cache_length": 200}) == plain
-    assert recorder_of(llama).replays == 0
+    assert backend_of(llama).replays == 0
 
 
-def test_what_cannot_be_recorded_is_told_once_and_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_captured_is_logged_once_and_runs_without(caplog: pytest.LogCaptureFixture) -> None:
     class ReadsTheHost(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden if bool((hidden.sum() < 1e9).item()) else hidden + 1
@@ -436,18 +436,18 @@ def test_what_cannot_be_recorded_is_told_once_and_runs_without(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert generate(model, 1, LOOKUP) == plain
-    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
-    assert len(told) == 1
-    assert "_local_scalar_dense waits for the device" in told[0]
-    assert not runner_of(model).recorded()
+    messages = [record.message for record in caplog.records if "cannot be captured" in record.message]
+    assert len(messages) == 1
+    assert "_local_scalar_dense waits for the device" in messages[0]
+    assert not runner_of(model).captured_keys()
 
 
 def test_a_replay_that_differs_is_not_used(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimRecorder, "record", lambda _self, _run: lambda: None)  # replays nothing at all
+    monkeypatch.setattr(SimGraphBackend, "capture", lambda _self, _run: lambda: None)  # replays nothing at all
     plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert not runner_of(llama).recorded()
+    assert not runner_of(llama).captured_keys()
 
 
 @pytest.mark.parametrize(
@@ -455,54 +455,54 @@ def test_a_replay_that_differs_is_not_used(llama: Any, monkeypatch: pytest.Monke
     [LOOKUP, {"method": "eagle", "num_draft_tokens": 8, "num_steps": 2, "top_k": 2, **CAPTURED}],
     ids=lambda config: config["method"],
 )
-def test_recordings_that_fail_at_random_operations_leave_everything_else_as_it_was(
+def test_captures_that_fail_at_random_operations_leave_everything_else_as_it_was(
     config: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """25 times with each method, in fresh shapes: plain answers, and the next shape is recorded."""
-    monkeypatch.setattr(graphs, "PAYS_AFTER", 0)  # every shape is recorded at once
+    """25 times with each method, in fresh shapes: plain answers, and the next shape is captured."""
+    monkeypatch.setattr(graphs, "CAPTURE_AFTER", 0)  # every shape is captured at once
     model, rng = attached(), random.Random(config["method"])
     drafters.BY_NAME[config["method"]].add(model)
     plain = {rows: plain_llama(rows, 5) for rows in (1, 2)}
     for number in range(25):
         rows = 1 + number % 2
-        generate(model, rows, config, max_new_tokens=2)  # makes what records
-        recorder, recordings = recorder_of(model), runner_of(model)._captures
-        recordings._shapes.clear()
-        recorder.graphs.clear()
-        recorder.failures = [(rng.randrange(140), RuntimeError("operation failed due to a previous error"))]
+        generate(model, rows, config, max_new_tokens=2)  # makes the graph backend
+        backend, captures = backend_of(model), runner_of(model)._captures
+        captures._shapes.clear()
+        backend.graphs.clear()
+        backend.failures = [(rng.randrange(140), RuntimeError("operation failed due to a previous error"))]
         assert generate(model, rows, config, max_new_tokens=5) == plain[rows]
-        assert not recorder.failures  # it failed
-        assert recordings.recorded()  # other shapes did not
-    assert sum("This shape of it runs without" in record.message for record in caplog.records) == 25
+        assert not backend.failures  # it failed
+        assert captures.captured_keys()  # other shapes did not
+    assert sum("This shape runs without a graph" in record.message for record in caplog.records) == 25
 
 
-def test_a_shape_without_memory_is_recorded_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "TRIED_AGAIN", 3)
+def test_a_shape_without_memory_is_captured_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 3)
     plain = plain_llama(1)
     generate(llama, 1, LOOKUP, max_new_tokens=2)
-    recorder_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
+    backend_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
     shapes = runner_of(llama)._captures._shapes.values()
     assert not any(shape.refused for shape in shapes)
-    assert all(shape.replay for shape in shapes if shape.times > PAYS_AFTER)
+    assert all(shape.replay for shape in shapes if shape.times > CAPTURE_AFTER)
 
 
 def test_after_three_failures_in_a_row_nothing_more_is_tried(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     plain = plain_llama(1)
     generate(llama, 1, LOOKUP, max_new_tokens=2)
-    recorder = recorder_of(llama)
-    recorder.failures = [(5, RuntimeError("no")) for _ in range(9)]
+    backend = backend_of(llama)
+    backend.failures = [(5, RuntimeError("no")) for _ in range(9)]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert generate(llama, 1, LOOKUP) == plain
-    assert len(recorder.failures) == 9 - graphs.GIVEN_UP_AFTER
-    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
-    assert len(told) == graphs.GIVEN_UP_AFTER
-    assert told[-1].endswith(" It runs without.")
+    assert len(backend.failures) == 9 - graphs.MAX_FAILURES
+    messages = [record.message for record in caplog.records if "cannot be captured" in record.message]
+    assert len(messages) == graphs.MAX_FAILURES
+    assert messages[-1].endswith(" It runs without a graph.")
 
 
-def test_changed_weights_are_recorded_anew_and_the_rest_goes() -> None:
+def test_changed_weights_are_captured_again_and_the_rest_goes() -> None:
     model = attached()
     for _ in range(2):
         generate(model, 1, LOOKUP)
@@ -533,7 +533,7 @@ def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
     for _ in range(2):
         assert generate(llama, 1, {"method": "auto", **CAPTURED}) == plain
     runner = runner_of(llama)
-    assert runner.recorded()
+    assert runner.captured_keys()
     facts = llama._speculation.facts[0]
     costs = current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
     assert costs is current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
@@ -547,14 +547,14 @@ def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:
     for _ in range(3):
         assert generate(model, 1, config) == plain
     ((_, captured),) = model._speculation.compiled[drafter].values()
-    assert captured._program._captures.recorded()
+    assert captured._program._captures.captured_keys()
     learned = drafter.table
     drafter.reset()
     assert drafter.table is captured.table is not learned
     for _ in range(3):
         assert generate(model, 1, config) == plain
     assert bool((drafter.table.keys.raw != -1).any())
-    assert captured._program._captures.recorded()
+    assert captured._program._captures.captured_keys()
 
 
 def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attention_shapes() -> None:
@@ -570,35 +570,35 @@ def test_few_operations_are_launched_outside_of_graphs_and_none_with_new_attenti
     assert attention_shapes == known
 
 
-def test_a_slow_recording_does_not_count_as_the_cost_of_a_step() -> None:
-    """A head that pays is queried again after graphs were recorded, whatever that took."""
+def test_a_slow_capture_does_not_count_as_the_cost_of_a_step() -> None:
+    """A head that pays is queried again after graphs were captured, whatever that took."""
     model = attached()
     plain = torch.tensor(plain_llama(1))
     head = {"head": EagleDrafter(drafters.random_head(model))}
     model.add_drafter(HybridDrafter({**head, "token_recycling": TokenRecyclingDrafter()}), "merged")
     config = {"method": "merged", "trace": True, **CAPTURED}
-    generate(model, 1, config, max_new_tokens=2)  # makes what records
+    generate(model, 1, config, max_new_tokens=2)  # makes the graph backend
     layer = next(iter(model._speculation.compiled[head["head"]].values()))[1].program
-    slow = [recorder_of(model), layer._steps._recorder, model._speculation.rule._captures._recorder]
-    for recorder in slow:
-        recorder.seconds = 0.2
+    slow = [backend_of(model), layer._steps._backend, model._speculation.rule._captures._backend]
+    for backend in slow:
+        backend.seconds = 0.2
     for _ in range(3):
         assert generate(model, 1, config) == plain.tolist()
-    assert sum(len(recorder.graphs) for recorder in slow) > 3
-    (asking,) = [known for (name, _), known in model.drafters["merged"].experience.asking.items() if name == "head"]
+    assert sum(len(backend.graphs) for backend in slow) > 3
+    (asking,) = [known for (name, _), known in model.drafters["merged"].learned.schedules.items() if name == "head"]
     assert all(option.seconds < 0.1 for option in asking.options)
     costs = [costs for (_, _, runner), costs in model._speculation.costs if runner]
     assert all(max(known.table()) < 0.2 for known in costs)
 
 
-def test_warmup_records_what_a_call_will_run(llama: Any) -> None:
+def test_warmup_captures_what_a_call_will_run(llama: Any) -> None:
     llama.warmup(LOOKUP, prompt_length=20)
-    assert len(runner_of(llama).recorded()) >= 2
+    assert len(runner_of(llama).captured_keys()) >= 2
     plain = plain_llama(1)
     assert generate(llama, 1, LOOKUP) == plain
 
 
-def test_warmup_leaves_nothing_to_record(llama: Any) -> None:
+def test_warmup_leaves_nothing_to_capture(llama: Any) -> None:
     """Neither verification nor the draft layer, behind texts of two buckets; nothing is learned or reported."""
     config = eagle3_on(llama)
     llama.warmup(LOOKUP, prompt_length=20)
@@ -609,12 +609,12 @@ def test_warmup_leaves_nothing_to_record(llama: Any) -> None:
     assert llama.last_speculation is None
     made = [kept["cuda_graph"][1] for kept in llama._speculation.compiled.values()]
     layers = [drafter.program for drafter in made if isinstance(drafter, EagleDrafter)]
-    recorded = len(recorder_of(llama).graphs), [sorted(layer.recorded()) for layer in layers]
+    captured = len(backend_of(llama).graphs), [sorted(layer.captured_keys()) for layer in layers]
     assert layers
-    assert all(shapes for shapes in recorded[1])
-    assert len({bucket for *_, bucket in runner_of(llama).recorded()}) >= 2
+    assert all(shapes for shapes in captured[1])
+    assert len({bucket for *_, bucket in runner_of(llama).captured_keys()}) >= 2
     assert generate(llama, 1, config, max_new_tokens=14) == plain_llama(1, 14)  # its last step has a rehearsed length
-    assert (len(recorder_of(llama).graphs), [sorted(layer.recorded()) for layer in layers]) == recorded
+    assert (len(backend_of(llama).graphs), [sorted(layer.captured_keys()) for layer in layers]) == captured
 
 
 def test_memory_is_released_when_asked(llama: Any) -> None:
@@ -649,10 +649,11 @@ def test_buckets_are_at_most_half_as_long_again() -> None:
     assert sorted(set(found)) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
     for length, bucket in enumerate(found, start=1):
         assert length <= bucket < max(1.5 * length + 1, 257)
-    assert PAYS_AFTER == 2
+    assert CAPTURE_AFTER == 2
 
 
 def test_the_capture_matrix_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     items = script("gpu_items")
     monkeypatch.setattr(items, "tiny", lambda name, _device: move(copy.deepcopy(zoo.build(name))))
     monkeypatch.setattr(items, "ARCHITECTURES", ("llama", "falcon", "nothing"))

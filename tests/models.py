@@ -1,6 +1,6 @@
-"""What speculation makes of every model with a `generate()`: equal to plain generate, or refused; nothing else.
+"""Test every model with a `generate()`: its output must equal plain generate, or the model must be refused.
 
-python tests/models.py     writes docs/models.md; tests/test_models.py holds it to be true
+python tests/models.py     writes docs/models.md, which tests/test_models.py checks
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from hf_specdec import (
 TABLE = Path(__file__).parents[1] / "docs" / "models.md"
 NEW_TOKENS = 24
 FEW_TOKENS = 8
-"""Of the drafters that do not know the answer: how they read the model is what may differ between architectures."""
+"""Tokens for drafters that do not know the answer: enough to test how they read each architecture."""
 
 
 INTRODUCTION = """\
 # Models
 
-Every model of transformers {version} with a `generate()`, as a tiny random model in float32 (`make models` wrote this
-page, a test holds it to be true). There is no third outcome:
+Every model of transformers {version} with a `generate()`, tested as a tiny random model in float32. `make models`
+writes this page, and `tests/test_models.py` checks it. There are two outcomes:
 
-* *Equal*: greedy answers, to one row and to three left-padded rows, are those of plain `generate()` for drafts that
-  are never, always and sometimes right. *Trees* branch, and rows of a batch go at their own pace. *Chains* are the
-  first children of a tree, with rows in lockstep, over transformers' own cache; where a model has a recurrent state, a
-  partly accepted chain costs a second, shorter forward.
+* *Equal*: greedy output for one row and for three left-padded rows equals plain `generate()`'s, for drafts that are
+  never, always and sometimes right. *Trees*: drafts may branch, and rows of a batch advance at their own pace.
+  *Chains*: only the first children of a tree are verified, with rows in lockstep, over transformers' own cache. For
+  models with a recurrent state, a partly accepted chain costs a second, shorter forward.
 * *Refused*: `attach` raises `UnsupportedModelError` with the reason.
 """
 CLASSES = """\
 ## All other classes with a `generate()`
 
-Models of text with images, audio or video (the prompts here are text), encoder-decoder models, models of speech and
-of codes, parts of larger models.
+Multimodal models (tested with text prompts), encoder-decoder models, speech and audio-code models, parts of larger
+models.
 """
 AUTO = drafters.Row("auto", "auto")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one architecture fares."""
+    """The outcome of one architecture."""
 
     name: str
     outcome: Literal["tree", "chain", "refused"]
@@ -62,9 +62,9 @@ class Verdict:
 
     @property
     def row(self) -> str:
-        """Its line in the table."""
-        told = {"tree": "equal, trees", "chain": "equal, chains", "refused": "refused"}[self.outcome]
-        return f"| {self.name} | {told} | {self.reason} |"
+        """Its row in the table."""
+        outcome = {"tree": "equal, trees", "chain": "equal, chains", "refused": "refused"}[self.outcome]
+        return f"| {self.name} | {outcome} | {self.reason} |"
 
 
 def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,28 +79,28 @@ def prompts(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def verdict(name: str, rows: Sequence[drafters.Row] = drafters.ROWS) -> Verdict:
-    """The verdict on an architecture of the causal-LM mapping, see `judged`."""
+    """Test an architecture of the causal-LM mapping, see `judged`."""
     return judged(name, zoo.build(name), rows)
 
 
 def class_verdict(
     name: str, rows: Sequence[drafters.Row] = (*drafters.ROWS, AUTO), batch_sizes: Sequence[int] = (1, 3)
 ) -> Verdict:
-    """The verdict on a class that the mapping does not build, see `judged`."""
+    """Test a class outside of the causal-LM mapping, see `judged`."""
     return judged(name, generative.build(name), rows, batch_sizes)
 
 
 def judged(name: str, model: Any, rows: Sequence[drafters.Row], batch_sizes: Sequence[int] = (1, 3)) -> Verdict:
-    """Attach, and compare greedy answers: right, wrong and mixed drafts, and every drafter.
+    """Attach, and compare greedy output with plain generate: for right, wrong and mixed drafts, and for every drafter.
 
     Args:
         name: The architecture or class.
         model: Its tiny model.
         rows: The drafters.
-        batch_sizes: Rows of the prompts.
+        batch_sizes: Batch sizes to test.
 
     Raises:
-        AssertionError: An answer differs, or right drafts are not accepted.
+        AssertionError: The output differs, or right drafts are not accepted.
     """
     try:
         SpeculativeGenerationMixin.attach(model)
@@ -135,19 +135,19 @@ def judged(name: str, model: Any, rows: Sequence[drafters.Row], batch_sizes: Seq
 
 
 def _short(reason: str) -> str:
-    """The reason without the model's name."""
+    """Return the reason without the model's name."""
     reason = reason.split("cannot verify drafted tokens")[-1].lstrip(":. ")
     reason = reason.strip().rstrip(".")
     return reason.replace("|", "\\|").replace("\n", " ")
 
 
 def page(verdicts: Sequence[Verdict], of_classes: Sequence[Verdict]) -> str:
-    """The whole of docs/models.md."""
+    """Return the text of docs/models.md."""
     return "\n".join([
         INTRODUCTION.format(version=transformers.__version__), "## The causal-LM mapping", "",
         *_table("architecture", verdicts),
         CLASSES, *_table("class", of_classes),
-        "Not walked, because no tiny model of them can be built offline:", "",
+        "Not tested, because no tiny model of them can be built offline:", "",
         *(f"* {name}: {reason}" for name, reason in generative.NOT_BUILT.items()), "",
     ])  # fmt: skip
 
@@ -175,16 +175,16 @@ def _walk(names: Sequence[str], judge: Callable[[str], Verdict], failed: list[st
 
 
 def main() -> None:
-    """Walk every model and write the page; the exit status is 1 where one is neither equal nor refused."""
+    """Test every model and write the page; the exit status is 1 if one is neither equal nor refused."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    asked, failed = sys.argv[1:], list[str]()
-    names = [name for name in zoo.NAMES if name in asked or not asked]
-    of_classes = [name for name in generative.classes() if name in asked or not asked]
+    selected, failed = sys.argv[1:], list[str]()
+    names = [name for name in zoo.NAMES if name in selected or not selected]
+    of_classes = [name for name in generative.classes() if name in selected or not selected]
     of_classes = [name for name in of_classes if name not in generative.NOT_BUILT]
     verdicts, class_verdicts = _walk(names, verdict, failed), _walk(of_classes, class_verdict, failed)
     print(len(verdicts) + len(class_verdicts), "equal or refused; failed:", failed)
-    if failed or asked:
+    if failed or selected:
         sys.exit(bool(failed))
     TABLE.write_text(page(verdicts, class_verdicts))
 

@@ -50,7 +50,7 @@ TESTS: dict[str, list[str]] = {
     "verification/compiling.py": ["test_runners"],
     "verification/memory.py": ["test_cache", "test_mixin", "test_changes", "test_simulated_device"],
     "verification/graphs.py": ["test_simulated_device"],
-    "verification/graph_backends.py": ["test_recorders", "test_simulated_device"],
+    "verification/graph_backends.py": ["test_graph_backends", "test_simulated_device"],
     "verification/graph_forward.py": ["test_simulated_device"],
     "heads/captured.py": ["test_simulated_device"],
     "heads/compiled.py": ["test_runners"],

@@ -19,8 +19,8 @@ from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.acceptance.rules import descend, match_at_once
 from hf_specdec.acceptance.transcript import Draws, Transcript
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.checked import CHECKED_STEPS
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.drafters.foreign import CHECKED_STEPS
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, grow_dynamic, grow_static
@@ -76,7 +76,7 @@ def test_the_same_answers_with_one_read_per_step(
     reads.clear()
     uploads.clear()
     theirs = generate(there, batch_size, "sim", speculative=config, **sampling)
-    merged = there.last_speculation.control.get("asked", {})
+    merged = there.last_speculation.control.get("queries", {})
     if not (merged and sampling and batch_size > 1):  # sources are asked in another way, and ragged rows draw in turns
         assert theirs == ours
         assert torch.equal(state, torch.get_rng_state())
@@ -108,7 +108,7 @@ UPLOADED_PER_CALL = (
 OF_EVERY_KIND = ("sometimes", "token_recycling", "early_exit", "eagle3")
 TRANSFORMERS_READS = (
     "generation/mixin.py:generate", "generation/mixin.py:_sample", "verification/target.py:prefill",
-    "verification/masks.py:of", "verification/chain_target.py:_forward",
+    "verification/masks.py:of", "verification/chain_target.py:_forward", "transformers_private.py:pad_token_id",
 )  # fmt: skip
 """Where else the device is read: once per call by transformers' preparation, and to see whether a prompt is padded;
 in every forward over a chain with padding, whose masks are transformers' own."""
@@ -201,12 +201,12 @@ def test_a_prompt_on_another_device_is_refused(models: tuple[Any, Any]) -> None:
 
 
 def captured(step: Callable[..., Any], first: tuple[Tensor, ...], then: tuple[Tensor, ...]) -> None:
-    """Record a step for some contents, replay it for others: it gives what the step itself gives for those."""
+    """Capture a step for some contents, replay it for others: it gives what the step itself gives for those."""
     wanted = step(*(tensor.clone() for tensor in then))
     inputs = [tensor.clone().to(SIM) for tensor in first]
     step(*inputs)  # whatever is made once is made before
     graph = Graph()
-    with graph.record():
+    with graph.capture():
         made = step(*inputs)
     for tensor, content in zip(inputs, then, strict=True):
         tensor.copy_(content.to(SIM))
@@ -314,9 +314,9 @@ def test_the_device_refuses_what_an_accelerator_refuses() -> None:
     assert there.to("cpu").tolist() == [1, 1, 1]
     assert bool((there > 0).all())
     assert len(reads) == 3
-    with Graph().record(), pytest.raises(RuntimeError, match="while a graph is recorded"):
+    with Graph().capture(), pytest.raises(RuntimeError, match="while a graph is captured"):
         there.tolist()
-    with Graph().record(), pytest.raises(RuntimeError, match="while a graph is recorded"):
+    with Graph().capture(), pytest.raises(RuntimeError, match="while a graph is captured"):
         torch.tensor([1], device=SIM)
 
 

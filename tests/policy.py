@@ -89,7 +89,7 @@ class _Foreseen(Candidates):
         position, on_path = place
         right = on_path and self._source.is_right(self._name, self._row, position, self._step)
         token = token_at(self._row, position + 1) if right else WRONG + position
-        return [Candidate(token, (self._name,), self._source.says)]
+        return [Candidate(token, self._source.says)]
 
     def follow(self, place: tuple[int, bool], token: int) -> tuple[int, bool]:
         position, on_path = place
@@ -121,8 +121,8 @@ class _HeadSession(DraftSession):
     def propose(self, budget: Budget) -> Draft:
         call, source = self._call, self._source
         source.asked.append(call.steps)
-        levels = 1
-        while levels < budget.num_steps and exp(log(source.says) * levels) * len(call.positions) >= budget.least:
+        levels, least = 1, budget.min_level_probability / len(call.positions)
+        while levels < budget.num_steps and exp(log(source.says) * levels) >= least:
             levels += 1
         self._clock.now += levels * source.seconds
         if len(source.asked) in source.records:
@@ -209,8 +209,9 @@ class World:
         self.call = call = Call([0] * rows, self.steps)
         config = SpeculativeConfig("hybrid")
         roots = torch.tensor([token_at(row, 0) for row in range(rows)])
-        session = self.drafter.start(None, DraftContext(roots[:, None], None, roots), config)  # type: ignore[arg-type]
         controller = CostModelController(self.drafter.limits(config), self.costs(rows))
+        context = DraftContext(roots[:, None], None, roots, step_costs=controller.step_costs)
+        session = self.drafter.start(None, context, config)  # type: ignore[arg-type]
         taken = []
         for number in range(steps):
             going = [number < (ends or {}).get(row, steps) for row in range(rows)]

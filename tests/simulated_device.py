@@ -4,11 +4,11 @@
 * What makes the host wait is noted down with the place in the package it came from: reads of the device in `reads`,
   copies to it from memory that is not pinned, which CUDA waits for as well, in `uploads`.
 * `launches` counts what is started on the device outside of graphs, by place; a replay is one launch.
-* A `Graph` records the operations of a block and replays them on the same memory without the block's Python, as a CUDA
-  graph does; while it records, reading the device and copying from the host raise. `poison` does to what a graph made
-  for itself what another graph of its pool may do.
+* A `Graph` captures the operations of a block and replays them on the same memory without the block's Python, as a
+  CUDA graph does; while it captures, reading the device and copying from the host raise. `poison` overwrites the
+  memory that a graph allocated, as another graph of its pool may.
 
-What it cannot do: it says nothing about speed, has one stream, records for one thread, and attention kernels are the
+What it cannot do: it says nothing about speed, has one stream, captures for one thread, and attention kernels are the
 CPU's. After the idea of `../shared/tools/simulated_device.py`.
 """
 
@@ -94,7 +94,7 @@ VIEWS = frozenset({
     "unsafe_split", "chunk", "reshape",
 })  # fmt: skip
 """Operations that start nothing."""
-_recording: list[Graph] = []
+_capturing: list[Graph] = []
 _pinned: WeakTensorSet = WeakTensorSet()
 
 
@@ -110,15 +110,15 @@ def place_of_call() -> str:
 
 def note_read(name: str) -> None:
     """The host waits for the device here."""
-    if _recording:
-        raise RuntimeError(f"{name} reads the device while a graph is recorded")
+    if _capturing:
+        raise RuntimeError(f"{name} reads the device while a graph is captured")
     reads.append((name, place_of_call()))
 
 
 def note_upload(name: str, *, pinned: bool = False) -> None:
-    """The host gives something to the device here, which cannot be recorded."""
-    if _recording:
-        raise RuntimeError(f"{name} copies from the host while a graph is recorded")
+    """The host gives something to the device here, which cannot be captured."""
+    if _capturing:
+        raise RuntimeError(f"{name} copies from the host while a graph is captured")
     launches.append((name, place_of_call()))
     if not pinned:
         uploads.append((name, place_of_call()))
@@ -126,7 +126,7 @@ def note_upload(name: str, *, pinned: bool = False) -> None:
 
 def note_launch(name: str) -> None:
     """Something is started on the device here."""
-    if not _recording and name not in VIEWS:
+    if not _capturing and name not in VIEWS:
         launches.append((name, place_of_call()))
 
 
@@ -196,7 +196,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     out = op(*raw_args, **raw_kwargs)
     if down:
         return args[0] if name == "copy_" else out
-    for graph in _recording:
+    for graph in _capturing:
         graph.tape.append((op, raw_args, raw_kwargs, out))
 
     def owned(value: Any) -> Any:
@@ -219,7 +219,7 @@ def _factory(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         raw = make(*args, dtype=dtype, device="cpu", **kept)
         if make not in (torch.empty, torch.empty_strided):
             note_launch(make.__name__)
-        for graph in _recording:
+        for graph in _capturing:
             graph.tape.append((make, args, {"dtype": dtype, **kept}, raw))
         return SimTensor(raw)
 
@@ -301,24 +301,24 @@ def move(module: nn.Module) -> nn.Module:
 
 
 class Graph:
-    """Records the operations of a block, and replays them on the same memory."""
+    """Captures the operations of a block, and replays them on the same memory."""
 
     def __init__(self) -> None:
         self.tape: list[tuple[Any, Any, Any, Any]] = []
         self._made: set[int] = set()
 
     @contextmanager
-    def record(self) -> Iterator[None]:
-        """Record the block."""
-        _recording.append(self)
+    def capture(self) -> Iterator[None]:
+        """Capture the block."""
+        _capturing.append(self)
         try:
             yield
         finally:
-            _recording.remove(self)
+            _capturing.remove(self)
 
     @torch.inference_mode()  # a device writes to memory, whatever mode it was taken in
     def replay(self) -> None:
-        """Run what was recorded, on what the inputs hold by now."""
+        """Run what was captured, on what the inputs hold by now."""
         note_launch("graph")
         for op, args, kwargs, out in self.tape:
             for was, now in zip(tree_flatten(out)[0], tree_flatten(op(*args, **kwargs))[0], strict=True):

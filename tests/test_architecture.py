@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 LAYERS = (
-    "errors records atomic host_sync config",
+    "errors records atomic host_sync transformers_private config",
     "trees reporting",
     "acceptance heads verification",
     "control checkpoints drafters",

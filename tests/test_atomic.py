@@ -83,7 +83,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_the_new_or_a_refusal(
         assert (folder / "notes.txt").read_text() == "mine"
         number += 1
     assert number > 5
-    assert outcomes == {"[1.0]", "[2.0]", "A save into "}
+    assert outcomes == {"[1.0]", "[2.0]", "Saving a head in "}
 
 
 @forks

@@ -41,11 +41,11 @@ def test_packed_rows_equal_transformers_attention(heads: int, shared: int, nodes
     query, key, value, mask = layer_inputs(heads, shared, nodes, 11, dtype)
     layer = Layer(heads // shared)
     wanted, _ = sdpa_attention_forward(layer, query, key, value, mask, 0.0, 0.3)
-    token = attention._FORWARD.set(AttentionContext({"full_attention": mask}))
+    token = attention._CONTEXT.set(AttentionContext({"full_attention": mask}))
     try:
         got, _ = tree_attention(layer, query, key, value, mask, 0.0, 0.3)
     finally:
-        attention._FORWARD.reset(token)
+        attention._CONTEXT.reset(token)
     assert got.shape == wanted.shape
     assert got.is_contiguous()
     torch.testing.assert_close(got, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
@@ -63,11 +63,11 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
         (mask.clone(), forward, {}),
         (mask, forward, {"position_bias": bias}),
     ):
-        token = attention._FORWARD.set(current)
+        token = attention._CONTEXT.set(current)
         try:
             got, _ = tree_attention(layer, query, key, value, given, **options)
         finally:
-            attention._FORWARD.reset(token)
+            attention._CONTEXT.reset(token)
         assert torch.equal(got, sdpa_attention_forward(layer, query, key, value, given, **options)[0])
     assert not called
 

@@ -84,12 +84,12 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(
     ("arguments", "message"),
     [
         (["--methods", "transformers_assisted"], "needs an assistant model, and none is given. Give a smaller one"),
-        (["--methods", "draft_model"], "hf-specdec bench takes one: --assistant"),
-        (["--methods", "prompt_lookup", "--assistant", "model"], "No method drafts with the assistant"),
-        (["--methods", "transformers_assisted", "--assistant", "other"], "has another vocabulary than the model's"),
+        (["--methods", "draft_model"], "Use hf-specdec bench with --assistant"),
+        (["--methods", "prompt_lookup", "--assistant", "model"], "No method uses the assistant"),
+        (["--methods", "transformers_assisted", "--assistant", "other"], "differs from the model's"),
         (["--methods", "transformers_assisted", "--assistant", "/nowhere"], "there is no such directory"),
-        (["--plot", "there.png"], "is there already. Give another name, or --force"),
-        (["--plot", "plot.txt"], "has no ending of a picture"),
+        (["--plot", "there.png"], "already exists. Give another name or --force"),
+        (["--plot", "plot.txt"], "has an unknown suffix"),
         (["--plot", "/nowhere/plot.png"], "does not exist"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_plot_needs_matplotlib(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(monkeypatch, "--prompts", places["prompts"], "--plot", places["plot.png"]) == 2
-    assert "--plot needs the package matplotlib. pip install 'hf-specdec[bench]'" in capsys.readouterr().err
+    assert "--plot needs the package matplotlib. Run: pip install 'hf-specdec[bench]'" in capsys.readouterr().err
 
 
 def eager(model: Any) -> CompileConfig:
@@ -292,8 +292,8 @@ def test_a_disturbance_is_more_than_rounding() -> None:
     quiet, busy = made(others_cores=[0.01]), made("eagle", seconds=[2.0, 2.0], others_cores=[0.02, 0.7])
     assert bench.warnings_of([quiet]) == []
     assert bench.warnings_of([quiet, busy]) == [
-        "Other processes used more than 5% of a core during 1 of 3 timed calls (at most 0.70 cores): their figures "
-        "are disturbed."
+        "Other processes used more than 5% of a core during 1 of 3 timed calls (at most 0.70 cores): these "
+        "measurements are unreliable."
     ]
     assert "(eagle)" in bench.warnings_of([quiet, made("eagle", compiled_in_rounds=1)])[0]
 
@@ -343,7 +343,7 @@ def test_every_figure_has_its_machine_beside_it(
     assert places["plot.png"].read_bytes().startswith(b"\x89PNG")
     streams = capsys.readouterr()
     assert "p20-p80" in streams.out
-    assert "before the timing, s: plain" in streams.err
+    assert "warm-up, s: plain" in streams.err
 
 
 def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
@@ -368,5 +368,5 @@ def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
 
 def test_a_method_of_ours_is_asked_for_compiled() -> None:
     compiled = methods.call_options("eagle+compile", None, None, 0)
-    assert compiled == {"speculative": {"method": "eagle", "compile": "compile"}}
+    assert compiled == {"speculative": {"method": "eagle", "compile": "inductor"}}
     assert methods.call_options("eagle", None, None, 0) == {"speculative": "eagle"}

@@ -13,7 +13,7 @@ import transformers
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
-from hf_specdec.bench.diagnosis import WIDTHS, Diagnosis, diagnose
+from hf_specdec.bench.diagnosis import REPORTED_WIDTHS, Diagnosis, diagnose
 from hf_specdec.cli import machine
 from test_cli import run
 
@@ -29,7 +29,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(machine, "_version", lambda name: "not installed" if name == "peft" else "1")
     assert run(monkeypatch, "env") == 0
     text = capsys.readouterr().out
-    assert 'compile="compile": no C++ compiler' in text
+    assert 'compile="inductor": no C++ compiler' in text
     assert "peft: not installed" in text
 
 
@@ -39,8 +39,8 @@ def test_doctor_tells_what_pays(
     command = ["doctor", saved, "--max-new-tokens", 12, "--dtype", "float32"]
     assert run(monkeypatch, *command, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["branches"]
-    assert list(found["forward_seconds"]) == [str(width) for width in WIDTHS]
+    assert found["supports_trees"]
+    assert list(found["forward_seconds"]) == [str(width) for width in REPORTED_WIDTHS]
     assert list(found["speed_up"]) == ["plain", "prompt_lookup", "auto"]
     assert found["speed_up"]["plain"] == found["tau"]["plain"] == 1
     assert found["best"] in found["speed_up"]

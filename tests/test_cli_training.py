@@ -132,7 +132,7 @@ def test_a_head_goes_on_with_the_openings_of_answers(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["distill", "--output", "OUT", "--model", "MODEL"], "nothing to answer"),
+        (["distill", "--output", "OUT", "--model", "MODEL"], "There are no prompts"),
         (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "cannot be read"),
         (["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--version", "2"], "EAGLE-2"),
         (["train", "eagle", "--output", "OUT", "--model", "/nowhere", "--data", "TALKS"], "cannot be loaded"),
@@ -187,24 +187,24 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         ),
         (["medusa", "--head-fields", {"num_head": 3}], "Did you mean 'medusa_num_heads'"),
         (["eagle", "--head-fields", {"num_attention_heads": 0}], "num_attention_heads"),
-        (["eagle", "--arguments", {"bf16": True, "fsdp": "full_shard"}], "this is a single one"),
-        (["eagle", "--arguments", {"learningrate": 1}], "training arguments cannot be used"),
+        (["eagle", "--arguments", {"bf16": True, "fsdp": "full_shard"}], "there is only one"),
+        (["eagle", "--arguments", {"learningrate": 1}], "training arguments are invalid"),
         (["eagle", "--seed", "4294967296"], "seed"),
         (["eagle", "--epochs", "0"], "epochs"),
         (["eagle", "--learning-rate", "nan"], "learning-rate"),
         (["eagle", "--max-steps", "-7"], "max-steps"),
         (["eagle", "--features", "TALKS/below"], "is a file"),
         (["eagle", "--output", "TALKS"], "is a file"),
-        (["eagle", "--output", "MODEL"], "no training run here has made"),
-        (["eagle", "--initial-head", "STRANGER"], "for a target of vocab_size 64"),
+        (["eagle", "--output", "MODEL"], "was not trained by this command"),
+        (["eagle", "--initial-head", "STRANGER"], "needs a target with vocab_size 64"),
         (["eagle", "--initial-head", "MODEL"], "not a head in a known layout"),
-        (["medusa", "--initial-head", "STRANGER"], "is not Medusa heads but EagleHead"),
+        (["medusa", "--initial-head", "STRANGER"], "must be Medusa heads, got EagleHead"),
         (["eagle", "--initial-head", "STRANGER", "--draft-vocab-size", "40"], "draft_vocab_size would be ignored"),
         (["medusa", "--initial-head", "STRANGER", "--num-heads", "2"], "medusa_num_heads would be ignored"),
-        (["eagle", "--initial-head", "STRANGER", "--random-start"], "Leave one of them out"),
+        (["eagle", "--initial-head", "STRANGER", "--random-start"], "Drop one of them"),
         (["eagle", "--recipe", {"answer_tokens": -1}], "must be >= 0"),
         (["medusa", "--recipe", {"soft_tokens": True}], "has no field 'soft_tokens'"),
-        (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "of heads on a frozen target"),
+        (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "--joint cannot be combined"),
     ],
 )
 def test_training_refuses_before_it_loads_the_target(
@@ -239,7 +239,7 @@ def test_a_missing_package_is_told_first(
     without(monkeypatch, package)
     names = {"TALKS": talks, "OUT": tmp_path / "out", "OUT.png": tmp_path / "out.png"}
     assert run(monkeypatch, *[names.get(a, a) for a in command], "--model", saved) == 2
-    assert f"needs the package {package}. pip install 'hf-specdec[training]'" in capsys.readouterr().err
+    assert f"needs the package {package}. Run: pip install 'hf-specdec[training]'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -301,8 +301,8 @@ def test_a_run_is_told_before_while_and_after(
     assert "4 steps of" in streams.err
     assert "GB of disk for checkpoints" in streams.err
     assert streams.err.count("held out, step") == 2
-    assert "0 of 21 conversations are left out" in streams.err
-    assert "On this device a static tree of" in streams.err or "Its speed cannot be told" in streams.err
+    assert "Dropped 0 of 21 conversations" in streams.err
+    assert "Estimate for this device" in streams.err or "speed-up could not be estimated" in streams.err
     head = load_head(tmp_path / "head")
     assert head.config.recipe["step decay"] == 0.5
     assert head.config.tau == {"greedy chains on held-out conversations": round(told["held_out_tau"], 2)}
@@ -315,7 +315,7 @@ def test_a_run_is_told_before_while_and_after(
     wrong_steps.write_text(json.dumps({"eval_steps": 70}))
     for wrong, message in (
         (["--recipe", recipe], "has no field 'nose'"),
-        (["--held-out", 24], "--held-out 24 of 24 conversations leaves none to train on"),
+        (["--held-out", 24], "--held-out 24 leaves none of 24 conversations to train on"),
         (["--arguments", wrong_steps], "multiple"),
     ):
         command = ["train", "eagle", "--data", talks, "--model", saved, "--output", tmp_path / "other", *wrong]
@@ -323,7 +323,7 @@ def test_a_run_is_told_before_while_and_after(
         assert message in capsys.readouterr().err
     medusa = ["train", "medusa", "--data", talks, "--model", saved, "--output", tmp_path / "other", "--held-out", 3]
     assert run(monkeypatch, *medusa, "--joint") == 2
-    assert "Leave one of them out" in capsys.readouterr().err
+    assert "Drop one of them" in capsys.readouterr().err
     assert run(monkeypatch, *medusa, "--max-steps", 2, "--json", "--dtype", "float32") == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["held_out_tau"] >= 1
 
@@ -336,7 +336,7 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
         EagleHead(EagleConfig.for_target(AutoConfig.from_pretrained(saved))).save_pretrained(tmp_path / name)
     command = ["tree", "--drafter", tmp_path / "head", "--data", talks, "--model", saved]
     assert run(monkeypatch, *command, "--output", tmp_path / "other") == 2
-    assert "not the directory of this head" in capsys.readouterr().err
+    assert "already holds another head or model" in capsys.readouterr().err
     monkeypatch.undo()
     assert run(monkeypatch, *command, "--output", tmp_path / "head", "--dtype", "float32", "--top-k", 96) == 0
     assert isinstance(load_head(tmp_path / "head").config.tree, list)
@@ -442,7 +442,7 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
         ({"intermediate_size": 2**40}, "`intermediate_size` must be an integer from 1"),
         ({"draft_vocab_size": 97}, "`draft_vocab_size` must be from 1 to the target's 96 tokens"),
         ({"draft_vocab_size": "many"}, "`draft_vocab_size` must be an integer"),
-        ({"hidden_size": 4096, "head_dim": 128}, "for a target of hidden_size 4096"),
+        ({"hidden_size": 4096, "head_dim": 128}, "needs a target with hidden_size 4096"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must divide"),
         ({"head_dim": 3}, "`head_dim` must be even"),
         ({"rope_parameters": {"rope_type": "x"}}, "`rope_parameters` must be"),
@@ -450,7 +450,7 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
         ({"tree": [[0, 0]]}, "`tree` must be"),
         ({"not_a_field": 1}, "has no field 'not_a_field'"),
         ({"intermediate_size": 2**20, "head_dim": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096},
-         "this machine has"),
+         "of memory are free"),
     ],
 )  # fmt: skip
 def test_fields_of_a_head_are_checked_before_anything_is_made(
@@ -480,4 +480,4 @@ def test_medusa_heads_that_no_machine_holds(
     memory = type("Memory", (), {"available": 1000})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     assert run(monkeypatch, *train, "--own-lm-head") == 2
-    assert "this machine has 0.0 GB free" in capsys.readouterr().err
+    assert "0.0 GB of memory are free" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +45,11 @@ def test_defaults_are_the_contract() -> None:
         ({"tree": "deep"}, "'dynamic', 'static' or a list"),
         ({"tree": []}, "at least one path"),
         ({"acceptance": "lenient"}, "one of 'auto', 'greedy'"),
-        ({"compile": True}, "one of 'auto', 'none'"),
+        ({"compile": "fast"}, "one of 'auto', 'none', 'inductor'"),
+        ({"compile": 1}, "one of 'auto', 'none', 'inductor'"),
+        ({"eagle_topk": 0}, "`eagle_topk` must be an integer >= 1"),
+        ({"eagle_topk": True}, "`eagle_topk` must be an integer >= 1"),
+        ({"eagle_topk": 4, "top_k": 8}, "another name of `top_k`"),
         ({"posterior_threshold": 0}, "number in"),
         ({"posterior_alpha": "0.3"}, "number in"),
         ({"adaptive": 3}, "AdaptiveConfig"),
@@ -60,6 +66,27 @@ def test_what_means_nothing_is_refused(fields: dict[str, Any], message: str) -> 
     with pytest.raises(InvalidConfigError, match=message) as caught:
         SpeculativeConfig.from_dict(fields)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [(True, "inductor"), ("compile", "inductor"), ("inductor", "inductor"), (False, "none"), ("none", "none"),
+     ("cuda_graph", "cuda_graph"), ("auto", "auto")],
+)  # fmt: skip
+def test_compile_has_one_name_per_mode(value: Any, stored: str) -> None:
+    config = SpeculativeConfig.from_dict({"compile": value})
+    assert config.compile == config.to_dict()["compile"] == stored
+    assert config == SpeculativeConfig(compile=value)
+
+
+def test_eagle_topk_is_another_name_of_top_k() -> None:
+    config = SpeculativeConfig("eagle", eagle_topk=4)
+    assert config == SpeculativeConfig("eagle", top_k=4) == SpeculativeConfig("eagle", None, 4, eagle_topk=4)
+    assert config == SpeculativeConfig.from_dict({"method": "eagle", "eagle_topk": 4})
+    assert (config.top_k, config.eagle_topk, SpeculativeConfig().eagle_topk) == (4, 4, None)
+    assert "eagle_topk" not in config.to_dict()
+    assert replace(config, top_k=8).eagle_topk == 8
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_configs_are_frozen() -> None:

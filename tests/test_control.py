@@ -17,7 +17,7 @@ import drafters
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.config import AdaptiveConfig
-from hf_specdec.control import costs
+from hf_specdec.control import constants, costs
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.tiers import TierController, tier_budget
@@ -172,7 +172,8 @@ def test_costs_are_measured_by_rows(llama: Any) -> None:
     facts = inspect_target(llama)
     for rows, widest in ((1, 12), (3, 64), (64, 64)):
         known = StepCosts.measure(llama, facts, rows=rows, widest=widest, context=20)
-        assert len(known.table()) == min(widest, max(costs.NODES_OF_A_BATCH // rows, costs.LEAST_WIDTH))
+        most = max(constants.MAX_MEASURED_NODES // rows, constants.MIN_MEASURED_WIDTH)
+        assert len(known.table()) == known.max_width == min(widest, most)
         assert all(seconds > 0 for seconds in known.table())
 
 
@@ -199,12 +200,14 @@ def test_processes_that_generate_together_do_not_decide_by_the_clock(
 def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
-    known = SimpleNamespace(plain=0.5, table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step))
+    known = SimpleNamespace(
+        plain=0.5, max_width=3, table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step)
+    )
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]
     assert controller.report()["gain"] == 1.0
     assert controller.report()["plain_steps"] == 0.0
     assert controller.next().num_nodes == 3  # no wider than what was measured
-    assert controller.next().costs == (0.5, 1.5, 2.5)
+    assert controller.step_costs() == (0.5, 1.5, 2.5)
     assert CostModelController(Budget(2, 4, 2), known).next() == Budget(2, 4, 2)  # type: ignore[arg-type]
     for width, counts, seconds in (
         (3, [3, 0, 1], StepSeconds(0.25, 2.0, 0.5)),  # two tokens per row in 2.75 seconds
@@ -244,10 +247,10 @@ def test_a_step_is_decided_by_what_is_known_at_that_step() -> None:
     """Costs that steps of the same call have corrected reach the drafter in the next step."""
     known = StepCosts({1: 1.0, 8: 2.0})
     controller = CostModelController(Budget(8, 7, 1), known)
-    before = controller.next().costs
+    before = controller.step_costs()
     for _ in range(60):
         known.observe(8, 6.0)
-    after = controller.next().costs
+    after = controller.step_costs()
     assert before is not None
     assert after is not None
     assert after[7] > 2 * before[7]

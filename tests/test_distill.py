@@ -93,11 +93,11 @@ def test_turns_go_on_and_are_invented(talker: Any, tmp_path: Path) -> None:
 def test_a_turn_that_the_template_rewrites(talker: Any) -> None:
     """What the template reads otherwise is no answer any more."""
     module = importlib.import_module("hf_specdec.training.distill")  # the function of that name hides it
-    chat = module._Chat(0, "s", 0.0, ["a", "b"])
-    chat.add([1, 2], [3, 4, 5], "said", "stop")
-    chat.add([1, 2, 3, 9, 9], [6], "more", "stop")
-    assert chat.input_ids == [1, 2, 3, 9, 9, 6]
-    assert chat.loss_mask == [False, False, True, False, False, True]
+    dialog = module._Dialog(0, "s", 0.0, ["a", "b"])
+    dialog.add([1, 2], [3, 4, 5], "said", "stop")
+    dialog.add([1, 2, 3, 9, 9], [6], "more", "stop")
+    assert dialog.input_ids == [1, 2, 3, 9, 9, 6]
+    assert dialog.loss_mask == [False, False, True, False, False, True]
 
 
 def test_a_model_without_a_template_goes_on_with_texts(talker: Any, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
         distill(talker, tokenizer, PROMPTS[:3], tmp_path / "out", SMALL)
     (tmp_path / "else" / "data").mkdir(parents=True)
     (tmp_path / "else" / "data" / "x.parquet").touch()
-    with pytest.raises(InvalidConfigError, match="did not begin"):
+    with pytest.raises(InvalidConfigError, match="did not write"):
         distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
     with pytest.raises(InvalidConfigError, match="longer than max_prompt_tokens=2"):
         distill(talker, tokenizer, PROMPTS, tmp_path / "long", replace(SMALL, max_prompt_tokens=2))
@@ -154,7 +154,7 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     assert [prompt.turns for prompt in read_prompts(tmp_path / "lines.txt")] == [("one",), ("two",)]
     for text, message in (
-        ('{"other": 1}', "line 1 holds no prompt"),
+        ('{"other": 1}', "line 1 has no prompt"),
         ("{", "is not JSON"),
         ("[1]", "line 1 holds a list"),
     ):

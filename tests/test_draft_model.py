@@ -465,7 +465,7 @@ def test_the_assistant_of_a_call() -> None:
         assert torch.equal(plain, found)
         stats = model.last_speculation
         if isinstance(speculative, str) and speculative != "draft_model":
-            assert "draft_model" in stats.control["asked"]
+            assert "draft_model" in stats.control["queries"]
     first = model.__dict__["_speculation"].made["draft_model"]
     model.generate(ids, do_sample=False, speculative="draft_model", assistant_model=assistant, **options)
     assert model.__dict__["_speculation"].made["draft_model"] is first
@@ -474,7 +474,7 @@ def test_the_assistant_of_a_call() -> None:
     assert model.drafters == {}
     with pytest.raises(DrafterMismatchError, match="needs an assistant model"):
         model.generate(ids, speculative="draft_model", **options)
-    with pytest.raises(UnsupportedGenerationError, match="means nothing to speculative='prompt_lookup'"):
+    with pytest.raises(UnsupportedGenerationError, match="has no effect with speculative='prompt_lookup'"):
         model.generate(ids, speculative="prompt_lookup", assistant_model=assistant, **options)
     with pytest.raises(DrafterMismatchError, match="the target itself"):
         model.generate(ids, speculative="draft_model", assistant_model=model, **options)

@@ -20,7 +20,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters import registry
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_specdec.drafters.registry import Method, drafter_of, methods, register
+from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
 from hf_specdec.generation import plan
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.step import Step, StepSeconds
@@ -31,6 +31,7 @@ class Wandering:
     """A controller that never asks for the same twice in a row, and seldom for all there may be."""
 
     seen: list[tuple[Budget, Step]]
+    step_costs = None
 
     def __init__(self, limits: Budget) -> None:
         self.limits, self.count, self.seen = limits, 0, []
@@ -179,19 +180,19 @@ def test_a_method_of_ones_own(llama: Any) -> None:
         made.append(PromptLookupDrafter())
         return made[-1]
 
-    register(Method("mine", make, aliases=("my own",)))
+    register_drafter("mine", make, aliases=["my own"])
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     plain = llama.generate(ids, **options)
     for name in ("mine", "my own", {"method": "mine", "num_draft_tokens": 4}):
         assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
     assert len(made) == 1  # kept with the model
-    for method in (Method("mine", make), Method("other", make, aliases=("ngram",)), Method("auto", make)):
+    for name, aliases in (("mine", ()), ("other", ("ngram",)), ("auto", ())):
         with pytest.raises(InvalidConfigError, match="already"):
-            register(method)
+            register_drafter(name, make, aliases=aliases)
     taken = methods()["eagle"].heads
-    with pytest.raises(InvalidConfigError, match="another method"):
-        register(Method("eagle too", make, heads=taken))
+    with pytest.raises(InvalidConfigError, match="Another method drafts with"):
+        register_drafter("eagle too", make, heads=taken)
 
 
 @pytest.mark.usefixtures("empty_slots")
@@ -236,10 +237,10 @@ def test_limits_and_budgets() -> None:
 @pytest.mark.parametrize(
     ("name", "row", "error", "message"),
     [
-        ("electra", "medusa", DrafterMismatchError, "lm_head of ElectraForCausalLM reads 128 numbers, .* gives it 32"),
-        ("electra", "eagle3", DrafterMismatchError, "embeds tokens in 128 numbers, this head takes 32"),
-        ("git", "eagle", UnsupportedModelError, r"shows no hidden states of shape \(1, 2, 32\)"),
-        ("hy_v4", "eagle3", UnsupportedModelError, r"found \{1: \[\(1, 2, 4, 32\)\]"),  # four streams
+        ("electra", "medusa", DrafterMismatchError, "lm_head of ElectraForCausalLM takes 128 inputs, this"),
+        ("electra", "eagle3", DrafterMismatchError, "token embeddings of size 128, this head needs 32"),
+        ("git", "eagle", UnsupportedModelError, r"needs hidden states of shape \(1, 2, 32\)"),
+        ("hy_v4", "eagle3", UnsupportedModelError, r"by layer, \{1: \[\(1, 2, 4, 32\)\]"),  # four streams
         ("longcat_flash", "medusa", UnsupportedModelError, r"no list of \d decoder layers"),
     ],
 )

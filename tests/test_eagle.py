@@ -308,8 +308,8 @@ def test_a_head_of_another_model_is_refused(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tree": "static", "num_draft_tokens": 5}, "num_draft_tokens 16, got num_draft_tokens=5"),
-        ({"tree": [(0,)], "num_steps": 2}, "num_steps 1, got num_steps=2"),
+        ({"tree": "static", "num_draft_tokens": 5}, "num_draft_tokens=16, got num_draft_tokens=5"),
+        ({"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
         ({"top_k": 97}, "exceeds the draft vocabulary"),
     ],
 )
@@ -400,5 +400,7 @@ def test_a_head_that_is_loaded_already_is_taken(llama: Any, tmp_path: Path) -> N
     assert llama.load_drafter(head, name="mine").head is head
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     assert torch.equal(llama.generate(IDS, **options), llama.generate(IDS, speculative="mine", **options))
-    with pytest.raises(InvalidConfigError, match="revision tell how to load a head, and this EagleHead is loaded"):
+    with pytest.raises(
+        InvalidConfigError, match="revision are options for loading a head, but this EagleHead is already loaded"
+    ):
         llama.load_drafter(head, revision="main")

@@ -74,7 +74,7 @@ def test_prompts_of_every_kind_and_none_of_a_benchmark(
     assert question not in kept
     assert longer not in kept
     assert set(kept) < set(said)
-    assert f"{len(said) - len(kept)} left out for a benchmark's sake" in capsys.readouterr().out
+    assert f"{len(said) - len(kept)} left out because they overlap a benchmark" in capsys.readouterr().out
 
 
 def test_conversations_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

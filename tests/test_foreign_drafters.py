@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from hf_specdec.drafters import foreign
+from hf_specdec.drafters import checked
 from hf_specdec.drafters.base import Drafter, DraftSession, Needs
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -133,7 +133,7 @@ DRAFTS: dict[str, tuple[Callable[[Draft], Any], str]] = {
         tokens(lambda values: torch.cat([values[:, :1] % 90 + 1, values[:, 1:]], 1)),
         "the root .* row 0",
     ),
-    "a depth bound too small": (of_tree(max_depth=lambda _tree: 1), "a max_depth of 1 over 3 levels"),
+    "a depth bound too small": (of_tree(max_depth=lambda _tree: 1), "a max_depth of 1 for a depth of 3"),
     "a depth bound that is none": (of_tree(max_depth=lambda _tree: "deep"), "a max_depth of 'deep'"),
     "NaN log_probs": (of_draft(log_probs=torch.full((ROWS, NODES), torch.nan)), "log_probs that are NaN"),
     "one NaN": (of_draft(log_probs=torch.tensor([[0.0] * 4 + [torch.nan]] * ROWS)), "log_probs that are NaN"),
@@ -142,17 +142,15 @@ DRAFTS: dict[str, tuple[Callable[[Draft], Any], str]] = {
     "integer log_probs": (of_draft(log_probs=torch.zeros(ROWS, NODES).long()), "log_probs int64"),
     "log_probs in a list": (of_draft(log_probs=[[0.0] * NODES] * ROWS), "log_probs list"),
     "log_probs elsewhere": (of_draft(log_probs=torch.zeros(ROWS, NODES, device="meta")), "log_probs .* on meta"),
-    "float buckets": (of_draft(bucket=torch.zeros(ROWS, NODES)), "bucket float32"),
-    "buckets of other nodes": (of_draft(bucket=torch.zeros(ROWS, 9).long()), r"bucket int64 \[2, 9\]"),
     "sources of one row": (of_draft(sources=(("a",) * NODES,)), "sources that are not one name"),
     "draft_probs of other nodes": (probs(lambda: UNIFORM[:, :2]), r"draft_probs float32 \[2, 2, 96\]"),
     "draft_probs of other tokens": (probs(lambda: UNIFORM[..., :7]), r"draft_probs float32 \[2, 5, 7\]"),
     "draft_probs of tokens": (probs(lambda: UNIFORM[..., 0]), r"draft_probs float32 \[2, 5\]"),
     "draft_probs in a list": (probs(UNIFORM.tolist), "draft_probs list"),
     "integer draft_probs": (probs(UNIFORM.long), "draft_probs int64"),
-    "negative draft_probs": (probs(lambda: -UNIFORM), "draft_probs that are no probabilities"),
-    "NaN draft_probs": (probs(lambda: UNIFORM * torch.nan), "draft_probs that are no probabilities"),
-    "draft_probs that are logits": (probs(lambda: UNIFORM * 50), "draft_probs that are no probabilities"),
+    "negative draft_probs": (probs(lambda: -UNIFORM), "draft_probs that are not probabilities"),
+    "NaN draft_probs": (probs(lambda: UNIFORM * torch.nan), "draft_probs that are not probabilities"),
+    "draft_probs that are logits": (probs(lambda: UNIFORM * 50), "draft_probs that are not probabilities"),
 }
 
 
@@ -180,7 +178,7 @@ def test_a_sound_draft_is_not_changed(llama: Any, speculative: Any, rows: int) -
 
     def cut(draft: Draft) -> Draft:
         tree = TokenTree(draft.tree.tokens[:rows], draft.tree.parents.expand(rows, -1))
-        return Draft(tree, bucket=torch.zeros(rows, NODES, dtype=torch.long))
+        return Draft(tree, log_probs=torch.zeros(rows, NODES))
 
     llama.add_drafter(NonsenseDrafter(cut))
     with pytest.MonkeyPatch.context() as patch:
@@ -215,8 +213,8 @@ class Unhashable(NonsenseDrafter):
 
 
 DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "no limits": ({"limits": lambda _self, _config: None}, "has the limits None"),
-    "limits in a tuple": ({"limits": lambda _self, _config: (5, 4, 1)}, r"has the limits \(5, 4, 1\)"),
+    "no limits": ({"limits": lambda _self, _config: None}, "has invalid limits None"),
+    "limits in a tuple": ({"limits": lambda _self, _config: (5, 4, 1)}, r"has invalid limits \(5, 4, 1\)"),
     "limits of floats": ({"limits": lambda _self, _config: Budget(5.0, 4, 1)}, "num_nodes=5.0"),  # type: ignore[arg-type]
     "limits of bools": ({"limits": lambda _self, _config: Budget(5, True, 1)}, "num_steps=True"),
     "limits of nothing": ({"limits": lambda _self, _config: Budget(0, 4, 1)}, "num_nodes=0"),
@@ -314,14 +312,14 @@ def test_on_an_accelerator_later_drafts_are_not_read(llama: Any, monkeypatch: py
     """Their roots are put in place and their depth bound is dropped instead: a wrong one cannot change an answer."""
     plain = llama.generate(PROMPTS, **OPTIONS)
     wrong = of_tree(tokens=lambda tree: tree.tokens * 0 + 3, max_depth=lambda _tree: 1)
-    llama.add_drafter(NonsenseDrafter(wrong, first=foreign.CHECKED_STEPS))
-    start = foreign._CheckedSession.__init__
+    llama.add_drafter(NonsenseDrafter(wrong, first=checked.CHECKED_STEPS))
+    start = checked._CheckedSession.__init__
 
     def elsewhere(self: Any, *arguments: Any) -> None:
         start(self, *arguments)
         self._on_host = False
 
-    monkeypatch.setattr(foreign._CheckedSession, "__init__", elsewhere)
+    monkeypatch.setattr(checked._CheckedSession, "__init__", elsewhere)
     assert torch.equal(plain, llama.generate(PROMPTS, speculative="nonsense", **OPTIONS))
 
 
@@ -334,6 +332,6 @@ def test_checking_takes_microseconds(llama: Any) -> None:
     tokens = torch.cat([roots[:, None], torch.randint(3, 96, (1, 31))], 1)
     ready = Draft(TokenTree(tokens, torch.arange(-1, 31), max_depth=31), torch.zeros(1, 32))
     drafter = NonsenseDrafter()
-    session = foreign._CheckedSession(drafter, None, Ready(drafter, roots), roots, llama)
+    session = checked._CheckedSession(drafter, None, Ready(drafter, roots), roots, llama)
     seconds = min(timeit.repeat(lambda: session.propose(Budget(32, 31, 1)), number=200, repeat=5)) / 200
     assert seconds < 2e-3  # 40 us on an idle core

@@ -76,4 +76,4 @@ def test_graphs_on_the_device(model: Any, batch_size: int) -> None:
         assert torch.equal(plain, generate(model, batch_size, speculative={"method": "prompt_lookup", "top_k": 2}))
     program = model._speculation.programs.get("cuda_graph")
     if program is not None and program.runner is not None:
-        assert program.runner.recorded()
+        assert program.runner.captured_keys()

@@ -147,7 +147,7 @@ def test_an_item_that_fails_hangs_or_dies_ends_alone(tmp_path: Path) -> None:
     for line in (
         "FAIL  small: 4 (wanted at most 3)", "pass  small: 2 (wanted at most 3)", "pass  large: 4 (wanted at least 3)",
         "not measured  unknown (wanted at most 1): nobody knows",
-        "not measured  large (wanted at least 3): the item has no figure for it",
+        "not measured  large (wanted at least 3): the item did not measure it",
         "not measured  small (wanted at most 3): stopped at its limit of 4 s after 1 rows",
         "not measured  small (wanted at most 3): no reason to",
     ):  # fmt: skip
@@ -162,7 +162,7 @@ def test_items_past_the_whole_time_are_not_begun(tmp_path: Path) -> None:
     path = tmp_path / "gpu.jsonl"
     path.touch()
     assert gpu.drive(list(gpu.known_items().values())[:2], path, 0.0, [])
-    assert {row["reason"] for row in rows(path)} == {"the 0 minutes were over before its turn"}
+    assert {row["reason"] for row in rows(path)} == {"the time limit of 0 minutes was reached before it"}
 
 
 def test_only_a_first_item_without_a_device_ends_the_others(
@@ -232,12 +232,12 @@ class InTurn:
 
 
 class RunsAgain:
-    """A recorder for a device without graphs: a replay is the function itself."""
+    """A graph backend for a device without graphs: a replay is the function itself."""
 
     def __init__(self, _device: torch.device) -> None:
         pass
 
-    def record(self, run: Any) -> Any:
+    def capture(self, run: Any) -> Any:
         return run
 
 
@@ -271,7 +271,7 @@ def test_items_of_many_calls(on_cpu: dict[str, Any], tmp_path: Path, name: str) 
         return
     if name == "auto":
         calls = [row for row in found if "queried_at" in row]
-        assert sum(row["control"]["asked"]["eagle"] for row in calls) == sum(len(row["queried_at"]) for row in calls)
+        assert sum(row["control"]["queries"]["eagle"] for row in calls) == sum(len(row["queried_at"]) for row in calls)
         assert all(row["captured_at"] for row in calls[:1])
         assert bars["steps from a capture to the next query of the head"] >= 1
         return
@@ -293,10 +293,10 @@ def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
 
     monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
     *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
-    assert (refused["form"], refused["refused"]) == ("compile", "no compiler")
+    assert (refused["form"], refused["refused"]) == ("inductor", "no compiler")
     monkeypatch.setattr(compiling.CompiledForward, "of", ModelForward)
     *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
-    few, more = (row["seconds"] for row in each if row["form"] == "compile")
+    few, more = (row["seconds"] for row in each if row["form"] == "inductor")
     assert program["per_layer"]["seconds"] == pytest.approx(more - few)
     assert program["extrapolated_to_32_layers"]["seconds"] == pytest.approx(more + 30 * (more - few))
     assert graphs["form"] == "cuda_graph"
@@ -384,7 +384,7 @@ def test_steps_to_the_next_query_by_hand(items: dict[str, Any]) -> None:
     steps = items["gpu_steps"].Steps(captured)
     for call in ([0, 1, 1], [1, 1, 2]):  # queries so far, in the steps of two calls
         told = iter(call)
-        session = SimpleNamespace(report=lambda told=told: {"asked": {"eagle": next(told)}})
+        session = SimpleNamespace(report=lambda told=told: {"queries": {"eagle": next(told)}})
         for asked in call:
             steps.before(session)
             captured += [1] * (asked == 2)
@@ -396,7 +396,7 @@ def test_what_torch_does_not_tell_is_told(items: dict[str, Any], monkeypatch: py
     gpu_attention = items["gpu_attention"]
     assert "MATH" in gpu_attention.sdpa_order()
     monkeypatch.delattr(torch._C, "_get_sdp_priority_order")
-    assert gpu_attention.sdpa_order().startswith("torch does not tell: ")
+    assert gpu_attention.sdpa_order().startswith("unknown: ")
     assert gpu_attention.version_of("torch")
     assert gpu_attention.version_of("no-such-distribution") is None
 
@@ -475,8 +475,8 @@ def test_every_item_runs_on_the_simulated_device(tmp_path: Path) -> None:
     assert bars["eagle", "reads per step"]["reason"] == "torch's profiler shows nothing of this device"
     after = next(row for row in found["capture"] if row.get("part") == "after a failure" and row["kind"] == "row")
     assert after["refused"]
-    assert "reads the device while a graph is recorded" in after["failed_with"]
-    assert any("cannot be recorded" in row["text"] for row in found["capture"] if row["kind"] == "warning")
+    assert "reads the device while a graph is captured" in after["failed_with"]
+    assert any("cannot be captured" in row["text"] for row in found["capture"] if row["kind"] == "warning")
 
 
 ON_THE_CPU = ("auto", "calls", "endurance", "tests", "inductor")
@@ -490,10 +490,10 @@ def on_simulated_device(folder: Path) -> None:
     from hf_specdec.verification import graph_backends, memory
     from simulated_device import Graph, move, simulation
 
-    class SimRecorder(RunsAgain):
-        def record(self, run: Any) -> Any:
+    class SimGraphBackend(RunsAgain):
+        def capture(self, run: Any) -> Any:
             graph = Graph()
-            with graph.record():
+            with graph.capture():
                 run()
             return graph.replay
 
@@ -511,7 +511,7 @@ def on_simulated_device(folder: Path) -> None:
         patch.setattr(gpu_attention, "ThreadPoolExecutor", InTurn)
         patch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(
             returncode=gpu.main(command[2:]), stdout=""))  # fmt: skip
-        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimRecorder)
+        patch.setitem(graph_backends.GRAPH_BACKENDS, "sim", SimGraphBackend)
         patch.setattr(memory, "SHORTEST_BUCKET", 16)
         patch.setattr(memory, "FIRST_KEPT_SLOTS", 16)
         patch.setattr(simulated_device, "place_of_call", str)  # nobody asks where

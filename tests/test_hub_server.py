@@ -102,9 +102,9 @@ def test_works(hub: Any, attempt: str, outcome: Any) -> None:
         ("no such repository", "CheckpointFormatError: There is no head at 'org/nothing'"),
         ("no weights", "CheckpointFormatError: There are no weights in org/no-weights"),
         ("no config", "CheckpointFormatError: There is no config.json in org/no-config"),
-        ("a shard is missing", "pytorch_model-00002-of-00003.bin, which is not there"),
+        ("a shard is missing", "pytorch_model-00002-of-00003.bin, which does not exist"),
         ("breaks off", "CheckpointFormatError: There is no head at 'org/breaks-off'"),
-        ("wrong hash", "is not what the Hub says it is"),
+        ("wrong hash", "differs from the file on the Hub"),
         (
             "a head without its target",
             "CheckpointFormatError: The model 'org/missing', which the head org/orphan names",

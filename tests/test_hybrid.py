@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -11,23 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.control import head_schedule
+from hf_specdec.control import constants
+from hf_specdec.control.constants import MIN_BATCH_GAIN
 from hf_specdec.control.head_schedule import HeadSchedule
-from hf_specdec.drafters import calibration, hybrid
-from hf_specdec.drafters.calibration import Calibration
+from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.tree_width import StopRule, Width, best_width
 from hf_specdec.drafters.candidates import (
-    LEAST_GAIN,
     Candidate,
     Candidates,
     DraftedCandidates,
-    Merged,
-    StopRule,
-    Width,
-    best_width,
+    MergedTree,
     merge,
     merge_children,
 )
-from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 
@@ -44,7 +41,7 @@ class Table(Candidates):
 
     def after(self, place: Path) -> Sequence[Candidate]:
         below = [path for path in self.edges if path[:-1] == place and len(path) == len(place) + 1]
-        return [Candidate(path[-1], path, self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
+        return [Candidate(path[-1], self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
 
     def follow(self, place: Path, token: int) -> Path | None:
         longer = (*place, token)
@@ -63,13 +60,9 @@ class Counted(Table):
         return super().after(place)
 
 
-def as_told(_kind: Hashable, prior: float) -> float:
-    return prior
-
-
-def whole(sources: Sequence[Candidates], **limits: int) -> Merged:
+def whole(sources: Sequence[Candidates], **limits: int) -> MergedTree:
     sizes = {"num_nodes": 99, "num_steps": 9, "top_k": 9, **limits}
-    return merge(7, sources, as_told, **sizes)
+    return merge(7, sources, **sizes)
 
 
 @st.composite
@@ -92,25 +85,25 @@ def sources(draw: st.DrawFn) -> list[Table]:
 def test_merged_trees_are_the_best_of_their_size(made: list[Table]) -> None:
     """Against every subtree there is, size by size."""
     tree = whole(made)
-    depth_first = dict(enumerate(zip(tree.parents, tree.values, strict=True)))
+    depth_first = dict(enumerate(zip(tree.parents, tree.path_probs, strict=True)))
     for node, (parent, value) in depth_first.items():
         assert parent < node
         if node:
-            assert value <= tree.values[parent] + 1e-12
-            assert value == pytest.approx(tree.values[parent] * tree.edges[node])
-    for size in range(1, min(len(tree.values), 7)):
+            assert value <= tree.path_probs[parent] + 1e-12
+            assert value == pytest.approx(tree.path_probs[parent] * tree.edge_probs[node])
+    for size in range(1, min(len(tree.path_probs), 7)):
         best = 0.0
-        for nodes in combinations(range(1, len(tree.values)), size):
+        for nodes in combinations(range(1, len(tree.path_probs)), size):
             if all(tree.parents[node] in (0, *nodes) for node in nodes):
-                best = max(best, sum(tree.values[node] for node in nodes))
-        cut = merge(7, made, as_told, num_nodes=size + 1, num_steps=9, top_k=9)
-        assert sum(cut.values[1:]) == pytest.approx(best)
+                best = max(best, sum(tree.path_probs[node] for node in nodes))
+        cut = merge(7, made, num_nodes=size + 1, num_steps=9, top_k=9)
+        assert sum(cut.path_probs[1:]) == pytest.approx(best)
         assert cut.tokens == tree.tokens[: size + 1]
 
 
 def test_equal_tokens_are_one_node_and_others_share_what_is_left() -> None:
     sure, guess = Table({(1,): 0.8, (2,): 0.1}), Table({(1,): 0.5, (3,): 0.5, (4,): 0.3})
-    children = merge_children([sure, guess], [(), ()], as_told)
+    children = merge_children([sure, guess], [(), ()], [1.0, 1.0])
     assert [child.token for child in children] == [1, 3, 4, 2]
     first, second, third, fourth = (child.probability for child in children)
     assert first == 0.8  # the larger of the two
@@ -118,7 +111,7 @@ def test_equal_tokens_are_one_node_and_others_share_what_is_left() -> None:
     assert third == pytest.approx(0.3 * (1 - 0.8))
     assert fourth == pytest.approx(min(0.1 * (1 - second - third), 1 - first - second - third))
     assert first + second + third + fourth <= 1
-    assert merge_children([sure, guess], [(), None], as_told)[1].token == 2  # only who knows the place is asked
+    assert merge_children([sure, guess], [(), None], [1.0, 1.0])[1].token == 2  # only who knows the place is asked
 
 
 def test_limits_of_a_merged_tree() -> None:
@@ -131,17 +124,16 @@ def test_limits_of_a_merged_tree() -> None:
 
 
 def test_a_drafted_tree_as_a_source() -> None:
-    drafted = DraftedCandidates("head", [7, 1, 2, 3, 9], [-1, 0, 0, 1, -1], [0.0, -0.2, -2.0, -0.1, 0.0], None)
+    drafted = DraftedCandidates([7, 1, 2, 3, 9], [-1, 0, 0, 1, -1], [0.0, -0.2, -2.0, -0.1, 0.0])
     assert [candidate.token for candidate in drafted.after(0)] == [1, 2]
-    assert [candidate.kind for candidate in drafted.after(0)] == [("head", 0, 0), ("head", 1, 6)]
-    assert drafted.after(1)[0].prior == pytest.approx(0.905, abs=1e-3)
+    assert drafted.after(1)[0].probability == pytest.approx(0.905, abs=1e-3)
     assert drafted.follow(0, 1) == 1
     assert drafted.follow(0, 3) is None
     assert drafted.after(3) == ()
     assert drafted.depth == 2
     assert drafted.after(drafted.start) == drafted.after(0)
-    told = DraftedCandidates("head", [7, 1, 2], [-1, 0, 0], None, [0, 5, 6])
-    assert [(c.kind, c.prior) for c in told.after(0)] == [(("head", 5), 0.5), (("head", 6), 0.25)]
+    unsure = DraftedCandidates([7, 1, 2], [-1, 0, 0], None)
+    assert unsure.after(0) == [Candidate(1, 0.5), Candidate(2, 0.25)]
 
 
 def test_equally_likely_nodes_come_in_the_order_of_their_source() -> None:
@@ -150,71 +142,33 @@ def test_equally_likely_nodes_come_in_the_order_of_their_source() -> None:
     assert whole([Table({(1,): 0.01})]).tokens == [7, 1]  # just worth a thought
 
 
-def test_classes_of_a_drafted_tree_end_somewhere() -> None:
-    flat = DraftedCandidates(
-        "head", [7, 1, 2, 3, 4, 5], [-1, 0, 0, 0, 0, 0], [0.0, -0.5, -1.0, -2.0, -9.0, -99.0], None
-    )
-    assert [candidate.kind for candidate in flat.after(flat.start)] == [
-        ("head", 0, 1), ("head", 1, 3), ("head", 2, 6), ("head", 3, 12), ("head", 3, 12),
-    ]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- calibration
-
-
-def test_a_class_begins_as_its_source_says_and_forgets_a_little_with_every_edge() -> None:
-    counted = Calibration()
-    counted.count("a", True)
-    assert counted.probability("a", 0.5) == (1 + 8 * 0.5) / (1 + 8)
-    counted.count("a", False)
-    assert counted.table() == {"a": (1.998, 0.998 / 1.998)}
-    assert counted.probability("a", 0.25) == (0.998 + 8 * 0.25) / (1.998 + 8)
-
-
-@pytest.mark.parametrize("accuracy", [0.05, 0.4, 0.93])
-def test_calibration_finds_the_accuracy_of_a_source(accuracy: float) -> None:
-    """Whatever the source says of itself; and it follows a source that changes."""
-    counted, draw = Calibration(), torch.Generator().manual_seed(0)
-    for prior in (0.1, 0.9):
-        assert counted.probability("new", prior) == prior
-    for _ in range(3000):
-        counted.count("a", bool(torch.rand((), generator=draw) < accuracy))
-    for prior in (0.1, 0.9):
-        assert counted.probability("a", prior) == pytest.approx(accuracy, abs=0.05)
-    for _ in range(3000):
-        counted.count("a", bool(torch.rand((), generator=draw) < 1 - accuracy))
-    assert counted.probability("a", 0.5) == pytest.approx(1 - accuracy, abs=0.05)
-    trials, share = counted.table()["a"]
-    assert trials == pytest.approx(1 / (1 - calibration.FORGETTING), rel=0.01)
-    assert share == pytest.approx(1 - accuracy, abs=0.05)
+# ------------------------------------------------------------------------------------------------- widths
 
 
 def test_a_tree_is_as_wide_as_pays() -> None:
     """Against every width, for one row and for rows that share one."""
-    rows = [Merged([], [], [1.0, 0.9, 0.5, 0.2, 0.1], []), Merged([], [], [1.0, 0.3], [])]
+    rows = [[1.0, 0.9, 0.5, 0.2, 0.1], [1.0, 0.3]]
     costs = (1.0, 1.1, 1.5, 1.6, 3.0, 9.0)
     for chosen in ([rows[0]], [rows[1]], rows):
         for spent in (0.0, 0.5):
-            for trust in (1.0, 0.2):
-                best = best_width(chosen, costs, spent, trust)
-                rates = {}
-                for width in range(1, 6):
-                    each = [1 + trust * sum(row.values[1:width]) for row in chosen]
-                    slow = (sum(tokens**-4 for tokens in each) / len(each)) ** (-1 / 4)
-                    rates[width] = len(each) * slow / (costs[width - 1] + spent)
-                pays = len(chosen) == 1 or max(rates.values()) > LEAST_GAIN * rates[1]
-                assert best.rate == pytest.approx(max(rates.values()) if pays else rates[1])
-                assert best.num_nodes <= max(len(row.values) for row in chosen)
+            best = best_width(chosen, costs, spent)
+            rates = {}
+            for width in range(1, 6):
+                each = [1 + sum(row[1:width]) for row in chosen]
+                slow = (sum(tokens**-4 for tokens in each) / len(each)) ** (-1 / 4)
+                rates[width] = len(each) * slow / (costs[width - 1] + spent)
+            pays = len(chosen) == 1 or max(rates.values()) > MIN_BATCH_GAIN * rates[1]
+            assert best.rate == pytest.approx(max(rates.values()) if pays else rates[1])
+            assert best.num_nodes <= max(map(len, chosen))
     assert best_width([rows[1]], (1.0, 1.4), 0.0).num_nodes == 1
-    assert best_width([Merged([], [], [1.0, 1.0], [])], (1.0, 2.0), 0.0).num_nodes == 1  # what brings no more is left
+    assert best_width([[1.0, 1.0]], (1.0, 2.0), 0.0).num_nodes == 1  # what brings no more is left
     assert best_width(rows, (1.0, 1.0), 0.0).num_nodes == 2  # no wider than what is known to cost so much
-    assert (
-        best_width(rows[::-1], (1.0,) * 9, 0.0).num_nodes == 5
-    )  # the longer tree says how wide, the shorter is padded
-    copying, stuck = Merged([], [], [1.0] * 9, []), Merged([], [], [1.0], [])
+    # the longer tree determines the width, the shorter one is padded
+    assert best_width(rows[::-1], (1.0,) * 9, 0.0).num_nodes == 5
+    copying, stuck = [1.0] * 9, [1.0]
     assert best_width([copying], tuple(range(10, 19)), 0.0).num_nodes == 9
     # of several rows a draft must promise more than a little
-    gains_a_little = Merged([], [], [1.0, 0.7], [])
+    gains_a_little = [1.0, 0.7]
     assert best_width([gains_a_little], (1.0, 1.6), 0.0).num_nodes == 2
     assert best_width([gains_a_little] * 2, (1.0, 1.6), 0.0).num_nodes == 1
     assert best_width([gains_a_little] * 2, (1.0, 1.5), 0.0).num_nodes == 2
@@ -224,29 +178,29 @@ def test_a_tree_is_as_wide_as_pays() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(
-    made=sources(), spent=st.floats(0.0, 2.0), trust=st.floats(0.0, 1.0),
+    made=sources(), spent=st.floats(0.0, 2.0),
     steps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12),
 )  # fmt: skip
 def test_a_tree_that_stops_growing_is_as_fast_as_one_that_does_not(
-    made: list[Table], spent: float, trust: float, steps: list[float]
+    made: list[Table], spent: float, steps: list[float]
 ) -> None:
     """And equal up to there, whatever the costs."""
     costs = [1.0 + sum(steps[:width]) for width in range(len(steps) + 1)]
-    grown = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9)
-    prospect = StopRule(costs, spent, trust)
-    stopped = merge(7, made, as_told, num_nodes=len(costs), num_steps=9, top_k=9, prospect=prospect)
-    width, found = (best_width([tree], costs, spent, trust) for tree in (grown, stopped))
+    grown = merge(7, made, num_nodes=len(costs), num_steps=9, top_k=9)
+    rule = StopRule(costs, spent)
+    stopped = merge(7, made, num_nodes=len(costs), num_steps=9, top_k=9, stop_rule=rule)
+    width, found = (best_width([tree.path_probs], costs, spent) for tree in (grown, stopped))
     assert found.rate == pytest.approx(width.rate)
     assert stopped.tokens == grown.tokens[: len(stopped.tokens)]
 
 
 def test_where_no_node_pays_only_the_root_is_heard() -> None:
     source = Counted({(1,): 0.5, (1, 2): 0.5, (1, 2, 3): 0.5})
-    tree = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=StopRule([1.0, 2.0, 3.0, 4.0], 0.0))
+    tree = merge(7, [source], num_nodes=4, num_steps=9, top_k=9, stop_rule=StopRule([1.0, 2.0, 3.0, 4.0], 0.0))
     assert tree.tokens == [7]
     assert source.heard == [()]
     # a dear second node may be worth it for what comes after it
-    leap = merge(7, [source], as_told, num_nodes=4, num_steps=9, top_k=9, prospect=StopRule([1.0, 1.6, 1.6, 1.6], 0.0))
+    leap = merge(7, [source], num_nodes=4, num_steps=9, top_k=9, stop_rule=StopRule([1.0, 1.6, 1.6, 1.6], 0.0))
     assert leap.tokens == [7, 1, 2, 3]
 
 
@@ -257,7 +211,7 @@ def steps(source: HeadSchedule, gains: Mapping[int, float], count: int, price: f
     """For how many levels a head is asked that brings so many tokens at a price per level; 1.5 come without it."""
     asked: Counter[int] = Counter()
     for _ in range(count):
-        without = hybrid.Width(4, 1.5, 1.5, 1.0)
+        without = Width(4, 1.5, 1.5, 1.0)
         option = source.choose(without, 1)
         asked[option.num_steps if option else 0] += 1
         if option is not None:
@@ -265,7 +219,7 @@ def steps(source: HeadSchedule, gains: Mapping[int, float], count: int, price: f
             # what was told of it is twice what comes: it is judged by what comes
             option.learn(
                 without,
-                hybrid.Width(8, 1.5 + 2 * gains[depth], 1.5 + 2 * gains[depth], 1.0 + price * depth),
+                Width(8, 1.5 + 2 * gains[depth], 1.5 + 2 * gains[depth], 1.0 + price * depth),
                 gains[depth],
                 1,
             )
@@ -280,7 +234,8 @@ def test_a_source_is_asked_for_as_much_as_pays() -> None:
     assert best[2] > 370
     never = HeadSchedule(4)
     asked = steps(never, {1: 0.1, 2: 0.1, 4: 0.1}, count=2000)
-    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * head_schedule.TRIAL_SHARE * 2000
+    first = constants.FIRST_TRIALS * (0.1 + 0.2 + 0.4)
+    assert sum(0.1 * depth * count for depth, count in asked.items()) < 1.2 * constants.TRIAL_SHARE * 2000 + first
     # and it comes back when it pays again: after a rest, what was counted before it weighs less
     assert steps(never, {1: 3.0, 2: 3.0, 4: 3.0}, count=100)[0] < 50
 
@@ -290,7 +245,7 @@ def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
     source = HeadSchedule(4, stops_itself=True)
     (option,) = source.options
     for _ in range(3):
-        option.learn(hybrid.Width(1, 1.5, 1.5, 1.0), hybrid.Width(8, 2.5, 2.5, 51.0), 1.0, 1)
+        option.learn(Width(1, 1.5, 1.5, 1.0), Width(8, 2.5, 2.5, 51.0), 1.0, 1)
     source.time_levels(4, 40.0)
     asked = steps(source, {4: 1.5}, count=2000)
     assert asked[4] > 600
@@ -301,14 +256,14 @@ def test_a_head_that_seemed_slow_once_is_asked_again() -> None:
 
 def test_what_was_learned_with_one_row_is_expected_of_more() -> None:
     alone, batch = HeadSchedule(4, stops_itself=True), HeadSchedule(4, stops_itself=True)
-    without = hybrid.Width(4, 1.5, 1.5, 1.0)
+    without = Width(4, 1.5, 1.5, 1.0)
     for _ in range(50):
-        alone.options[0].learn(without, hybrid.Width(8, 1.6, 1.6, 1.4), 0.1, 1)
+        alone.options[0].learn(without, Width(8, 1.6, 1.6, 1.4), 0.1, 1)
     batch.inherit(alone)
-    of_eight = hybrid.Width(4, 12.0, 12.0, 1.0)
+    of_eight = Width(4, 12.0, 12.0, 1.0)
     (option,) = batch.options
     assert batch.choose(of_eight, 8) is option  # once, for what it costs is not known
-    option.learn(of_eight, hybrid.Width(8, 12.8, 12.8, 1.4), 0.8, 8)
+    option.learn(of_eight, Width(8, 12.8, 12.8, 1.4), 0.8, 8)
     assert batch.choose(of_eight, 8) is None
 
 
@@ -319,17 +274,17 @@ def test_what_was_learned_is_recalled_by_all_who_share_it() -> None:
     hybrid = HybridDrafter({"token_recycling": recycling, "prompt_lookup": PromptLookupDrafter()})
     other = hybrid.with_parts(lambda part: part)
     before, empty = hybrid.state_dict(), recycling.table.ids[0].clone()
-    hybrid.experience.count_step(1, 2.0, 2)
+    hybrid.learned.count("head", 2.0, True)
     recycling.table.ids[0][3] = 4
-    after, trust, learned = hybrid.state_dict(), hybrid.experience.trust(1), recycling.table.ids[0].clone()
+    after, trust, learned = hybrid.state_dict(), hybrid.learned.trust("head"), recycling.table.ids[0].clone()
     hybrid.load_state_dict(before)
-    assert other.experience.trust(1) == LearnedStats().trust(1) < trust
+    assert other.learned.trust("head") == LearnedStats().trust("head") > trust
     assert torch.equal(recycling.table.ids[0], empty)
     hybrid.load_state_dict(after)
-    assert other.experience.trust(1) == trust
+    assert other.learned.trust("head") == trust
     assert torch.equal(recycling.table.ids[0], learned)
     hybrid.load_state_dict(None)
-    assert other.experience.trust(1) == LearnedStats().trust(1)
+    assert other.learned.trust("head") == LearnedStats().trust("head")
     assert torch.equal(recycling.table.ids[0], empty)
 
 
@@ -343,8 +298,8 @@ def test_after_a_long_rest_one_trial_says_more_than_many_old_ones() -> None:
         asked = HeadSchedule(1)
         asked.inherit(known)
         option = asked.options[0]
-        option.asked, option.trials, option.seconds, option.waited = 200, 0, 0.5, 500
+        option.num_queries, option.trials, option.seconds, option.waited = 200, 0, 0.5, 500
         assert not rested or asked.choose(without, 1) is option
         option.learn(without, with_it, 1.0, 1)
         ((_, gain),) = option.gains.values()
-        assert gain == pytest.approx(head_schedule.STALE_WEIGHT if rested else head_schedule.SMOOTHING, abs=0.01)
+        assert gain == pytest.approx(constants.STALE_WEIGHT if rested else constants.HEAD_SMOOTHING, abs=0.01)

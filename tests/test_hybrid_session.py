@@ -15,14 +15,16 @@ import drafters
 import zoo
 from benchmark_script import script
 from hf_specdec import DrafterMismatchError, InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec.control import constants
 from hf_specdec.control.costs import StepCosts
+from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters import hybrid, queries
 from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.candidates import Candidates
-from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats, _HybridSession
+from hf_specdec.drafters.hybrid import HybridDrafter, _HybridSession
 from hf_specdec.drafters.medusa import MedusaDrafter
-from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.queries import Source
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
 from models import prompts
@@ -64,9 +66,16 @@ class Head(DraftSession):
         self.heard.append(step)
 
 
-def merging(roots: Sequence[int], **parts: DraftSession) -> _HybridSession:
+def merging(
+    roots: Sequence[int], costs: tuple[float, ...] | None = None, **parts: DraftSession
+) -> tuple[_HybridSession, LearnedStats]:
     sources = [Source(name, part, Budget(32, 6, 4)) for name, part in parts.items()]
-    return _HybridSession(sources, LearnedStats(), DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots)))
+    step_costs = None if costs is None else lambda: costs
+    learned = LearnedStats()
+    for name in parts:
+        learned.count(name, 0.75, True)  # as likely as the source says
+    context = DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots), step_costs=step_costs)
+    return _HybridSession(sources, learned, context), learned
 
 
 def emitted(*rows: tuple[int, ...]) -> Any:
@@ -76,7 +85,7 @@ def emitted(*rows: tuple[int, ...]) -> Any:
 
 
 def test_rows_of_a_merged_draft_are_padded_and_ended_ones_draft_nothing() -> None:
-    session = merging([7, 8], free=Told(Table({(1,): 0.8, (1, 2): 0.5}), Table({(5,): 0.25})))
+    session, _ = merging([7, 8], free=Told(Table({(1,): 0.8, (1, 2): 0.5}), Table({(5,): 0.25})))
     draft = session.propose(Budget(3, 4, 2))
     assert draft.tree.tokens.tolist() == [[7, 1, 2], [8, 5, 8]]
     assert draft.tree.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
@@ -90,27 +99,29 @@ def test_rows_of_a_merged_draft_are_padded_and_ended_ones_draft_nothing() -> Non
     assert session.propose(Budget(3, 4, 2)).tree.num_nodes == 1
 
 
-def test_every_committed_position_counts_what_each_source_said_of_it() -> None:
+def test_expected_and_accepted_drafts_are_counted() -> None:
     tables = Table({(1,): 0.8, (2,): 0.1, (1, 2): 0.5, (1, 2, 3): 0.5}), Table({(4,): 0.3})
-    session = merging([7, 7], free=Told(*tables))
+    session, learned = merging([7, 7], free=Told(*tables))
     expected = 0.8 + 0.1 + 0.4 + 0.2 + 0.3
     session.propose(Budget(9, 4, 4))
     session.observe(emitted((1, 2, 9, 1), (5,)))
-    counts = {(1,): (1.0, 1.0), (2,): (1.0, 0.0), (1, 2): (1.0, 1.0), (1, 2, 3): (1.0, 0.0), (4,): (1.0, 0.0)}
-    assert session._experience.calibration.table() == counts
     report = session.report()
-    assert (report["heard"], report["asked"]) == (["free"], {})
+    assert (report["free_sources"], report["queries"]) == (["free"], {})
     assert (report["expected_drafts"], report["accepted_drafts"]) == (pytest.approx(expected), 3)
-    assert session._experience.trust(2) == pytest.approx((0.95 * 5 + 3 + 1) / (0.95 * 10 + expected + 1))
-    assert session._experience.trust(1) == 6 / 11
+    # per position and row: 0.9 expected and a hit, 0.5, 0.5 and a miss, nothing; then 0.3 and a miss
+    total, hits = 0.75, 1.0
+    for promised, hit in ((0.9, 1), (0.5, 1), (0.5, 0), (0.3, 0)):
+        total, hits = 0.99 * total + promised, 0.99 * hits + hit
+    assert learned.trust("free") == pytest.approx((hits + 0.75) / (total + 1))
+    assert learned.trust("other") == 0.75
 
 
 def test_a_head_is_asked_for_as_many_levels_as_the_budget_has() -> None:
     head = Head([7, 8])
-    session = merging([7, 8], free=Told(Table({(1,): 0.1}), Table({})), head=head)
+    session, _ = merging([7, 8], free=Told(Table({(1,): 0.1}), Table({})), head=head)
     draft = session.propose(Budget(3, 4, 2))
     assert head.asked == [Budget(32, 4, 4)]
-    assert head.asked[0].least == 0.0
+    assert head.asked[0].min_level_probability == 0.0
     assert draft.tree.tokens[:, 1].tolist() == [3, 3]
     assert draft.log_probs is not None
     assert draft.log_probs[:, 1].tolist() == pytest.approx([-0.5, -0.5], abs=1e-5)
@@ -118,33 +129,33 @@ def test_a_head_is_asked_for_as_many_levels_as_the_budget_has() -> None:
     session.observe(emitted((3,), (8,)))
     session.propose(Budget(3, 4, 1))
     assert head.asked[1] == Budget(7, 4, 1)  # a chain
-    assert session.report()["asked"] == {"head": 2}
-    assert session.report()["asking_seconds"]["head"] > 0
-    kinds = session._experience.calibration.table()
-    assert kinds["head", 0, 1] == (pytest.approx(1.998), pytest.approx(0.998 / 1.998))
+    assert session.report()["queries"] == {"head": 2}
+    assert session.report()["query_seconds"]["head"] > 0
 
 
 def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time it reads the prompt. A node of 0.6, believed by 6/11, pays at 1.4 where 0.5 are spent anyway."""
+    """The first query reads the prompt: its time does not count. A node of 0.35 pays at 1.4 once 0.5 are spent."""
     free, head = Told(Table({})), Head([7])
     for module in (hybrid, queries):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: head.now))
-    session, budget = merging([7], free=free, head=head), Budget(3, 6, 4, costs=(1.0, 1.4, 3.0))
+    (session, learned), budget = merging([7], (1.0, 1.4, 3.0), free=free, head=head), Budget(3, 6, 4)
+    learned.count("head", 1.25, False)  # its 0.6 is worth 0.35
     assert session.propose(budget).tree.num_nodes == 1
-    assert session._asked == []
+    assert session._policy._queries == []
     session.observe(first := emitted((3,)))
     assert session.propose(budget).tree.tokens.tolist() == [[3, 3]]
-    ((worth, without, with_it),) = session._asked
+    ((worth, without, with_it),) = session._policy._queries
     assert (without.num_nodes, without.seconds, with_it.num_nodes) == (1, 1.0, 2)
     assert with_it.seconds == pytest.approx(1.4 + 0.5)
-    assert worth.asked == 0
+    assert worth.num_queries == 0
     session.observe(second := emitted((3, 9)))
-    assert (worth.asked, worth.seconds) == (1, pytest.approx(0.9))
-    assert session._asked == []
+    assert (worth.num_queries, worth.seconds) == (1, pytest.approx(0.9))
+    assert session._policy._queries == []
     assert free.heard == head.heard == [first, second]
     session.propose(budget)
-    assert [asked.least for asked in head.asked] == [0.0, 0.0, pytest.approx(0.25)]  # what a level takes at that rate
-    assert session.report()["asking_seconds"] == {"head": 1.5}
+    # the seconds of a level at the rate of plain steps
+    assert [asked.min_level_probability for asked in head.asked] == [0.0, 0.0, pytest.approx(0.25)]
+    assert session.report()["query_seconds"] == {"head": 1.5}
     assert session.report()["accepted_drafts"] == 1
 
 
@@ -182,13 +193,13 @@ def test_auto_gives_the_plain_answer(llama: Any, batch_size: int, options: dict[
     stats = llama.last_speculation
     assert stats.method == "hybrid"
     assert stats.control["controller"] == "cost_model"
-    assert stats.control["heard"] == ["prompt_lookup", "token_recycling"]
-    assert set(stats.control["asked"]) == {"eagle", "medusa"}
+    assert stats.control["free_sources"] == ["prompt_lookup", "token_recycling"]
+    assert set(stats.control["queries"]) == {"eagle", "medusa"}
     # the last step of a call is not told, and one for a last token drafts nothing
     assert sum(stats.control["widths"].values()) == stats.num_target_forwards - 1
 
 
-@pytest.mark.parametrize("name", ["uncalibrated", "switching"])
+@pytest.mark.parametrize("name", ["switching"])
 def test_what_the_benchmark_switches_off_answers_plainly(llama: Any, name: str) -> None:
     llama.add_drafter(drafters.EagleDrafter(drafters.random_head(llama)))
     script("auto").add_drafters(llama)
@@ -221,8 +232,8 @@ def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyP
     assert torch.equal(answers(llama, None, 2, count=40), answers(llama, "auto", 2, count=40))
     stats = llama.last_speculation
     assert stats.control["plain_steps"] == 1.0
-    rests = stats.num_target_forwards - 1 - hybrid.PATIENCE
-    assert len(heard) == hybrid.PATIENCE + -(-rests // (hybrid.LONGEST_REST + 1))
+    rests = stats.num_target_forwards - 1 - constants.PAUSE_STEPS
+    assert len(heard) == constants.PAUSE_STEPS + -(-rests // (constants.PAUSE_STEPS + 1))
 
 
 def test_where_width_is_free_trees_are_wide(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +265,10 @@ def test_drafting_comes_back_when_the_text_repeats_itself(llama: Any, monkeypatc
 
 def test_what_is_merged_is_chosen(llama: Any) -> None:
     answers(llama, "hybrid")
-    assert llama.last_speculation.control["heard"] == ["prompt_lookup", "token_recycling"]
+    assert llama.last_speculation.control["free_sources"] == ["prompt_lookup", "token_recycling"]
     answers(llama, {"method": "hybrid", "methods": ["token_recycling"], "adaptive": False, "num_draft_tokens": 6})
     control = llama.last_speculation.control
-    assert (control["controller"], control["num_nodes"], control["heard"]) == ("fixed", 6, ["token_recycling"])
+    assert (control["controller"], control["num_nodes"], control["free_sources"]) == ("fixed", 6, ["token_recycling"])
     for methods, error, message in (
         (["eagle"], DrafterMismatchError, "needs a head"),
         (["auto"], InvalidConfigError, "single methods"),
@@ -267,7 +278,7 @@ def test_what_is_merged_is_chosen(llama: Any) -> None:
             answers(llama, {"method": "hybrid", "methods": methods})
     with pytest.raises(InvalidConfigError, match="follows from its parts"):
         answers(llama, {"method": "hybrid", "tree": [(0,)]})
-    with pytest.raises(InvalidConfigError, match="None where `method` is not 'hybrid'"):
+    with pytest.raises(InvalidConfigError, match="None unless `method` is 'hybrid'"):
         SpeculativeConfig("eagle", methods=("eagle",))
     with pytest.raises(InvalidConfigError, match="list of different method names"):
         SpeculativeConfig("hybrid", methods=("eagle", "eagle"))
@@ -279,27 +290,29 @@ def test_several_heads_of_one_kind_are_told_apart(llama: Any) -> None:
     for seed in (0, 1):
         llama.add_drafter(drafters.EagleDrafter(drafters.random_head(llama, seed)), f"head {seed}")
     assert torch.equal(answers(llama, None, 2), answers(llama, {"method": "hybrid", "adaptive": False}, 2))
-    assert set(llama.last_speculation.control["asked"]) == {"head 0", "head 1"}
+    assert set(llama.last_speculation.control["queries"]) == {"head 0", "head 1"}
 
 
 def test_a_static_tree_is_a_source_like_any_other(llama: Any) -> None:
     head = drafters.random_head(llama, tree=drafters.CHOICES)
     llama.add_drafter(drafters.EagleDrafter(head))
     assert torch.equal(answers(llama, None), answers(llama, {"method": "hybrid", "adaptive": False}))
-    assert llama.last_speculation.control["asked"]["eagle"] > 3
+    assert llama.last_speculation.control["queries"]["eagle"] > 3
 
 
 def test_experience_and_costs_stay_with_the_model(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="hf_specdec.control.costs"):
         for _ in range(2):
             answers(llama, "auto")
-    assert [record.message.startswith("A step of LlamaForCausalLM over 1 rows") for record in caplog.records] == [True]
+    (record,) = caplog.records
+    assert record.message.startswith("A step of LlamaForCausalLM with batch size 1")
     state = llama.__dict__["_speculation"]
-    assert state.experience.calibration.table()
+    name, new = "token_recycling", LearnedStats()
+    assert state.learned.trust(name) != new.trust(name)
     another = copy.deepcopy(llama)
-    assert another.__dict__["_speculation"].experience.calibration.table() == {}
+    assert another.__dict__["_speculation"].learned.trust(name) == new.trust(name)
     assert another.__dict__["_speculation"].costs == []
-    drafter = HybridDrafter({"ngram": PromptLookupDrafter()}, experience := LearnedStats())
+    drafter = HybridDrafter({name: TokenRecyclingDrafter()}, learned := LearnedStats())
     llama.add_drafter(drafter, "mine")  # one of the user's own has its own
     answers(llama, "mine")
-    assert experience.calibration.table()
+    assert learned.trust(name) != new.trust(name)

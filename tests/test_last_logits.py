@@ -54,9 +54,7 @@ def test_the_runners_up_of_the_last_kept_node_are_drafted_without_the_root(path:
     assert drafting.propose(PLAIN_STEP).tree.num_nodes == 1
     found = drafting.candidates[0].after(drafting.candidates[0].start)
     assert [candidate.token for candidate in found] == [2, 4, 3, 5, 6, 0, 7, 8]
-    assert [candidate.kind[1] for candidate in found] == [0, 1, 2, 3, 3, 3, 3, 3]
-    assert found[0].prior == pytest.approx(0.2 * 0.2)
-    assert found[0].kind == ("last_logits", 0, 4)  # 3 * -log(0.2)
+    assert found[0].probability == pytest.approx(0.2 * 0.2)
     assert drafting.candidates[0].follow(True, 2) is None
 
 

@@ -84,7 +84,7 @@ def test_a_window_is_a_tree() -> None:
     window = JacobiWindow(WindowShape(columns=3, ngram=3), [0])
     window.levels = [[0, 2, 3], [11, 12, 13]]
     tree = PrefixTree(1)
-    assert window.plant(tree, 100) == [3, 4, 5]
+    assert window.add_to(tree, 100) == [3, 4, 5]
     assert tree.tokens == [1, 2, 3, 11, 12, 13]
     assert tree.parents == [-1, 0, 1, 0, 1, 2]
 
@@ -95,7 +95,7 @@ def test_equal_beginnings_are_one_node() -> None:
     window.levels = [[0, 5], [5, 6]]
     tree = PrefixTree(1)
     tree.add([5, 6], 100)
-    assert window.plant(tree, 100) == [1, 2]
+    assert window.add_to(tree, 100) == [1, 2]
     assert (tree.tokens, tree.parents) == ([1, 5, 6], [-1, 0, 1])
 
 
@@ -106,7 +106,7 @@ def test_no_window_is_larger_than_its_shape_says(columns: int, ngram: int) -> No
     window, sizes, depths = JacobiWindow(shape, list(range(2, 40))), [], []
     for step in range(ngram + 2):
         tree = PrefixTree(1)
-        cells = window.plant(tree, 1000)
+        cells = window.add_to(tree, 1000)
         sizes.append(len(tree.tokens) - 1)
         depths.append(int(TokenTree(torch.tensor([tree.tokens]), torch.tensor(tree.parents)).depths().max()))
         ngrams = window.advance(1, [100 * step + 100 + cell for cell in range(len(cells))])
@@ -239,9 +239,9 @@ def test_sizes_that_mean_nothing(settings: dict[str, int], message: str) -> None
 
 
 def test_fields_that_do_not_fit() -> None:
-    with pytest.raises(InvalidConfigError, match="follows from its window"):
+    with pytest.raises(InvalidConfigError, match="depends on its window"):
         LookaheadDrafter().limits(SpeculativeConfig("lookahead", tree="dynamic"))
-    with pytest.raises(InvalidConfigError, match="A window needs 7 nodes, 3 steps and top_k 3"):
+    with pytest.raises(InvalidConfigError, match="A window needs at least 7 nodes, 3 steps and top_k 3"):
         LookaheadDrafter(reads_prompt=False).limits(SpeculativeConfig("lookahead", top_k=2))
 
 

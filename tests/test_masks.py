@@ -81,13 +81,13 @@ def test_positions_keep_the_sections_of_rotary_ids() -> None:
     assert positions.tolist() == [[[3, 4]], [[6, 7]], [[4, 5]]]
 
 
-def test_padding_of_a_part_of_the_prompt_and_behind_virtual_tokens() -> None:
+def test_padding_of_a_part_of_the_prompt_and_after_virtual_tokens() -> None:
     padding = PromptPadding.of(torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 1]]))
     assert padding is not None
     assert padding.last(4).valid.tolist() == [[False, True, True, True], [False, True, True, True]]
-    assert padding.behind(7).counts.tolist() == [2, 1]
-    assert padding.behind(7).left.tolist() == [0, 0]
-    assert padding.behind(5) is padding
+    assert padding.extended_to(7).counts.tolist() == [2, 1]
+    assert padding.extended_to(7).left.tolist() == [0, 0]
+    assert padding.extended_to(5) is padding
 
 
 def test_a_prompt_without_padding_has_none() -> None:

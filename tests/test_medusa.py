@@ -117,7 +117,7 @@ def test_a_tree_for_every_model() -> None:
     assert tree_for_model("lmsys/vicuna-13b-v1.3") == paper_tree("vicuna_13b_stage2") != paper_tree("mc_sim_7b_63")
     assert tree_for_model("HuggingFaceH4/zephyr-7b-beta") == paper_tree("zephyr_stage2")
     assert tree_for_model(None) == tree_for_model("gpt2") == paper_tree("mc_sim_7b_63")
-    with pytest.raises(InvalidConfigError, match="no paper tree"):
+    with pytest.raises(InvalidConfigError, match="Unknown paper tree"):
         paper_tree("vicuna")
     drafter = MedusaDrafter(random_heads(zoo.build("llama")))
     assert drafter.limits(SpeculativeConfig("medusa")).num_nodes == 24
@@ -131,9 +131,9 @@ def test_a_tree_for_every_model() -> None:
     ("fields", "message"),
     [
         ({"tree": "dynamic"}, "static tree"),
-        ({"tree": [(0,), (0, 0), (0, 0, 0)]}, "3 deep, there are 2"),
+        ({"tree": [(0,), (0, 0), (0, 0, 0)]}, "depth 3, but there are only 2"),
         ({"tree": [(96,)]}, "rank 96"),
-        ({"tree": [(0,)], "num_draft_tokens": 5}, "num_draft_tokens 2, got"),
+        ({"tree": [(0,)], "num_draft_tokens": 5}, "num_draft_tokens=2, got"),
     ],
 )
 def test_trees_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
@@ -151,7 +151,7 @@ def test_saved_loaded_and_checked_against_the_target(tmp_path: Path, llama: Any)
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     assert torch.equal(llama.generate(ids, **options), llama.generate(ids, speculative="auto", **options))
-    assert set(llama.last_speculation.control["asked"]) == {"medusa"}
+    assert set(llama.last_speculation.control["queries"]) == {"medusa"}
     with pytest.raises(DrafterMismatchError, match="vocab_size 50"):
         llama.add_drafter(MedusaDrafter(MedusaHeads(MedusaConfig.for_target(llama.config, vocab_size=50))))
     with pytest.raises(InvalidConfigError, match="from 1 to 128"):

@@ -200,7 +200,7 @@ def test_a_replaced_generation_config_changes_nothing(llama: Any) -> None:
 def test_auto_takes_what_there_is(llama: Any) -> None:
     llama.generate(IDS, speculative="auto", **GREEDY)
     assert llama.last_speculation.method == "hybrid"
-    assert llama.last_speculation.control["heard"] == ["prompt_lookup", "token_recycling"]
+    assert llama.last_speculation.control["free_sources"] == ["prompt_lookup", "token_recycling"]
     llama.generate(IDS, speculative="ngram", **GREEDY)
     assert llama.last_speculation.method == "prompt_lookup"
 
@@ -227,7 +227,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "eagel"}, InvalidConfigError, "no method or drafter 'eagel'"),
         ({"speculative": "eagle"}, DrafterMismatchError, "needs a head"),
         ({"speculative": "draft_model"}, DrafterMismatchError, "assistant_model="),
-        ({"speculative": "eagle", "assistant_model": object()}, UnsupportedGenerationError, "means nothing to"),
+        ({"speculative": "eagle", "assistant_model": object()}, UnsupportedGenerationError, "has no effect with"),
         ({"speculative": "medusa"}, DrafterMismatchError, "needs a head"),
         ({"speculative": {"num_drafts": 3}}, InvalidConfigError, "Did you mean 'num_draft_tokens'"),
         ({"speculative": {"num_draft_tokens": 0}}, InvalidConfigError, "integer >= 1"),
@@ -281,7 +281,7 @@ def test_ranks_in_step_need_a_cache_that_can_be_cut() -> None:
 
 
 def test_an_assistant_model_goes_with_a_method_that_takes_one(llama: Any) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="means nothing to"):
+    with pytest.raises(UnsupportedGenerationError, match="has no effect with"):
         llama.generate(IDS, speculative="prompt_lookup", assistant_model=zoo.build("llama"), **GREEDY)
     llama.generation_config.speculative = "draft_model"
     try:  # a stored default does not say which of the two kinds of assisted generation is meant

@@ -148,7 +148,7 @@ def test_attach_load_and_warm_up_in_a_mode_and_generate_outside(
     model = copy.deepcopy(zoo.build("llama"))
     with MODES[mode]():
         SpeculativeGenerationMixin.attach(model)
-        with pytest.warns(UserWarning, match="guessed"):  # its weights are random
+        with pytest.warns(UserWarning, match="predicted"):  # its weights are random
             model.load_drafter(tmp_path, verify=True)
         model.warmup("auto", prompt_length=8)
     head = model.drafters["eagle"].head
@@ -249,7 +249,7 @@ def test_a_head_made_in_inference_mode_is_refused_before_it_is_trained(tmp_path:
     target = zoo.build("llama")
     with torch.inference_mode():
         head = new_head("medusa", target)
-    with pytest.raises(InvalidConfigError, match="head's weights were made in"):
+    with pytest.raises(InvalidConfigError, match="head's weights were created in"):
         trained(head, "medusa", target, tmp_path)
     assert not (tmp_path / "run").exists()
 

@@ -403,7 +403,7 @@ def test_prompts_shorter_than_there_are_modules(three: Any, length: int) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 2}, r"draft chains of at most 3 tokens, asked for are num_steps=3, top_k=2\. Leave tree"),
+        ({"top_k": 2}, r"draft chains of at most 3 tokens, got num_steps=3, top_k=2\. Leave tree"),
         ({"num_steps": 4}, "num_steps=4, top_k=1"),
         ({"tree": [(0,), (1,)]}, "num_steps=1, top_k=2"),
     ],
@@ -457,7 +457,7 @@ def test_models_without_modules(llama: Any, three: Any, tmp_path: Path) -> None:
     with pytest.raises(DrafterMismatchError, match=r"cannot be loaded from .*bare: .*weights are missing"):
         bare.generate(IDS, attention_mask=MASK, speculative="mtp", **GREEDY)
     bare._keys_to_ignore_on_load_unexpected = None
-    with pytest.raises(UnsupportedModelError, match="knows no names of MTP tensors"):
+    with pytest.raises(UnsupportedModelError, match="does not know the names of the MTP tensors"):
         bare.add_drafter(MtpDrafter.native(bare))
     with pytest.raises(DrafterMismatchError, match=r"those of .*three.*, this model is .*bare"):
         bare.add_drafter(MtpDrafter.native(three))
@@ -472,7 +472,7 @@ def test_modules_of_a_kind_that_is_not_run(three: Any, monkeypatch: pytest.Monke
     mixed.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     with monkeypatch.context() as patch:
         patch.setattr(type(three.config), "get_mtp_config", lambda self: mixed)
-        with pytest.raises(UnsupportedModelError, match="they are full_attention, sliding_attention"):
+        with pytest.raises(UnsupportedModelError, match="they have full_attention, sliding_attention"):
             MtpDrafter.native(three)
 
     def ambiguous(self: Any) -> Any:

@@ -90,7 +90,7 @@ def test_a_run_is_interleaved_and_goes_on_where_it_stopped(
     workers, told = started(model, "fake", "broken", "absent")
     assert told["fake"]["versions"].keys() == {"pip"}
     assert told["broken"]["missing"].startswith("OSError: no such model; see ")
-    assert told["absent"] == {"missing": "its environment is not there: python benchmarks/peers.py --make absent"}
+    assert told["absent"] == {"missing": "its environment does not exist: python benchmarks/peers.py --make absent"}
     asked = options(prompts=place / "prompts.jsonl", json=place / "out.json", max_new_tokens=6,
                     methods="prompt_lookup", rounds=1)  # fmt: skip
     try:
@@ -153,8 +153,8 @@ def test_an_environment_that_cannot_be_made_is_told_with_the_reason(
     monkeypatch.setattr(peers.subprocess, "run", run)
     assert peers.main(["--make", "all"]) == 1
     shown = capsys.readouterr().out
-    assert "fake: made, pip" in shown  # it was there
-    assert "absent: its environment cannot be made: ERROR: No matching distribution found for pip" in shown
+    assert "fake: created, pip" in shown  # it was there
+    assert "absent: its environment cannot be created: ERROR: No matching distribution found for pip" in shown
     assert [step[1:3] for step in steps] == [["-m", "venv"], ["-m", "pip"]]
 
 

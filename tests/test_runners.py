@@ -1,6 +1,6 @@
 """Compiled verification: the same answers from one program for all sizes, dropped with the weights it was made of.
 
-Inductor takes half a minute per model here, so most tests run the recorded operations as they are; one compiles.
+Inductor takes half a minute per model here, so most tests run the traced operations directly; one compiles.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.generation import state
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.verification import compiling, graph_backends, runners
-from hf_specdec.verification.compiling import why_not
+from hf_specdec.verification.compiling import unsupported_reason
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from test_modes import MODES
 
-COMPILED = {"method": "eagle", "compile": "compile", "num_draft_tokens": 6}
+COMPILED = {"method": "eagle", "compile": "inductor", "num_draft_tokens": 6}
 
 
 def speculative_model(name: str = "llama", model: Any = None) -> Any:
@@ -37,25 +37,25 @@ def speculative_model(name: str = "llama", model: Any = None) -> Any:
     return model
 
 
-def as_recorded(graph: Any, _inputs: Any, options: Any) -> Any:
-    """In inductor's place: the recorded operations themselves."""
+def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
+    """Replace inductor: run the traced operations directly."""
     assert options["freezing"]
     return graph.forward
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", as_recorded)
+    monkeypatch.setattr(torch._inductor, "compile", without_inductor)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Any:
-    """A model whose forward has been recorded."""
+    """A model whose forward has been traced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._inductor, "compile", as_recorded)
+        patch.setattr(torch._inductor, "compile", without_inductor)
         model = speculative_model()
         model.warmup(COMPILED)
-    assert model._speculation.programs["compile"].runner is not None
+    assert model._speculation.programs["inductor"].runner is not None
     return model
 
 
@@ -64,12 +64,12 @@ def test_inductor_gives_plain_answers() -> None:
     model = speculative_model(model=zoo.shallow("llama", 2))
     with torch.inference_mode():  # a program made there serves calls outside it
         model.warmup(COMPILED)
-    assert model._speculation.programs["compile"].runner is not None
+    assert model._speculation.programs["inductor"].runner is not None
     sampled = {"do_sample": True, "temperature": 0.8}
     fresh = speculative_model(model=zoo.shallow("llama", 2))
     assert answers(fresh, 1, COMPILED, **sampled) == answers(model, 1, None, **sampled)
     for rows in (1, 3):
-        for config in (COMPILED, {"method": "auto", "compile": "compile"}):
+        for config in (COMPILED, {"method": "auto", "compile": "inductor"}):
             assert answers(model, rows, config) == answers(model, rows, None)
             for mode in ("inference", "bfloat16", "gradients", "meta"):
                 ids_and_mask = prompts(rows)
@@ -87,7 +87,7 @@ def answers(model: Any, rows: int, speculative: Any, given_prompts: Any = None, 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("method", ["eagle", "prompt_lookup", "auto", "lookahead"])
 def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
-    assert answers(compiled, rows, {"method": method, "compile": "compile"}) == answers(compiled, rows, None)
+    assert answers(compiled, rows, {"method": method, "compile": "inductor"}) == answers(compiled, rows, None)
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
@@ -101,20 +101,20 @@ def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.
     model = speculative_model(name)
     with caplog.at_level(logging.WARNING):
         assert answers(model, 3, COMPILED) == answers(model, 3, None)
-    runner = model._speculation.programs["compile"].runner
+    runner = model._speculation.programs["inductor"].runner
     assert (runner is None) == any("is not compiled" in record.message for record in caplog.records)
     assert name not in ("gemma3_text", "phi", "olmo2") or runner is not None
 
 
 def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compilation over 100 calls of varying lengths, widths and batches."""
-    program = compiled._speculation.programs["compile"]
+    program = compiled._speculation.programs["inductor"]
     monkeypatch.setattr(torch._inductor, "compile", None)  # would fail
     for call in range(100):
         ids = torch.arange(1, 2 + call % 37)[None].repeat(1 + call % 3, 1) % zoo.VOCAB_SIZE
         config = {**COMPILED, "num_draft_tokens": 2 + call % 5}
         compiled.generate(ids, max_new_tokens=2 + call % 4, do_sample=False, speculative=config)
-    assert compiled._speculation.programs["compile"] is program
+    assert compiled._speculation.programs["inductor"] is program
 
 
 @pytest.mark.usefixtures("quick")
@@ -123,7 +123,7 @@ def test_compiling_draws_no_random_number() -> None:
     model = speculative_model()
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
     for method in ("eagle", "auto"):
-        assert answers(model, 1, {"method": method, "compile": "compile"}, **options) == answers(
+        assert answers(model, 1, {"method": method, "compile": "inductor"}, **options) == answers(
             model, 1, None, **options
         )
 
@@ -159,7 +159,7 @@ def test_a_written_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         second = answers(model, 1, COMPILED)
     assert second == answers(model, 1, None) != first
-    assert any("its program is dropped" in record.message for record in caplog.records)
+    assert any("the program is dropped" in record.message for record in caplog.records)
 
 
 @pytest.mark.usefixtures("quick")
@@ -171,8 +171,8 @@ def test_what_cannot_be_compiled_is_told_once_and_runs(caplog: pytest.LogCapture
         answers(model, 1, COMPILED)
     handle.remove()
     told = [record.message for record in caplog.records if "is not compiled" in record.message]
-    assert told == ["LlamaForCausalLM is not compiled: it has forward hooks, which a program would not call. Its own "
-                    "forward verifies the drafts."]  # fmt: skip
+    assert told == ["LlamaForCausalLM is not compiled: it has forward hooks, which a compiled forward would not call. "
+                    "Its own forward is used."]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", ["model.layers.0", "model.layers.1.mlp"])
@@ -180,14 +180,14 @@ def test_what_is_compiled_already_is_neither_compiled_nor_captured_again(part: s
     """By `module.compile()` or by a compiled forward: it could compile in the middle of a capture."""
     model = speculative_model()
     facts = model._speculation.facts[0]
-    assert not why_not(model, facts)
+    assert not unsupported_reason(model, facts)
     module = model.get_submodule(part)
     module.compile()
-    assert why_not(model, facts) == f"{part} is compiled by torch.compile already"
+    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
     module._compiled_call_impl = None
-    assert not why_not(model, facts)
+    assert not unsupported_reason(model, facts)
     module.forward = torch.compile(module.forward)
-    assert why_not(model, facts) == f"{part} is compiled by torch.compile already"
+    assert unsupported_reason(model, facts) == f"{part} is already compiled by torch.compile"
 
 
 class ReadsTheHost(nn.Module):
@@ -205,14 +205,14 @@ class CountsItsCalls(nn.Module):
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("module", "reason"), [
-    (ReadsTheHost(), "it cannot be recorded"), (CountsItsCalls(), "it differs from the model's own forward"),
+    (ReadsTheHost(), "it cannot be traced"), (CountsItsCalls(), "it differs from the model's own forward"),
 ])  # fmt: skip
 def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: str) -> None:
     model = copy.deepcopy(zoo.build("llama"))
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
     with pytest.raises(runners.CaptureError, match=reason):
-        compiling.make_runner(model, facts, frozenset(), "compile")
+        compiling.make_runner(model, facts, frozenset(), "inductor")
 
 
 def compiling_facts(model: Any) -> Any:
@@ -220,7 +220,7 @@ def compiling_facts(model: Any) -> Any:
 
 
 def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"method": "auto", "compile": "compile"}
+    config = {"method": "auto", "compile": "inductor"}
     compiled.warmup(config, batch_size=2, prompt_length=20)
 
     def fail(*_args: object, **_options: object) -> None:
@@ -237,18 +237,18 @@ def test_what_a_program_does_not_give_comes_from_the_model(
     """Hidden states that were asked for, and another arithmetic around the call."""
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    program = compiled._speculation.programs["compile"]
+    program = compiled._speculation.programs["inductor"]
     monkeypatch.setattr(CompiledForward, "__call__", None)
     asked = {"output_hidden_states": True, "return_dict_in_generate": True}
     with caplog.at_level(logging.INFO):
         found = compiled.generate(ids, speculative=COMPILED, **options, **asked)
     told = [record.message for record in caplog.records if "is not used" in record.message]
-    assert told == ["The program of LlamaForCausalLM is not used: outputs for every layer."]
+    assert told == ["The compiled or captured forward of LlamaForCausalLM is not used (outputs of every layer)."]
     assert torch.equal(found.sequences, compiled.generate(ids, **options))
     assert len(found.hidden_states) == 4
     with torch.autocast("cpu", torch.bfloat16):
         compiled.generate(ids, speculative=COMPILED, **options)
-    assert compiled._speculation.programs["compile"] is program
+    assert compiled._speculation.programs["inductor"] is program
 
 
 def test_the_page_is_true(compiled: Any) -> None:
@@ -278,7 +278,7 @@ def test_two_threads_share_one_program(compiled: Any) -> None:
 def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     model = speculative_model()
     model.warmup(COMPILED)
-    program = weakref.ref(model._speculation.programs["compile"].runner)
+    program = weakref.ref(model._speculation.programs["inductor"].runner)
     SpeculativeGenerationMixin.detach(model)
     gc.collect()
     assert program() is None
@@ -316,7 +316,7 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
     model = speculative_model()
     head = ReadsTwice(model.drafters["eagle"].head.config).eval()
     head.load_state_dict(model.drafters["eagle"].head.state_dict())
-    with pytest.raises(runners.CaptureError, match="ReadsTwice reads in a way of its own"):
+    with pytest.raises(runners.CaptureError, match="ReadsTwice overrides `read`"):
         CompiledDraftLayer.of(head, None)
     drafter = model.add_drafter(drafters.EagleDrafter(head), "eagle")
     with caplog.at_level(logging.WARNING):
@@ -328,7 +328,7 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
 @pytest.mark.slow
 def test_a_program_of_an_accelerator_reads_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed for a CPU they are a second copy; elsewhere that would cost their memory once more."""
-    monkeypatch.setattr(runners, "CPU_OPTIONS", graph_backends.UNCAPTURED)
+    monkeypatch.setattr(runners, "CPU_OPTIONS", graph_backends.ACCELERATOR_OPTIONS)
     layer, inputs = nn.Linear(5, 3, bias=False), torch.randn(2, 5)
     with torch.no_grad():
         run = runners.compile_operations(lambda given: [layer(given).relu()], inputs)

@@ -169,7 +169,7 @@ def test_answers_whose_ids_are_not_known_are_given_up(
         distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 3
     assert teacher.num_lost == 3
-    assert "3 answers were given up" in caplog.text
+    assert "3 answers were dropped" in caplog.text
 
 
 def test_parts_of_which_nothing_is_left(talker: Any, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_malformed_answers_are_reported_by_reason(
     foreign = "`token_ids` are not ids of the tokenizer's vocabulary"
     assert teacher.lost == {foreign: 2, "HTTP 400": 1, "`choices` is not a list of one object": 1}
     assert len(rows_of(tmp_path / "out")) == len(PROMPTS) - 4
-    assert f"4 answers were given up: 2 x {foreign}; 1 x " in caplog.text
+    assert f"4 answers were dropped: 2 x {foreign}; 1 x " in caplog.text
     assert caplog.text.count("the first for this reason") == 3
 
 
@@ -236,7 +236,7 @@ def test_a_server_that_goes_away_ends_the_run_and_loses_nothing(talker: Any, tmp
     served.complete = complete  # type: ignore[method-assign]
     with serving(served) as url:
         teacher = ServerTeacher(url, tokenizer, num_requests=4)
-        with pytest.raises(InvalidConfigError, match=r"503: loading.* It answered before.*start again") as refused:
+        with pytest.raises(InvalidConfigError, match=r"503: loading.* It answered before.*Start again") as refused:
             distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG, progress=False)
         assert url in str(refused.value)
         assert len(rows_of(tmp_path / "out")) == CONFIG.batch_size
@@ -251,13 +251,13 @@ def test_what_a_server_cannot_do_is_said_before_the_work(talker: Any, tmp_path: 
     with serving(served) as url:
         teacher = ServerTeacher(url, tokenizer, "tiny")
         served.adds = 1
-        with pytest.raises(InvalidConfigError, match=r"reads 6 tokens where 5 were sent"):
+        with pytest.raises(InvalidConfigError, match="counts 6 prompt tokens, but 5 were sent"):
             distill(teacher, tokenizer, PROMPTS, tmp_path / "out", CONFIG)
         assert len(served.requests) == 1
         assert not (tmp_path / "out").exists()
         served.adds = 0
         unwritable = [3, 1, 4]  # the unknown token has no text of its own
-        with pytest.raises(InvalidConfigError, match="cannot be known from its text"):
+        with pytest.raises(InvalidConfigError, match="cannot be recovered from its text"):
             ServerTeacher(url, Forgetful(tokenizer)).check(unwritable)
         served.tells_ids = True
         ServerTeacher(url, Forgetful(tokenizer)).check(unwritable)

@@ -68,7 +68,7 @@ def test_settings_that_mean_nothing_are_refused(kind: Any, settings: dict[str, A
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(llama: Any) -> None:
-    with pytest.raises(DrafterMismatchError, match=r"The corpus holds token 96, the vocabulary of .* has 96 tokens"):
+    with pytest.raises(DrafterMismatchError, match=r"The corpus contains token 96, but .* has only 96 tokens"):
         llama.add_drafter(PromptLookupDrafter(corpus=[[3, 4, 5], [6, zoo.VOCAB_SIZE]]))
     llama.add_drafter(PromptLookupDrafter(corpus=[torch.tensor([3, zoo.VOCAB_SIZE - 1]), (), range(9)]))
 

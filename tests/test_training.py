@@ -447,7 +447,7 @@ def test_a_recipe_with_other_values() -> None:
     for fields, message in (
         ({"nose": 1.0}, "no field 'nose'"), ({"noise": "1"}, "`noise` of a recipe"), ({"noise": True}, "`noise` of"),
         ({"aligned_steps": 2.0}, "`aligned_steps`"), ({"soft_tokens": 1}, "`soft_tokens`"), ({"noise": -1.0}, ">= 0"),
-        ({"growing": 1.5}, "a share of the run"),
+        ({"growing": 1.5}, "a fraction of the run"),
     ):  # fmt: skip
         with pytest.raises(InvalidConfigError, match=message):
             recipe.changed(**fields)

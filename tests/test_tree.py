@@ -149,7 +149,7 @@ def test_first_chains_of_a_batch_are_padded_and_keep_their_probabilities() -> No
 
 
 def test_growth_stops_where_a_level_promises_too_little() -> None:
-    """The best candidates of all rows together against `Budget.least`; what was grown until then is kept."""
+    """Growth stops at `Budget.min_level_probability`; the levels grown before are kept."""
     depths: list[int] = []
 
     def expand(
@@ -165,7 +165,7 @@ def test_growth_stops_where_a_level_promises_too_little() -> None:
     roots = torch.tensor([7, 8])
     for least, wanted in ((0.0, [1, 2, 3]), (0.9, [1]), (0.4, [1, 2]), (1.1, [])):
         depths.clear()
-        draft = grow_dynamic(roots, level(2, 1), expand, Budget(7, 4, 2, least=least))
+        draft = grow_dynamic(roots, level(2, 1), expand, Budget(7, 4, 2, min_level_probability=least))
         draft.tree.validate()
         assert depths == wanted  # two rows: 1.0, 0.5 and 0.25 above levels 2, 3 and 4
         assert int(draft.tree.depths().max()) == min(len(wanted) + 1, 3)

@@ -1,4 +1,4 @@
-"""economize: prompt lookup, or its plain decoding (`cycle_length` 1). Settings: model, dtype, threads, eos_ids."""
+"""economize: prompt lookup, or plain decoding (`cycle_length` 1). Settings: model, dtype, threads, eos_ids."""
 
 import economize
 import torch
@@ -12,7 +12,7 @@ def load(settings):
     base = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])).eval()
     cycle, eos_ids, first = settings["cycle_length"], set(settings["eos_ids"]), FirstToken()
     model = economize.apply(base, *([LookupConfig()] if cycle > 1 else []))
-    # tokens are read one by one where it does not draft, so that the first one's time is known
+    # without drafts tokens are read one at a time, so that the time of the first is known
     decoding = economize.DecodeConfig(cycle_length=cycle, sync_interval=1)
 
     def stop(tokens):
@@ -22,7 +22,7 @@ def load(settings):
     def answer(prompt_ids, max_new_tokens):
         first.begin()
         result = model.decode(torch.tensor(prompt_ids), max_new_tokens, decoding=decoding, stop=stop)
-        ids, passes = result.tokens.tolist(), result.cost_summary()["exact_calls"]  # the prompt's is one of them
+        ids, passes = result.tokens.tolist(), result.cost_summary()["exact_calls"]  # including the prefill
         return ids, first.seconds, (len(ids) - 1) / (passes - 1) if passes > 1 else None
 
     return answer

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 class TimedTarget(TargetModel):
-    """Tells when the tokens of the first step are decided."""
+    """Records the time at which the first step's tokens are decided."""
 
     def __init__(self, *arguments, first, **others):
         super().__init__(*arguments, **others)
@@ -35,7 +35,7 @@ def load(settings):
     def answer(prompt_ids, max_new_tokens):
         first.begin()
         result = engine.generate(torch.tensor([prompt_ids]), max_new_tokens=max_new_tokens)
-        first.seen()  # an answer of one step is not committed
+        first.seen()  # a single step is not committed
         ids = [token for token in result.output_ids[0].tolist() if token >= 0]
         steps = [step.emitted for step in result.arm_steps]
         return ids, first.seconds, sum(steps) / len(steps) if steps else None

@@ -1,4 +1,4 @@
-"""The weights of a quantised GGUF file as bf16, in a GGUF file: the very numbers that `load_model` dequantises to.
+"""Convert a quantised GGUF file to bf16, with the same values that `load_model` dequantises to.
 
 python benchmarks/workers/gguf_bf16.py quantised.gguf bf16.gguf
 """
@@ -11,11 +11,11 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, Ll
 from gguf.quants import dequantize, quantize
 
 OF_THE_FILE = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-"""Keys that the writer sets itself, or that are no longer true."""
+"""Prefixes of keys that the writer sets, or that no longer apply."""
 
 
 def convert(source: Path, destination: Path) -> None:
-    """Write `destination`; vectors stay float32, as llama.cpp wants them, with values that bf16 can hold."""
+    """Write `destination`; vectors are rounded to bf16 but stored as float32, as llama.cpp requires."""
     reader = GGUFReader(source)
     writer = GGUFWriter(destination, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python, which pip builds for the machine. Settings: gguf, threads, eos_ids, context."""
+"""llama.cpp through llama-cpp-python, built by pip for this machine. Settings: gguf, threads, eos_ids, context."""
 
 from llama_cpp import Llama
 from protocol import FirstToken, serve
@@ -13,7 +13,7 @@ def load(settings):
 
     def answer(prompt_ids, max_new_tokens):
         first.begin()
-        model.reset()  # nothing of the prompt is known from before
+        model.reset()  # no cached prefix
         ids = []
         for token in model.generate(prompt_ids, temp=0.0, top_k=1, repeat_penalty=1.0, reset=False):
             first.seen()

@@ -1,12 +1,11 @@
-"""What a worker of `benchmarks/peers.py` says on its standard streams, in JSON lines.
+"""JSON-lines protocol between `benchmarks/peers.py` and its workers, on standard input and output.
 
-It gets its settings as a JSON object, its only argument. When the model is loaded it says `{"ready": true, "versions":
-{...}, "load_seconds": s}`. Then every line `{"prompt_ids": [...], "max_new_tokens": n}` is answered by `{"ids": [...],
-"prefill_seconds": s, "seconds": s, "tau": t}`: the new tokens, greedy, up to and with the first that ends an answer;
-the seconds until the first of them was there, and until the last was; tokens per forward, or null. What goes wrong is
-`{"error": "..."}`, and the worker ends. Between the lines it sleeps in `readline`.
+The only argument of a worker is a JSON object of settings. After loading the model it writes `{"ready": true,
+"versions": {...}, "load_seconds": s}`. It then answers every line `{"prompt_ids": [...], "max_new_tokens": n}` with
+`{"ids": [...], "prefill_seconds": s, "seconds": s, "tau": t}`: the new greedy tokens including the EOS, the seconds to
+the first and to the last token, and tokens per forward or null. On an error it writes `{"error": "..."}` and ends.
 
-Runs in environments without hf_specdec: it imports the standard library alone.
+Runs in environments without hf_specdec and imports only the standard library.
 """
 
 import json
@@ -17,7 +16,7 @@ from importlib.metadata import version
 
 
 def settings():
-    """The worker's argument."""
+    """Return the worker's settings."""
     return json.loads(sys.argv[1])
 
 
@@ -25,14 +24,14 @@ def serve(load, packages):
     """Load a model, then answer until standard input ends.
 
     Args:
-        load: Takes the settings; returns a function of the prompt's ids and of the number of new tokens, which returns
-            ids, seconds to the first token and tau (or None).
-        packages: Distributions whose versions are told.
+        load: Takes the settings and returns a function `(prompt_ids, max_new_tokens) -> (ids, seconds to the first
+            token, tau or None)`.
+        packages: Distributions whose versions are reported.
     """
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to standard error
+    os.dup2(2, 1)  # output of libraries goes to standard error
 
-    def say(**values):
+    def send(**values):
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
@@ -40,19 +39,19 @@ def serve(load, packages):
         begin = time.perf_counter()
         answer = load(settings())
         versions = {name: version(name) for name in packages}
-        say(ready=True, versions=versions, load_seconds=time.perf_counter() - begin)
+        send(ready=True, versions=versions, load_seconds=time.perf_counter() - begin)
         while line := sys.stdin.readline():
-            asked = json.loads(line)
+            request = json.loads(line)
             begin = time.perf_counter()
-            ids, prefill_seconds, tau = answer(asked["prompt_ids"], asked["max_new_tokens"])
-            say(ids=ids, prefill_seconds=prefill_seconds, seconds=time.perf_counter() - begin, tau=tau)
+            ids, prefill_seconds, tau = answer(request["prompt_ids"], request["max_new_tokens"])
+            send(ids=ids, prefill_seconds=prefill_seconds, seconds=time.perf_counter() - begin, tau=tau)
     except Exception as error:
-        say(error=f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+        send(error=f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
         raise
 
 
 class FirstToken:
-    """Notes down when the first token was there: `begin()` before the prompt, `seen()` after any token."""
+    """Records the time to the first token: call `begin()` before the prompt and `seen()` after every token."""
 
     def begin(self):
         self.started, self.seconds = time.perf_counter(), None

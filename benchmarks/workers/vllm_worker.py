@@ -1,4 +1,4 @@
-"""vLLM on the CPU, compiled. Settings: model, dtype, threads, eos_ids, context; head and steps, or no head: plain."""
+"""vLLM on the CPU, compiled. Settings: model, dtype, threads, eos_ids, context, and optionally head and steps."""
 
 import os
 
@@ -14,7 +14,7 @@ def load(settings):
     llm = LLM(
         model=settings["model"], dtype=settings["dtype"], max_model_len=settings["context"], max_num_seqs=1,
         speculative_config=speculation, enable_prefix_caching=False, disable_log_stats=False,
-        gpu_memory_utilization=0.2,  # of the machine's memory, in spite of its name
+        gpu_memory_utilization=0.2,  # on a CPU: fraction of the machine's memory
     )  # fmt: skip
 
     def counted(name):
@@ -22,8 +22,8 @@ def load(settings):
 
     def answer(prompt_ids, max_new_tokens):
         before = [counted("drafts"), counted("accepted_tokens")] if speculation else None
-        asked = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=settings["eos_ids"])
-        (output,) = llm.generate([{"prompt_token_ids": prompt_ids}], asked, use_tqdm=False)
+        params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=settings["eos_ids"])
+        (output,) = llm.generate([{"prompt_token_ids": prompt_ids}], params, use_tqdm=False)
         tau = None
         if before is not None:
             drafts, accepted = counted("drafts") - before[0], counted("accepted_tokens") - before[1]

@@ -3,6 +3,8 @@
 from hf_specdec.checkpoints.export import export_head
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
+from hf_specdec.drafters.base import Drafter, DraftSession, Needs
+from hf_specdec.drafters.registry import register_drafter
 from hf_specdec.errors import (
     CacheCapacityError,
     CheckpointFormatError,
@@ -20,12 +22,17 @@ from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.heads.mtp import MtpConfig, MtpHead
 from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.trees.draft import Budget, Draft
 
 __all__ = [
     "AdaptiveConfig",
     "AutoSpeculativeModelForCausalLM",
+    "Budget",
     "CacheCapacityError",
     "CheckpointFormatError",
+    "Draft",
+    "DraftSession",
+    "Drafter",
     "DrafterMismatchError",
     "Eagle3Config",
     "Eagle3Head",
@@ -37,6 +44,7 @@ __all__ = [
     "MedusaHeads",
     "MtpConfig",
     "MtpHead",
+    "Needs",
     "SpeculationStats",
     "SpeculativeConfig",
     "SpeculativeDecodingError",
@@ -45,4 +53,5 @@ __all__ = [
     "UnsupportedModelError",
     "export_head",
     "load_head",
+    "register_drafter",
 ]

@@ -1,4 +1,4 @@
-"""`python -m hf_specdec`: the command line."""
+"""Command line: `python -m hf_specdec`."""
 
 from hf_specdec.cli import main
 

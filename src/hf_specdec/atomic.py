@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: made beside their place, then moved; and one process at a time."""
+"""Write files atomically (to a temporary file, then renamed), and lock directories against other processes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from filelock import FileLock, Timeout
 from hf_specdec.errors import InvalidConfigError
 
 PARTIAL = ".partial"
-"""Ends the names of what is not whole yet; before it stands the process that makes it."""
+"""Suffix of unfinished files and directories; the id of the process that writes them precedes it."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name beside a file to write to; it takes the file's place when the block ends without an error.
+    """Yield a temporary path that replaces `path` if the block ends without an error.
 
-    What processes that live no more have left there is cleared.
+    Removes temporary files that dead processes left for the same path.
 
     Args:
-        path: The file; its directory is made where it is missing.
+        path: The file; its directory is created if missing.
 
     Raises:
-        InvalidConfigError: Nothing can be written there: before the block, or at its end.
+        InvalidConfigError: The file cannot be written; raised before the block if possible.
     """
     with _writing(path):
         if path.is_dir():
@@ -48,32 +48,32 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raises an `InvalidConfigError` where the operating system, or a name, does not let anything be written."""
+    """Convert errors about writing `path` to `InvalidConfigError`."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         if isinstance(error, OSError) or "null" in str(error):
-            raise InvalidConfigError(f"{str(path)!r} cannot be written: {error}.", "Give another place.") from error
+            raise InvalidConfigError(f"{str(path)!r} cannot be written: {error}.", "Give another path.") from error
         raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file; another one of that name is replaced when the new one is whole."""
+    """Write a text file atomically, replacing any existing one."""
     with whole_file(path) as partial:
         partial.write_text(text)
 
 
 @contextmanager
 def staging_directory(folder: Path) -> Iterator[Path]:
-    """A new directory on the same disk as `folder`, gone afterwards with whatever is left in it.
+    """Yield a temporary directory on the same disk as `folder`, and delete it after the block.
 
-    What processes that live no more have left there is cleared.
+    Removes temporary directories that dead processes left for the same folder.
 
     Args:
-        folder: Where files are to appear; its parent is made where it is missing.
+        folder: Final directory of the files (see `move_into`); its parent is created if missing.
 
     Raises:
-        InvalidConfigError: Nothing can be written there.
+        InvalidConfigError: The directory cannot be written.
     """
     with _writing(folder):
         folder = folder.absolute()
@@ -82,17 +82,17 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix, suffix = f".{folder.name}.", f".{os.getpid()}{PARTIAL}"
         clear_partials(folder.parent, prefix)
-        made = tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix)
-    with made as name:
+        staging = tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix)
+    with staging as name:
         yield Path(name)
 
 
 def clear_partials(folder: Path, prefix: str = ".") -> None:
-    """Remove what dead processes have left unfinished in a directory.
+    """Remove unfinished files and directories of dead processes from a directory.
 
     Args:
         folder: The directory.
-        prefix: Of the names.
+        prefix: Remove only names with this prefix.
     """
     for left in folder.glob(f"{glob.escape(prefix)}*{PARTIAL}"):
         process = left.name.removesuffix(PARTIAL).rsplit(".", 1)[-1]
@@ -104,64 +104,64 @@ def clear_partials(folder: Path, prefix: str = ".") -> None:
             left.unlink(missing_ok=True)
 
 
-def move_into(made: Path, folder: Path, first: str, stale: tuple[str, ...] = ()) -> None:
-    """Move files to a directory, in the place of others, so that at no moment parts of two of them stand together.
+def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = ()) -> None:
+    """Move files into a directory such that an interruption never leaves a loadable mixture of old and new files.
 
     Args:
-        made: A directory of whole files, on the same disk.
-        folder: Where to; made where it is missing. What is in it and not replaced stays.
-        first: The file without which nothing there loads: it goes away before, and comes last.
-        stale: Patterns of files that would be read together with the new ones; what they match and is not replaced
-            goes away.
+        source: Directory with the finished files, on the same disk.
+        folder: Destination, created if missing. Files that are neither replaced nor stale stay.
+        first: File that a reader needs first; it is removed before all others and written last.
+        stale: Glob patterns of old files that would be read together with the new ones; matches that are not replaced
+            are deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder, f".{first}.")
-    held = folder / f".{first}.{os.getpid()}{PARTIAL}"  # what says that a save was broken off here
+    backup = folder / f".{first}.{os.getpid()}{PARTIAL}"  # while it exists, the save is incomplete
     if (folder / first).exists():
-        (folder / first).replace(held)
-    new = sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
+        (folder / first).replace(backup)
+    new = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
     for pattern in stale:
         for path in folder.glob(pattern):
             if path.relative_to(folder) not in new:
                 path.unlink()
     for name in sorted(new, key=lambda name: name == Path(first)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (made / name).replace(folder / name)
-    held.unlink(missing_ok=True)
+        (source / name).replace(folder / name)
+    backup.unlink(missing_ok=True)
 
 
 def is_broken_off(folder: Path, first: str) -> bool:
-    """Whether `move_into` was interrupted in a directory, so that what is there belongs to two saves.
+    """Return whether `move_into` was interrupted, so that the directory may mix files of two saves.
 
     Args:
-        folder, first: Of `move_into`.
+        folder, first: Same as in `move_into`.
     """
     return not (folder / first).exists() and any(folder.glob(f".{glob.escape(first)}.*{PARTIAL}"))
 
 
 @contextmanager
 def directory_lock(folder: Path, work: str) -> Iterator[None]:
-    """Hold a directory while a long work goes on in it; the operating system lets go of it for a process that dies.
+    """Lock a directory during the block; the operating system releases the lock if the process dies.
 
     Args:
-        folder: Made where it is missing.
-        work: What is done there, for the error.
+        folder: The directory, created if missing.
+        work: Name of the work, part of the lock file's name and of the error message.
 
     Raises:
-        InvalidConfigError: Another process holds it.
+        InvalidConfigError: Another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f".{work}.lock"
-    lock = FileLock(place, blocking=False)
+    path = folder / f".{work}.lock"
+    lock = FileLock(path, blocking=False)
     try:
         lock.acquire()
     except Timeout:
         raise InvalidConfigError(
-            f"Another process is at work in {folder} ({work}).", "Wait for its end, or give another directory."
+            f"Another process uses {folder} ({work}).", "Wait until it ends, or give another directory."
         ) from None
     try:
         yield
     finally:
-        if os.name != "nt":  # an open file cannot be removed there
-            place.unlink(missing_ok=True)
+        if os.name != "nt":  # Windows cannot remove an open file
+            path.unlink(missing_ok=True)
         lock.release()

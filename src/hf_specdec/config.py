@@ -1,51 +1,54 @@
-"""What a user may set: `SpeculativeConfig` and `AdaptiveConfig`. Validated on creation, JSON in and out, no torch."""
+"""`SpeculativeConfig` and `AdaptiveConfig`: the settings of `generate(speculative=...)`, validated on creation."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import read_object, shortened
 
-Acceptance = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
-Compile = Literal["auto", "none", "cuda_graph", "compile"]
+AcceptanceName = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
+Compile = Literal["auto", "none", "inductor", "cuda_graph"]
 Choice = tuple[int, ...]
+ConfigClass = TypeVar("ConfigClass")
 
+COMPILE_ALIASES: dict[bool | str, Compile] = {True: "inductor", "compile": "inductor", False: "none"}
 
 AUTO, HYBRID = "auto", "hybrid"
 COMBINED = (AUTO, HYBRID)
-"""Methods that draft with several others."""
+"""Methods that combine several drafters."""
 
 MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
-"""What a stored head may ask for at most: nodes of a tree, its depth, children of a node. A user may ask for depths
-and children up to the number of nodes."""
+"""Limits for stored heads: nodes and depth of a tree, children per node. In `SpeculativeConfig` all three are limited
+by `MAX_NODES`."""
 
 MAX_SLOTS = 2**48
-"""Of a cache: no device holds more."""
+"""Limit of `max_cache_length`, larger than any device's memory."""
 
 MAX_RANK = 2**31
-"""Of a child among its siblings; vocabularies are smaller."""
+"""Limit of a rank in a tree path, larger than any vocabulary."""
 
 MAX_TIERS, MAX_WAIT = 64, 10**9
-"""Depths that a controller chooses from, and target forwards between its decisions."""
+"""Limits of `AdaptiveConfig`: number of candidate depths, and target forwards between two decisions."""
 
 
 def validate_choices(choices: Iterable[Any]) -> list[Choice]:
-    """Check a choice list and sort it level by level.
+    """Validate the paths of a static tree and sort them level by level.
 
-    A choice is a path of ranks: `(0, 2)` is the third best child of the best child of the root (the notation of
-    Medusa's `medusa_choices` and of vLLM's `speculative_token_tree`).
+    A path is a tuple of ranks: `(0, 2)` is the third-best child of the root's best child (the notation of Medusa's
+    `medusa_choices` and of vLLM's `speculative_token_tree`).
 
     Returns:
-        The choices sorted by depth, then by rank.
+        The paths sorted by depth, then by rank.
 
     Raises:
-        InvalidConfigError: Empty list or path, a negative or non-integer rank, a duplicate, a path whose parent
-            is missing.
+        InvalidConfigError: An empty list or path, a negative or non-integer rank, a duplicate path, or a path whose
+            parent is missing.
     """
     paths: list[Choice] = []
     for choice in choices:
@@ -53,8 +56,7 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
             raise InvalidConfigError(f"A tree has at most {MAX_NODES} paths, got more.")
         if not isinstance(choice, list | tuple) or not choice:
             raise InvalidConfigError(
-                f"A tree is a list of non-empty paths of ranks such as [(0,), (0, 0), (1,)], got the entry "
-                f"{shortened(choice)}."
+                f"A tree is a list of non-empty paths such as [(0,), (0, 0), (1,)], got the entry {shortened(choice)}."
             )
         if any(not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MAX_RANK for rank in choice):
             raise InvalidConfigError(
@@ -66,7 +68,7 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
     known = set(paths)
     if len(known) != len(paths):
         repeated = next(path for path in paths if paths.count(path) > 1)
-        raise InvalidConfigError(f"The tree path {repeated} occurs twice.", "List every node once.")
+        raise InvalidConfigError(f"The tree path {repeated} occurs twice.", "List each path once.")
     for path in paths:
         if len(path) > 1 and path[:-1] not in known:
             raise InvalidConfigError(f"The tree path {path} has no parent.", f"Add {path[:-1]} to the list.")
@@ -74,26 +76,28 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
 
 
 class _Fields:
-    """Dictionaries in, with the nearest known name where a field is unknown."""
+    """Base of the configs: conversion from a dict."""
 
     __slots__ = ()
+    _aliases: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `to_dict`.
+        """Create a config from a dict of its fields.
 
         Raises:
-            InvalidConfigError: Unknown field (the nearest known one is named) or a value that is not valid.
+            InvalidConfigError: An unknown field (the message names the most similar one) or an invalid value.
         """
-        check_names(cls.__name__, values, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        check_names(cls.__name__, values, [*names, *cls._aliases])
         return cls(**values)
 
 
 def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Refuse names of fields that there are not, and name the nearest that there is.
+    """Check that all given field names are known.
 
     Raises:
-        InvalidConfigError: The first such name.
+        InvalidConfigError: A name is unknown; the message suggests the most similar known one.
     """
     for name in given:
         if name not in known:
@@ -116,26 +120,26 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
-def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Check a number that a user gives to a drafter.
+def require_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Check that a value is an integer within bounds (inclusive).
 
     Raises:
-        InvalidConfigError: It is no integer, smaller, or larger.
+        InvalidConfigError: It is not.
     """
-    _require(_is_int(value) and value >= least, f"an integer >= {least}", name, value)
-    _require(most is None or value <= most, f"at most {most}", name, value)
+    _require(_is_int(value) and value >= minimum, f"an integer >= {minimum}", name, value)
+    _require(maximum is None or value <= maximum, f"at most {maximum}", name, value)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig(_Fields):
-    """How the drafted depth follows the measured acceptance.
+    """Settings that adapt the drafted depth to a moving average of the accepted length.
 
     Args:
         candidate_steps: Depths to choose from, ascending.
-        ema_alpha: Weight of the newest acceptance in its moving average.
+        ema_alpha: Weight of the newest value in the moving average, in (0, 1].
         update_interval: Target forwards between two decisions.
         warmup_batches: Target forwards before the first decision.
-        down_hysteresis, up_hysteresis: Distance the average must pass before the depth falls or rises.
+        down_hysteresis, up_hysteresis: Offsets added to the thresholds for decreasing and increasing the depth.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -164,10 +168,10 @@ class AdaptiveConfig(_Fields):
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a JSON file of the fields.
+        """Create a config from a JSON file of its fields.
 
         Raises:
-            InvalidConfigError: A file that is not there, is no JSON object, or has unknown fields or bad values.
+            InvalidConfigError: The file is missing or not a JSON object, or has unknown fields or invalid values.
         """
         try:
             values = read_object(Path(path))
@@ -176,49 +180,85 @@ class AdaptiveConfig(_Fields):
         return cls.from_dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-serialisable."""
+        """Return the fields as JSON-serialisable values."""
         return {**asdict(self), "candidate_steps": list(self.candidate_steps)}
 
 
+def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
+    """Make `eagle_topk` another name of `top_k`, as a keyword of the constructor and as a property.
+
+    It cannot be a dataclass field: `dataclasses.replace(config, top_k=...)` would pass its old value along.
+    """
+    create: Any = cls.__init__
+
+    @functools.wraps(create)
+    def create_with_alias(self: Any, *args: Any, eagle_topk: int | None = None, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        if eagle_topk is None:
+            return
+        require_integer("eagle_topk", eagle_topk, 1, MAX_NODES)
+        if self.top_k not in (None, eagle_topk):
+            raise InvalidConfigError(
+                f"`eagle_topk` is another name of `top_k`, got eagle_topk={eagle_topk} and top_k={self.top_k}.",
+                "Give one of them.",
+            )
+        object.__setattr__(self, "top_k", eagle_topk)
+
+    cls.__init__ = create_with_alias  # type: ignore[method-assign]
+    cls.eagle_topk = property(lambda self: self.top_k)  # type: ignore[attr-defined]
+    return cls
+
+
+@_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(_Fields):
-    """How to draft, verify and accept. `None` leaves a field to the drafter, which documents its default.
+    """How to draft, verify and accept. A field that is None takes the drafter's default.
 
     Args:
-        method: A method name, the name of a registered drafter, `"hybrid"` (several of them, merged), or `"auto"`
-            (the best of what is loaded).
+        method: A method, the name of a registered drafter, `"hybrid"` (several drafters merged into one tree), or
+            `"auto"` (the best of the loaded drafters).
         num_steps: Drafted depth.
-        top_k: Branching per expanded node.
-        num_draft_tokens: Nodes verified per step, root included.
-        tree: `"dynamic"`, `"static"`, or a list of choice paths such as `[(0,), (0, 0), (1,)]`.
-        acceptance: `"auto"` is lossless: greedy when not sampling, else rejection; so is `"block"` (sampled chains).
-            `"typical"` and `"nucleus"` keep more and change what is generated (docs/acceptance.md).
+        top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
+        num_draft_tokens: Nodes verified per step. Counts the root, the last token already accepted, as SGLang's
+            `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens` does not
+            count it: a chain of 5 drafted tokens is `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
+        tree: `"dynamic"`, `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
+        acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
+            sampled chains). `"typical"` and `"nucleus"` accept more and change the output (docs/acceptance.md).
         posterior_threshold, posterior_alpha: Typical acceptance keeps a token x iff
             `p(x) > min(threshold, alpha * exp(-H(p)))`.
-        adaptive: What decides how much is drafted. None: measured costs for `"hybrid"` and `"auto"`, a fixed tree for
-            all others. True: measured costs, or tiers. An `AdaptiveConfig`, a dict of its fields or the path of a JSON
-            file: tiers. False: a fixed tree.
-        compile: What runs the forwards that verify and draft: `"none"` the modules themselves, `"cuda_graph"` graphs
-            of them, `"compile"` a program of inductor's; `"auto"` graphs where the device records them, else none.
-        max_cache_length: Slots of the static cache, allocated at once; None is what prompt, answer and tree come to
-            need, moved to larger memory where a text outgrows it.
-        methods: What `"hybrid"` merges: names of methods or drafters; None is what is loaded and what is free.
-        trace: Keep what every step drafted and what the target said to it, in `stats.trace`; for pictures (`viz`).
+        adaptive: How the tree size is chosen. None: from measured costs for `"hybrid"` and `"auto"`, fixed for all
+            other methods. True: from measured costs for `"hybrid"` and `"auto"`, by a default `AdaptiveConfig` for all
+            others. An `AdaptiveConfig`, a dict of its fields or the path of a JSON file: by that config. False: fixed.
+        compile: How the draft and verify forwards run: `"none"` (or False) eagerly, `"inductor"` (or True, or
+            `"compile"`) compiled by torch.compile's inductor, `"cuda_graph"` as captured graphs, `"auto"` as graphs if
+            the device can capture them, else eagerly.
+        max_cache_length: Slots of the KV cache, allocated at once. None: as many as the text needs, reallocated as it
+            grows.
+        methods: Methods or drafters that `"hybrid"` and `"auto"` merge. None: all loaded drafters, prompt lookup and
+            token recycling.
+        trace: Record every step in `stats.trace`, for the plots of `hf_specdec.viz`.
+        eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,
+            unrelated to the sampling parameter.
     """
+
+    _aliases = ("eagle_topk",)
 
     method: str = "auto"
     num_steps: int | None = None
     top_k: int | None = None
     num_draft_tokens: int | None = None
     tree: Literal["dynamic", "static"] | tuple[Choice, ...] | None = None
-    acceptance: Acceptance = "auto"
+    acceptance: AcceptanceName = "auto"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     adaptive: bool | AdaptiveConfig | None = None  # a path or a dict becomes an AdaptiveConfig
-    compile: Compile = "auto"
+    compile: Compile | Literal["compile"] | bool = "auto"
     max_cache_length: int | None = None
     methods: tuple[str, ...] | None = None
     trace: bool = False
+    if TYPE_CHECKING:
+        eagle_topk: int | None = None  # a property, see `_accept_eagle_topk`
 
     def __post_init__(self) -> None:
         _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
@@ -227,7 +267,9 @@ class SpeculativeConfig(_Fields):
             value, most = getattr(self, name), MAX_SLOTS if name == "max_cache_length" else MAX_NODES
             _require(value is None or (_is_int(value) and value >= 1), "an integer >= 1 or None", name, value)
             _require(value is None or value <= most, f"at most {most}", name, value)
-        for name, choices in (("acceptance", get_args(Acceptance)), ("compile", get_args(Compile))):
+        if isinstance(self.compile, bool | str):
+            object.__setattr__(self, "compile", COMPILE_ALIASES.get(self.compile, self.compile))
+        for name, choices in (("acceptance", get_args(AcceptanceName)), ("compile", get_args(Compile))):
             value = getattr(self, name)
             _require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
         _require(isinstance(self.trace, bool), "True or False", "trace", self.trace)
@@ -258,10 +300,10 @@ class SpeculativeConfig(_Fields):
             "a list of different method names", "methods", self.methods,
         )  # fmt: skip
         object.__setattr__(self, "methods", tuple(self.methods))
-        _require(self.method in COMBINED, "None where `method` is not 'hybrid'", "methods", self.methods)
+        _require(self.method in COMBINED, "None unless `method` is 'hybrid' or 'auto'", "methods", self.methods)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-serialisable; `methods` and `trace` only where they are given."""
+        """Return the fields as JSON-serialisable values; `methods` and `trace` only if set."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if not self.trace:
             del values["trace"]
@@ -275,15 +317,15 @@ class SpeculativeConfig(_Fields):
 
     @staticmethod
     def storable(value: Any) -> Any:
-        """What JSON can hold of anything that `speculative=` takes."""
+        """Return a JSON-serialisable form of any value that `speculative=` takes."""
         return value.to_dict() if isinstance(value, SpeculativeConfig) else value
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """A config from anything `speculative=` takes: a method name, a dict of fields, or a config.
+        """Create a config from any value that `speculative=` takes: a method name, a dict of fields, or a config.
 
         Raises:
-            InvalidConfigError: Any other type, or bad fields.
+            InvalidConfigError: A value of another type, or invalid fields.
         """
         if isinstance(value, cls):
             return value

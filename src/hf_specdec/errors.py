@@ -1,14 +1,14 @@
-"""The error tree. Each message tells what was expected, what came and what to do; nothing here knows torch."""
+"""Exceptions of this package. Every message states what was expected, what was found and how to fix it."""
 
 from __future__ import annotations
 
 
 class SpeculativeDecodingError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base class of all errors that this package raises.
 
     Args:
-        message: What was expected and what came.
-        hint: What to do about it; appended to the text.
+        message: What was expected and what was found.
+        hint: How to fix it; appended to the message.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -17,9 +17,9 @@ class SpeculativeDecodingError(Exception):
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that a terminal would obey instead of showing it; line breaks stay.
+    """Escape control characters, such as terminal colour codes; keep line breaks.
 
-    Example: a red "x", `"\\x1b[31mx"`, is shown as `\\x1b[31mx`.
+    Example: a red "x", `"\\x1b[31mx"`, is printed as `\\x1b[31mx`.
     """
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
@@ -27,28 +27,28 @@ def printable(text: str) -> str:
 
 
 class UnsupportedModelError(SpeculativeDecodingError):
-    """The target's forward cannot verify a tree of tokens (recurrent state, alibi, encoder-decoder, ...)."""
+    """The model does not support speculation (recurrent state, encoder-decoder, ...) or the requested operation."""
 
 
 class UnsupportedGenerationError(SpeculativeDecodingError):
-    """A `generate()` option that cannot be kept together with `speculative=`; raised before any work."""
+    """A `generate()` option that cannot be combined with `speculative=`; raised before any work is done."""
 
 
 class DrafterMismatchError(SpeculativeDecodingError):
-    """A drafter that does not fit: sizes, vocabulary, layers, tensors, or not loaded at all."""
+    """A drafter that does not fit the target model (sizes, vocabulary, layers, tensors), or that is not loaded."""
 
 
 class CheckpointFormatError(SpeculativeDecodingError):
-    """A head's files cannot be read: no known layout, a broken file, a config that describes no head."""
+    """A head or model that cannot be loaded: missing or broken files, an unknown layout, an invalid config."""
 
 
 class HeadTensorsError(CheckpointFormatError, DrafterMismatchError):
-    """A head's files can be read, but its tensors are not those of the head that its config describes."""
+    """A head whose files can be read, but whose tensors do not match its config."""
 
 
 class InvalidConfigError(SpeculativeDecodingError, ValueError):
-    """A configuration value or field name that is not valid."""
+    """An invalid value or an unknown field name."""
 
 
 class CacheCapacityError(SpeculativeDecodingError):
-    """The preallocated key-value cache has too few slots for the prompt, the answer and one tree."""
+    """The KV cache has too few slots for the prompt, the answer and one tree."""

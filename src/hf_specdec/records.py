@@ -1,6 +1,6 @@
-"""Text files of strangers, read without trusting them: JSON objects, and records line by line.
+"""Read untrusted text files: JSON objects and lists, JSON lines and plain lines.
 
-Nothing here waits for a pipe, reads from a device, or holds more than one line at a time.
+Pipes and devices are refused, and the size of everything that is held in memory is limited.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from typing import IO, Any
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 
 MAX_OBJECT_BYTES = 4 * 2**20
-"""A configuration is a page of text."""
+"""Maximum size of a JSON object in bytes; configurations are far smaller."""
 
 MAX_LINE_BYTES = 16 * 2**20
-"""A conversation of a million tokens, in JSON, takes about half of that."""
+"""Maximum length of a line in bytes, twice that of a conversation of a million tokens in JSON."""
 
 MAX_LIST_BYTES = 32 * 2**20
-"""Of a file that is one list; it is held as a whole, which takes twenty times as much."""
+"""Maximum size in bytes of a file with one JSON list, which needs about twenty times as much memory when parsed."""
 
 MAX_EXPANSION = 200
-"""Bytes per compressed byte; text compresses by 3 to 10, and a hundredfold where every row is the same."""
+"""Maximum ratio of decompressed to compressed size; text reaches 3 to 10, identical rows about 100."""
 
 SMALL_BYTES = 16 * 2**20
-"""A compressed file may expand to this size whatever its own is."""
+"""Decompressed size in bytes up to which the ratio is not checked."""
 
 MAX_EMPTY_LINES = 10_000
-"""In a row."""
+"""Maximum number of consecutive empty lines."""
 
 Fields = dict[str, Any]
 Refusal = type[SpeculativeDecodingError]
 
 
 def open_regular(path: Path, error: Refusal = InvalidConfigError) -> IO[bytes]:
-    """Open a regular file for reading: a pipe would block, a device never ends.
+    """Open a file for reading, refusing pipes, which may block, and devices, which may be endless.
 
     Args:
         path: The file.
-        error: What to raise.
+        error: Class of the error to raise.
 
     Raises:
-        SpeculativeDecodingError: Of the class `error`; it cannot be opened, or is not a regular file.
+        SpeculativeDecodingError: The file cannot be opened or is not a regular file; of class `error`.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -55,58 +55,57 @@ def open_regular(path: Path, error: Refusal = InvalidConfigError) -> IO[bytes]:
         raise error(f"{str(path)!r} cannot be read: {failure}.") from failure
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise error(f"{path} is not a regular file.", "Expected a file of data.")
+        raise error(f"{path} is not a regular file.", "Give a file.")
     return os.fdopen(descriptor, "rb")
 
 
 def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: Refusal = InvalidConfigError) -> Fields:
-    """Read a file that holds one JSON object.
+    """Read a file with one JSON object.
 
     Args:
         path: The file.
-        max_bytes: The most that is read.
-        error: What to raise.
+        max_bytes: Maximum size of the file.
+        error: Class of the error to raise.
 
     Raises:
-        SpeculativeDecodingError: Of the class `error`; no such file, too long, not JSON, or not an object.
+        SpeculativeDecodingError: The file cannot be read, is too large or not a JSON object; of class `error`.
     """
     try:
         with open_regular(path, error) as file:
             text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
-            raise error(f"{path} has more than {max_bytes} bytes, which is the most that is read.")
+            raise error(f"{path} is larger than {max_bytes} bytes, the limit for this file.")
         fields: Any = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as failure:
         if isinstance(failure, SpeculativeDecodingError):
             raise
         raise error(f"{path} cannot be read: {failure}.", "Expected a JSON object.") from failure
     if not isinstance(fields, dict):
-        raise error(f"{path} holds a {type(fields).__name__}, expected a JSON object.")
+        raise error(f"{path} holds a {type(fields).__name__}, not a JSON object.")
     return fields
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
-    """Read a JSON-lines file, `.gz` or not: the number of each line, from 1, and its object; empty lines are skipped.
+    """Yield the line number, counted from 1, and the object of each non-empty line of a `.jsonl` or `.jsonl.gz` file.
 
     Raises:
-        InvalidConfigError: A line that is not a JSON object, with its number; or see `read_lines`.
+        InvalidConfigError: A line is not a JSON object; or see `read_lines`.
     """
     for number, line in read_lines(path):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as failure:
-            reason = "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
-            raise InvalidConfigError(f"{path}, line {number} is not JSON: {reason}.") from failure
+            raise InvalidConfigError(f"{path}, line {number} is not JSON: {_reason(failure)}.") from failure
         if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, expected a JSON object.")
+            raise InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, not a JSON object.")
         yield number, row
 
 
 def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
-    """Read a JSON file that holds a list of objects, or an object per line: the place of each, and the object.
+    """Yield the location ("row 1") and value of each object in a JSON file with a list of objects or one per line.
 
     Raises:
-        InvalidConfigError: It holds something else, or more than `MAX_LIST_BYTES`.
+        InvalidConfigError: The file has other contents, or a list of more than `MAX_LIST_BYTES`.
     """
     with open_regular(path) as file:
         is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
@@ -117,29 +116,29 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
         return
     if len(text) > MAX_LIST_BYTES:
         raise InvalidConfigError(
-            f"{path} has more than {MAX_LIST_BYTES} bytes, the most for one list.", "Write an object per line: .jsonl."
+            f"{path} is larger than {MAX_LIST_BYTES} bytes, the limit for a JSON list.",
+            "Write one object per line (.jsonl).",
         )
     try:
         rows = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as failure:
-        reason = "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
-        raise InvalidConfigError(f"{path} is not JSON: {reason}.") from failure
+        raise InvalidConfigError(f"{path} is not JSON: {_reason(failure)}.") from failure
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, expected a JSON object.")
+            raise InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, not a JSON object.")
         yield f"row {number}", row
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Read a UTF-8 text file, `.gz` or not: the number of each line, from 1, and its text; empty lines are skipped.
+    """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file, which may be `.gz`.
 
     Raises:
-        InvalidConfigError: Not a regular file, not gzip, not UTF-8 text, a line beyond `MAX_LINE_BYTES`, a small file
-            that expands to an enormous one, or one of empty lines.
+        InvalidConfigError: The file is not a regular file, gzip or UTF-8 text as expected, or exceeds
+            `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        most = max(SMALL_BYTES, MAX_EXPANSION * size)
+        max_size = max(SMALL_BYTES, MAX_EXPANSION * size)
         lines: Any = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         number = last_text = 0
         while True:
@@ -153,19 +152,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as failure:
                 raise InvalidConfigError(
                     f"{place} is not UTF-8 text: {failure.reason} at byte {failure.start + 1} of the line.",
-                    "Save the file as UTF-8: iconv -f UTF-16 -t UTF-8, say.",
+                    "Save the file as UTF-8, for example with `iconv -f UTF-16 -t UTF-8`.",
                 ) from failure
             except (OSError, EOFError, zlib.error) as failure:
                 raise InvalidConfigError(f"{place} cannot be read: {failure}.") from failure
             if len(line) > MAX_LINE_BYTES:
-                raise InvalidConfigError(f"{place} has more than {MAX_LINE_BYTES} bytes, which is the most.")
-            if lines is not file and lines.tell() > most:
+                raise InvalidConfigError(f"{place} is longer than {MAX_LINE_BYTES} bytes, the limit for a line.")
+            if lines is not file and lines.tell() > max_size:
                 raise InvalidConfigError(
-                    f"{path} expands to more than {MAX_EXPANSION} times its size, which no text does.",
-                    "Unpack it yourself if you trust it.",
+                    f"{path} decompresses to more than {MAX_EXPANSION} times its size, which is unusual for text.",
+                    "Decompress it yourself if you trust it.",
                 )
             if "\0" in text:
-                raise InvalidConfigError(f"{place} holds a NUL byte, which is not text.", "Save the file as UTF-8.")
+                raise InvalidConfigError(f"{place} has a NUL byte: it is not text.", "Save the file as UTF-8.")
             if text.strip():
                 last_text = number
                 yield number, text
@@ -174,14 +173,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def shortened(value: Any) -> str:
-    """The beginning of a value, for an error."""
+    """Return the start of a value's repr, for error messages."""
     if isinstance(value, list):
         value = value[:4]
     try:
-        told = repr(value)
+        text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or an integer of thousands of digits
-        told = f"a {type(value).__name__}"
-    return told if len(told) <= 80 else f"{told[:80]}..."
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _reason(failure: Exception) -> str:
+    return "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
 
 
 def _finite(text: str) -> float:

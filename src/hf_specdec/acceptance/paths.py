@@ -1,7 +1,7 @@
-"""What an acceptance rule hands over, and the ways down a tree that the rules share.
+"""`Acceptance`, the result of an acceptance rule, and the tree traversals that the rules share.
 
-On the device a path is chosen for all rows at once and the host reads it (`settle`); on the host rows are walked a
-token at a time (`walk`), or whole paths are recorded (`keep_paths`).
+On the device, the paths of all rows are chosen at once and the host reads the result (`settle`). On the host, rows
+are walked token by token (`walk`), or whole paths are chosen and then recorded (`keep_paths`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The kept path of each row. `tokens[b, i]` is what the target chose after node `path[b, i]`.
+    """The kept path of each row; `tokens[b, i]` is the token that the target chose after node `path[b, i]`.
 
-    A row that has ended keeps nothing, its path and tokens are -1; in lockstep it emits padding.
+    A finished row keeps nothing (its path and tokens are -1), except in lockstep, in which it emits padding.
     """
 
     path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
-    tokens: Tensor  # [B, P] long, tokens emitted by this step: accepted ones, then correction or bonus; -1 beyond
+    tokens: Tensor  # [B, P] long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond
     next_token: Tensor  # [B] long, the last emitted token: the next root
     nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
     emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
-    num_drafted: tuple[int, ...]  # nodes of each row's tree on the host, roots and padding not counted
-    launched: tuple[list[list[int]], ...] | None = None  # rows of what `Launch` returned; None if nothing was launched
+    num_drafted: tuple[int, ...]  # nodes of each row's tree on the host, without root and padding
+    launched: tuple[list[list[int]], ...] | None = None  # the tensors returned by `Launch`, if any
 
     @property
     def num_kept(self) -> Tensor:
-        """`[B]` nodes kept in each row, root included; as many tokens were emitted."""
+        """`[B]` nodes kept in each row, root included; equals the number of emitted tokens."""
         return (self.path >= 0).sum(-1)
 
     @property
@@ -51,18 +51,18 @@ class Acceptance:
 
     @classmethod
     def of(cls, host: HostTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
-        """From host lists: the nodes and the tokens of each row, of equal lengths."""
+        """Create an acceptance from each row's nodes and emitted tokens on the host, which have equal lengths."""
         width = max(1, *map(len, paths))
 
         def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
             return [[*row, *[-1] * (width - len(row))] for row in rows]
 
-        following = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
+        next_tokens = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
         path, tokens = upload([padded(paths), padded(emitted)], torch.long, host.device)
         return cls(
             path=path,
             tokens=tokens,
-            next_token=upload(following, torch.long, host.device),
+            next_token=upload(next_tokens, torch.long, host.device),
             nodes=tuple(map(tuple, paths)),
             emitted=tuple(map(tuple, emitted)),
             num_drafted=host.num_drafted,
@@ -71,17 +71,17 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Chosen paths, cut where rows end; all on the device."""
+    """Chosen paths, cut where rows end, on the device."""
 
     decision: Decision
-    num_drafted: Tensor  # [B] nodes of each row's tree but the root and its padding
+    num_drafted: Tensor  # [B] nodes of each row's tree, without root and padding
     remaining: Tensor  # [B] tokens that each row may still emit
 
 
 def cut_paths(
     tree: TokenTree, path: Tensor, tokens: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
 ) -> Cut:
-    """Cut paths `[B, P]` and the tokens after their nodes where rows end, see `transcript.cut_rows`."""
+    """Cut paths `[B, P]` and the tokens after their nodes where rows end, see `row_ends.cut_rows`."""
     kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
@@ -91,16 +91,16 @@ def cut_paths(
 
 
 def settle(cut: Cut, transcript: Transcript) -> Acceptance:
-    """Read in one transfer what a step keeps, and record it.
+    """Read the result of a step in one transfer and append its tokens to the transcript.
 
-    The next draft is launched before the read, see `acceptance/pipelining.py`.
+    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/pipelining.py`.
     """
     decision, launch = cut.decision, transcript.launch
     path, tokens = decision.path, decision.tokens
     transcript.account_on(path.device).remaining = cut.remaining
     transfer = Transfer(path, tokens, cut.num_drafted[:, None])
-    also = None if launch is None else launch(decision)
-    nodes, chosen, drafted, *launched = transfer.finish(also or ())
+    extra = None if launch is None else launch(decision)
+    nodes, chosen, drafted, *launched = transfer.finish(extra or ())
     counts = [sum(node >= 0 for node in row) for row in nodes]
     emitted = tuple(tuple(row[:count]) for row, count in zip(chosen, counts, strict=True))
     transcript.record_all(emitted)
@@ -111,17 +111,17 @@ def settle(cut: Cut, transcript: Transcript) -> Acceptance:
         nodes=tuple(tuple(row[:count]) for row, count in zip(nodes, counts, strict=True)),
         emitted=emitted,
         num_drafted=tuple(count for (count,) in drafted),
-        launched=None if also is None else tuple(launched),
+        launched=None if extra is None else tuple(launched),
     )
 
 
 class HostTree:
-    """A tree as the host walks it, read in one transfer.
+    """A copy of a tree on the host, read in one transfer.
 
     Attributes:
-        below: Per row and node: its children by token, in the order of their nodes; of equal ones the first.
-        roots: `B` root tokens.
-        num_drafted: Nodes of each row, root and padding not counted.
+        children: For each row and node, its children by token, in node order; of equal tokens only the first.
+        roots: Root token of each row.
+        num_drafted: Nodes of each row, without root and padding.
     """
 
     def __init__(self, tree: TokenTree) -> None:
@@ -129,13 +129,13 @@ class HostTree:
         rows, parents = read(tree.tokens, tree.parents.expand(tree.tokens.shape))
         self.roots = [row[0] for row in rows]
         self.num_drafted = tuple(sum(parent != ROOT_PARENT for parent in row) for row in parents)
-        self.below: list[dict[int, dict[int, int]]] = []
+        self.children: list[dict[int, dict[int, int]]] = []
         for row_parents, row_tokens in zip(parents, rows, strict=True):
             children: dict[int, dict[int, int]] = {}
             for child, (parent, token) in enumerate(zip(row_parents, row_tokens, strict=True)):
                 if parent != ROOT_PARENT:
                     children.setdefault(parent, {}).setdefault(token, child)
-            self.below.append(children)
+            self.children.append(children)
 
 
 def walk(
@@ -145,36 +145,36 @@ def walk(
     decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
     host: HostTree | None = None,
 ) -> Acceptance:
-    """Descend from the roots: at each node decide the next token, record it, and go to the child that drafted it.
+    """Walk down from the roots: at each node decide the next token, record it, and go to the child with that token.
 
-    All rows take a step down before any takes the next, so that draws come in the order of `descend`.
+    All rows advance by one level before any goes deeper, so that draws are made in the same order as in `descend`.
 
     Args:
         tree: The tree.
         logits: `[B, N, V]` at its nodes.
-        transcript: Continued.
-        decide: Rows, their nodes and processed scores `[R, V]` to tokens.
-        host: The tree, where the rule has read it already.
+        transcript: The tokens are appended to it.
+        decide: Chooses the tokens, given rows, their nodes and their processed scores `[R, V]`.
+        host: The tree on the host, if the rule has already read it.
     """
     host = host or HostTree(tree)
-    everyone = range(len(host.roots))
-    paths: list[list[int]] = [[] for _ in everyone]
-    emitted: list[list[int]] = [[] for _ in everyone]
+    rows = range(len(host.roots))
+    paths: list[list[int]] = [[] for _ in rows]
+    emitted: list[list[int]] = [[] for _ in rows]
     nodes: list[int | None] = [None if done and not transcript.lockstep else 0 for done in transcript.finished]
     ready = all if transcript.lockstep else any
     while not all(transcript.finished) and ready(node is not None for node in nodes):
-        at = [0 if node is None else node for node in nodes]
+        current = [0 if node is None else node for node in nodes]
         if transcript.lockstep:
-            drawn = decide(everyone, at, transcript.column_scores(logits[list(everyone), at]))
+            drawn = decide(rows, current, transcript.column_scores(logits[list(rows), current]))
             column = transcript.record_column(drawn)
         else:
             column = _ragged_column(nodes, logits, transcript, decide)
-        for row, node, token in zip(everyone, nodes, column, strict=True):
+        for row, node, token in zip(rows, nodes, column, strict=True):
             if node is not None:
                 paths[row].append(node)
                 emitted[row].append(token)
                 ended = transcript.finished[row] and not transcript.lockstep
-                nodes[row] = None if ended else host.below[row].get(node, {}).get(token)
+                nodes[row] = None if ended else host.children[row].get(node, {}).get(token)
     return Acceptance.of(host, paths, emitted)
 
 
@@ -182,12 +182,15 @@ def _ragged_column(
     nodes: Sequence[int | None], logits: Tensor, transcript: Transcript,
     decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
 ) -> list[int]:  # fmt: skip
-    """Decide and record a token of every row that is still on its path; the others draw, too, and nobody looks."""
+    """Decide and record a token of every row that is still on its path.
+
+    The other rows draw as well, which keeps the order of draws; their tokens are discarded.
+    """
     rows = [row for row, node in enumerate(nodes) if node is not None]
     scores = {row: transcript.row_scores(row, logits[row, nodes[row]]) for row in rows}
     idle = torch.zeros_like(next(iter(scores.values())))
-    shown = torch.stack([scores.get(row, idle) for row in range(len(nodes))])
-    column = decide(range(len(nodes)), [node or 0 for node in nodes], shown)
+    stacked = torch.stack([scores.get(row, idle) for row in range(len(nodes))])
+    column = decide(range(len(nodes)), [node or 0 for node in nodes], stacked)
     for row in rows:
         transcript.record(row, column[row])
     return column
@@ -200,14 +203,14 @@ def keep_paths(
     choose: Callable[[int], list[tuple[int, int]]],
     host: HostTree,
 ) -> Acceptance:
-    """Record whole chosen paths up to where their row ends; rows in lockstep are cut to the shortest path.
+    """Record chosen paths until their rows end; in lockstep, all paths are cut to the shortest one.
 
     Args:
         tree: The tree.
         logits: `[B, N, V]` at its nodes.
-        transcript: Continued.
-        choose: A row to its path: pairs of a node and the token after it.
-        host: The tree as it was read.
+        transcript: The tokens are appended to it.
+        choose: Returns the path of a row: pairs of a node and the token after it.
+        host: The tree on the host.
     """
     rows = range(len(transcript.finished))
     kept: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -218,7 +221,8 @@ def keep_paths(
                 kept[row].append(pair)
                 transcript.record(row, pair[1])
     elif not all(transcript.finished):
-        padding = [(node, transcript.pad_token_id) for node in range(tree.num_nodes)]  # a padded row's tree is a chain
+        # the tree of a padded row is a chain, see `with_repeated`
+        padding = [(node, transcript.pad_token_id) for node in range(tree.num_nodes)]
         chosen = [padding if row in transcript.padded_rows else choose(row) for row in rows]
         for column in zip(*chosen, strict=False):
             nodes = [node for node, _ in column]

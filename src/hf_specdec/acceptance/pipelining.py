@@ -1,9 +1,9 @@
-"""Keep the device busy while the host reads a step: the next draft is launched before the read, not after it.
+"""Launching the next draft before the host reads a step, so that the device does not wait for the host.
 
-On an accelerator an acceptance rule decides on the device which tokens are kept (`Decision`). A session that can draft
-from that alone launches its next draft at once (`DraftSession.launch`), so the device grows the next tree while the
-host waits for the tokens (and for no more than them, see `Transfer`), records and streams them. If the generation ends
-with this step, the draft is discarded.
+On an accelerator, an acceptance rule decides on the device which tokens are kept (`Decision`). A session that can
+draft from this decision launches its next draft at once (`DraftSession.launch`). The device then drafts while the host
+waits for the tokens (only for them, see `Transfer`), records and streams them. If generation ends with this step, the
+draft is discarded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hf_specdec.host_sync import can_pin, read, split_columns
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step keeps, decided on the device and not yet read by the host. Fields as in `Acceptance`."""
+    """The kept path of each row, decided on the device and not yet read by the host. Fields as in `Acceptance`."""
 
     path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
-    tokens: Tensor  # [B, P] long, -1 beyond
+    tokens: Tensor  # [B, P] long, -1 beyond the path
     next_token: Tensor  # [B] long, the next root
 
     @property
@@ -34,55 +34,55 @@ class Decision:
 
 
 Launch = Callable[[Decision], Sequence[Tensor]]
-"""Launches the next draft; returns integer tensors `[B, *]` that the host reads in the same transfer as the step."""
+"""Launches the next draft; returns integer tensors `[B, *]` that the host reads together with the step."""
 
 
 class Transfer:
-    """Integer tensors `[B, *]` on their way to the host.
+    """A copy of integer tensors `[B, *]` to the host.
 
-    On a device with events and pinned memory the copy starts at once, and `finish` waits for the copy alone. Elsewhere
-    `finish` reads the device, which waits for everything launched so far.
+    On devices with events and pinned memory, the copy starts at once and `finish` waits only for it. On other devices
+    `finish` reads the tensors, which waits for all work launched before.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors, device = tensors, tensors[0].device
         self._event: Any = None
-        event = event_class(device)
-        if event is not None and can_pin(device.type):
+        event_type = event_class(device)
+        if event_type is not None and can_pin(device.type):
             packed = torch.cat(tensors, dim=1)
             self._copied = torch.empty(packed.shape, dtype=packed.dtype, device="cpu").pin_memory()
             self._copied.copy_(packed, non_blocking=True)
-            self._event = event()
+            self._event = event_type()
             self._event.record()
 
-    def finish(self, also: Sequence[Tensor] = ()) -> list[list[list[int]]]:
-        """Wait, and return each tensor as one list per row.
+    def finish(self, extra: Sequence[Tensor] = ()) -> list[list[list[int]]]:
+        """Wait for the copy and return each tensor as one list per row.
 
         Args:
-            also: Tensors that were launched after the transfer began; waiting for them is waiting for everything.
+            extra: More tensors to read, launched after the copy started; reading them waits for all launched work.
         """
         if self._event is None:
-            return read(*self._tensors, *also)
-        more = read(*also) if also else []
-        if not also:
+            return read(*self._tensors, *extra)
+        more = read(*extra) if extra else []
+        if not extra:
             self._event.synchronize()
         return [*split_columns(self._copied.tolist(), self._tensors), *more]
 
 
 class Stopwatch:
-    """Seconds that launched work takes on its device, known once the host has waited for it.
+    """Seconds that launched work takes on its device, available once the host has waited for it.
 
-    On a device without events it measures the seconds of launching.
+    On a device without events, the time to launch the work is measured.
 
     Args:
-        device: Where the work runs.
+        device: Device that runs the work.
     """
 
     def __init__(self, device: torch.device) -> None:
-        event = event_class(device)
+        event_type = event_class(device)
         self._new_mark: Callable[[], Any] = time.perf_counter
-        if event is not None:
-            self._new_mark = lambda: _recorded(event)
+        if event_type is not None:
+            self._new_mark = lambda: _timing_event(event_type)
         self._marks: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Stopwatch:
@@ -93,13 +93,16 @@ class Stopwatch:
         self._marks.append((self._begin, self._new_mark()))
 
     def take(self) -> float:
-        """Return the seconds of the blocks since the last call; what still runs overlaps with the host, and is 0.0."""
+        """Return the seconds of all `with` blocks since the last call.
+
+        Work that is still running counts as 0.0, since it overlaps with the host.
+        """
         marks, self._marks = self._marks, []
         return sum(_between(begin, end) for begin, end in marks)
 
 
 def event_class(device: torch.device) -> Any:
-    """The class of a device's events; None if it has none."""
+    """Return the event class of a device; None if it has no events."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "Event", None)
 
 
@@ -109,7 +112,8 @@ def _between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end) / 1000) if end.query() else 0.0
 
 
-def _recorded(event: Any) -> Any:
-    mark = event(enable_timing=True)
-    mark.record()
-    return mark
+def _timing_event(event_type: Any) -> Any:
+    """Create a timing event and add it to the current stream."""
+    event = event_type(enable_timing=True)
+    event.record()
+    return event

@@ -1,4 +1,4 @@
-"""Where rows end, decided on the device: by an EOS token, or by their length."""
+"""The end of rows, found on the device: an EOS token, or the maximum length."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowEnds:
-    """What ends a row, as far as the device knows, and what follows its end."""
+    """The conditions for the end of a row that are checked on the device, and how a finished row continues."""
 
     eos_ids: tuple[int, ...]  # tokens that end a row
-    pad_token_id: int
-    lockstep: bool  # rows of a batch emit as many tokens as the row that emits least
+    pad_token_id: int  # emitted by finished rows in lockstep
+    lockstep: bool  # every row emits as many tokens as the row with the fewest
 
 
 class DeviceAccount:
-    """What is left of each row, kept on the device that chooses its tokens.
+    """The number of tokens that each row may still emit, on the device that chooses tokens.
 
     Args:
         remaining: Tokens that each row may still emit; 0 if it has ended.
-        ends: What ends a row.
-        device: Where it is kept.
+        ends: Conditions that end a row.
+        device: Device of the tensors.
     """
 
     def __init__(self, remaining: Sequence[int], ends: RowEnds, device: torch.device) -> None:
@@ -39,27 +39,27 @@ def cut_rows(
     """Cut chosen tokens where rows end.
 
     Args:
-        tokens: `[B, P]`.
-        lengths: `[B]` how many of them were chosen.
-        remaining: `[B]` how many each row may still emit.
-        eos: `[E]` tokens that end a row; None if none does.
+        tokens: `[B, P]` chosen tokens.
+        lengths: `[B]` number of chosen tokens in each row.
+        remaining: `[B]` number of tokens that each row may still emit.
+        eos: `[E]` EOS tokens; None if there are none.
         lockstep: See `RowEnds`.
 
     Returns:
-        `[B]` how many of its tokens each row emits, and `[B]` how many it may emit after them.
+        `[B]` number of tokens that each row emits, and `[B]` number that it may emit after them.
     """
     width = tokens.shape[1]
-    places = torch.arange(width, device=tokens.device)
+    positions = torch.arange(width, device=tokens.device)
     kept = torch.minimum(lengths, remaining)
     ends = torch.zeros_like(tokens, dtype=torch.bool)
     if eos is not None:
         ends = (tokens[:, :, None] == eos).any(-1)
-        kept = torch.minimum(kept, torch.where(ends, places, width).amin(-1) + 1)
+        kept = torch.minimum(kept, torch.where(ends, positions, width).amin(-1) + 1)
     if lockstep:
-        going = remaining > 0
-        kept = torch.where(going, kept, width).amin().expand(len(kept))
-        remaining = torch.where(going, remaining - kept, 0)
+        active = remaining > 0
+        kept = torch.where(active, kept, width).amin().expand(len(kept))
+        remaining = torch.where(active, remaining - kept, 0)
     else:
         remaining = remaining - kept
-    ended = (ends & (places < kept[:, None])).any(-1)
+    ended = (ends & (positions < kept[:, None])).any(-1)
     return kept, torch.where(ended, 0, remaining)

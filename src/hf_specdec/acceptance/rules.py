@@ -1,9 +1,8 @@
-"""Which drafted tokens are kept: one function per rule, one signature for all.
+"""Acceptance rules, which decide which drafted tokens to keep; all are functions with the same signature.
 
-A rule sees the tree, the target's logits at its nodes and the transcript it continues; never a model, a cache or
-a drafter. `greedy` and `rejection` are lossless; `typical` and `nucleus` change what is generated. Where nobody on
-the host looks at the text, a step is decided on the device and the host reads it once. See
-docs/acceptance.md.
+A rule takes the tree, the target's logits at its nodes and the transcript; no model, cache or drafter. `greedy`,
+`rejection` and `block` are lossless; `typical` and `nucleus` change the output. If nothing on the host reads the
+text, a step is decided on the device and the host reads only the result. See docs/acceptance.md.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 
 AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Acceptance]
-"""`rule(tree, logits [B, N, V], transcript)`; what it emits is recorded in the transcript."""
+"""`rule(tree, logits [B, N, V], transcript)`: returns the kept paths and appends their tokens to the transcript."""
 
 
 # ----------------------------------------------------------------------------------------------- lossless rules
 
 
 def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Keep the longest path whose every token is the target's argmax after its parent.
+    """Keep the longest path on which every token is the target's argmax after its parent.
 
-    Equal to plain greedy decoding token for token. On an accelerator every transfer to the host costs, so all nodes
-    are decided at once there; on the CPU every row of V logits costs, so only the nodes of the path are looked at.
-    Processors that read the text need the walk anyway: each is called on the exact prefix.
+    Token for token equal to plain greedy decoding. On an accelerator transfers to the host are expensive, so all
+    nodes are decided at once; on the CPU each row of V logits is expensive, so only nodes on the path are evaluated.
+    Logits processors that read the text always need the walk, since each is called with the exact prefix.
     """
     if not transcript.decides_on(logits.device):
         return follow(tree, logits, transcript)
@@ -41,11 +40,11 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
 
 def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Lossless sampling: every emitted token has the target's processed distribution given its exact prefix.
+    """Sample losslessly: every emitted token follows the target's processed distribution given its prefix.
 
-    A deterministic tree: draw from that distribution at each node, descend while the draw is drafted. This equals
-    the rejection rule of SpecInfer and EAGLE-2 (a drafted x is a point mass, accepted with probability p(x)), with
-    one draw per emitted token. A sampled tree (`draft_probs`): see `try_siblings`.
+    In a deterministic tree, draw from that distribution at each node and descend as long as the drawn token is a
+    child. This equals the rejection rule of SpecInfer and EAGLE-2 (a drafted x is a point mass, accepted with
+    probability p(x)), with one draw per emitted token. For a sampled tree (`draft_probs`), see `try_siblings`.
     """
     if tree.draft_probs is not None:
         return try_siblings(tree, logits, transcript)
@@ -53,20 +52,20 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
 
 
 def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torch.device) -> bool:
-    """Whether every step of a deterministic draft is decided on the device, without the host."""
+    """Return whether the rule decides every step of a deterministic draft on the device, without the host."""
     on_device = rule in (greedy, rejection) or getattr(rule, "decides_on_device", False)
     return bool(on_device) and transcript.decides_on(device)
 
 
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """The argmax at every node, and the longest path that agrees with it, on the device."""
+    """Keep the longest path that agrees with the argmax at every node, on the device."""
     account = transcript.account_on(logits.device)
-    # the maximum's place is argmax, but faster
+    # faster than argmax
     return settle(match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
 
 
 def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | None, ends: RowEnds) -> Cut:
-    """Keep the longest path of each row whose tokens are what was chosen after their parents.
+    """Keep the longest path of each row on which every token is the target's choice after its parent.
 
     Args:
         tree: The tree.
@@ -88,9 +87,10 @@ def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | Non
 
 
 def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk all rows down their trees together on the device: choose the token after a node, go to its child.
+    """Walk all rows down their trees together on the device: choose the token after a node, go to that child.
 
-    Every row goes as deep as the tree may be; what was drawn behind the end of all paths is undone.
+    The walk always covers the whole depth of the tree, because stopping early would need a transfer to the host.
+    Draws beyond the longest kept path are undone.
     """
     ended = transcript.padded(logits.device)
     parents, rows = tree.parents.expand(tree.tokens.shape), torch.arange(len(ended), device=logits.device)
@@ -113,7 +113,7 @@ def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptan
 
 
 def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk each row's path on the host: the transcript chooses the token after a node, descend where it is a child."""
+    """Walk each row's path on the host: choose the token after a node, descend as long as it is a child."""
 
     def decide(_rows: Sequence[int], _nodes: Sequence[int], scores: Tensor) -> list[int]:
         return transcript.draw(scores).tolist()
@@ -122,12 +122,12 @@ def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
 
 def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Lossless rejection of drafts that were sampled: `draft_probs[b, n]` is what n's children were drawn from.
+    """Lossless rejection sampling of a sampled tree, in which n's children were drawn from q = `draft_probs[b, n]`.
 
-    The children of a node, drawn without replacement in the order of their nodes, are tried in that order. Child x
-    is kept with probability min(1, p(x) / q(x)); after a rejection p becomes the normalised max(p - q, 0), and q
-    loses x. If none is kept, the token is drawn from what is left of p. A chain has one child per node: Leviathan et
-    al. (https://arxiv.org/abs/2211.17192); siblings: SpecInfer (https://arxiv.org/abs/2305.09781), EAGLE.
+    The children of a node are tried in the order of their nodes, in which they were drawn without replacement. Child
+    x is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the normalised max(p - q, 0) and
+    x is removed from q. If all are rejected, the token is drawn from the remaining p. Sources: Leviathan et al.
+    (https://arxiv.org/abs/2211.17192) for chains, SpecInfer (https://arxiv.org/abs/2305.09781) and EAGLE for siblings.
     """
     draft_probs, host = tree.draft_probs, HostTree(tree)
     assert draft_probs is not None
@@ -135,9 +135,9 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
     def decide_one(row: int, node: int, scores: Tensor) -> int:
         target = scores.softmax(-1)
         draft = draft_probs[row, node].to(target.device, torch.float32).clone()
-        for token, _child in host.below[row].get(node, {}).items():
+        for token, _child in host.children[row].get(node, {}).items():
             if draft[token] <= 0:
-                continue  # a token its own distribution excludes was not drawn from it; leaving it out costs nothing
+                continue  # not drawn from q: skipping it keeps the rule lossless
             if torch.rand((), dtype=torch.float32, device=target.device) * draft[token] < target[token]:
                 return token
             target = _normalised((target - draft).clamp(min=0), target)
@@ -152,7 +152,7 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
 
 
 def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Lossless verification of a sampled chain as one block, which never keeps less than token by token on average.
+    """Verify a sampled chain losslessly as one block; on average this accepts at least as much as `rejection`.
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (https://arxiv.org/abs/2403.10444),
     algorithm 2. With ratio w_i = min(1, w_(i-1) p(x_i) / q(x_i)) the block is cut after the largest i with
@@ -163,66 +163,67 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
         UnsupportedGenerationError: The tree branches, or was not sampled.
     """
     host = HostTree(tree)
-    widths = [len(children) for row in host.below for children in row.values()]  # none in a plain step
+    widths = [len(children) for row in host.children for children in row.values()]  # empty in a plain step
     if max(widths, default=0) > 1 or (widths and tree.draft_probs is None):
         raise UnsupportedGenerationError(
-            'acceptance="block" takes sampled chains: drafts with `draft_probs`, one child per node.',
-            'Use acceptance="auto", which is as exact.',
+            'acceptance="block" supports only sampled chains: drafts with `draft_probs` and one child per node.',
+            'Use acceptance="auto", which is also lossless.',
         )
 
     def cut(row: int) -> list[tuple[int, int]]:
-        return _cut_block(tree, logits[row], transcript, row, host.below[row])
+        return _cut_block(tree, logits[row], transcript, row, host.children[row])
 
     return keep_paths(tree, logits, transcript, cut, host)
 
 
 def _cut_block(
-    tree: TokenTree, logits: Tensor, transcript: Transcript, row: int, below: dict[int, dict[int, int]]
+    tree: TokenTree, logits: Tensor, transcript: Transcript, row: int, children: dict[int, dict[int, int]]
 ) -> list[tuple[int, int]]:
-    """The kept nodes of one chain, each with the token after it."""
+    """Return the kept nodes of one chain, each with the token after it."""
     nodes, tokens = [0], list[int]()
-    while below.get(nodes[-1]):
-        token, child = next(iter(below[nodes[-1]].items()))
+    while children.get(nodes[-1]):
+        token, child = next(iter(children[nodes[-1]].items()))
         nodes.append(child)
         tokens.append(token)
-    weight, cut, rest = 1.0, 0, None
+    weight, cut, final = 1.0, 0, None
     for depth, node in enumerate(nodes):
         target = transcript.row_scores(row, logits[node], tokens[:depth]).softmax(-1)
         if depth == len(nodes) - 1:
-            keep, left = weight, target
+            keep, residual = weight, target
         else:
             assert tree.draft_probs is not None
             draft = tree.draft_probs[row, node].to(target.device, torch.float32)
-            left = (weight * target - draft).clamp(min=0)
-            mass = float(left.sum())
+            residual = (weight * target - draft).clamp(min=0)
+            mass = float(residual.sum())
             keep = mass / (mass + 1 - weight) if mass + 1 - weight > 0 else 1.0
-            left = _normalised(left, target)
+            residual = _normalised(residual, target)
         if depth == 0 or float(torch.rand((), dtype=torch.float32, device="cpu")) < keep:
-            cut, rest = depth, left
+            cut, final = depth, residual
         if depth < len(nodes) - 1:
             token = tokens[depth]
             weight = min(1.0, weight * float(target[token]) / max(float(draft[token]), 1e-30))
-    assert rest is not None
-    following = [*tokens[:cut], int(torch.multinomial(rest, num_samples=1))]
+    assert final is not None
+    following = [*tokens[:cut], int(torch.multinomial(final, num_samples=1))]
     return list(zip(nodes[: cut + 1], following, strict=True))
 
 
 def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
-    """A distribution from non-negative float32 mass; where rounding left none, the fallback."""
+    """Scale non-negative float32 mass to sum 1; return the fallback if rounding left no mass."""
     total = mass.sum()
     return mass / total if total > 0 else fallback
 
 
-# ----------------------------------------------------------------------------------------------- rules that change it
+# ----------------------------------------------------------------------------------------------- lossy rules
 
 
 def typical(
     tree: TokenTree, logits: Tensor, transcript: Transcript, *, threshold: float = 0.09, alpha: float = 0.3
 ) -> Acceptance:
-    """Keep drafted tokens that are likely enough: p(x) > min(threshold, alpha * exp(-H(p))). Not lossless.
+    """Keep drafted tokens x with p(x) > min(threshold, alpha * exp(-H(p))). Not lossless.
 
-    Medusa (https://arxiv.org/abs/2401.10774), section 2.3.1, where the two are epsilon and delta. The longest path of
-    such tokens is kept, ties go to the likelier one. The token after it is drawn, or is the argmax when not sampling.
+    Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.3.1, which names the parameters epsilon and delta.
+    The longest path of such tokens is kept; ties go to the likelier path. The token after it is sampled, or the
+    argmax if `do_sample` is False.
     """
 
     def is_typical(scores: Tensor) -> Tensor:
@@ -234,10 +235,10 @@ def typical(
 
 
 def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: float = 0.8) -> Acceptance:
-    """Keep drafted tokens that lie in the nucleus, the smallest set of mass `top_p`. Not lossless.
+    """Keep drafted tokens in the nucleus, the smallest set of tokens with probability `top_p`. Not lossless.
 
-    The nucleus is of Holtzman et al. (https://arxiv.org/abs/1904.09751); where the warpers of the call have already
-    cut it out (`do_sample=True, top_p=...`), it is what they left. Paths and the token after as in `typical`.
+    Source: Holtzman et al. (https://arxiv.org/abs/1904.09751). If the call samples with `top_p`, its warpers have
+    already removed all other tokens, so use 1.0 here. Paths and the token after them are chosen as in `typical`.
     """
     warper = TopPLogitsWarper(top_p)
 
@@ -250,19 +251,19 @@ def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: f
 def _keep_allowed(
     tree: TokenTree, logits: Tensor, transcript: Transcript, allowed: Callable[[Tensor], Tensor]
 ) -> Acceptance:
-    """Keep the longest path of allowed drafts; of equally long ones the likeliest."""
+    """Keep the longest path of allowed tokens; ties go to the likelier path."""
     host = HostTree(tree)
 
     def best_path(row: int) -> list[tuple[int, int]]:
-        # (depth, log-likelihood, nodes, tokens, scores) of paths that may go on
+        # paths to extend: (depth, log-likelihood, nodes, tokens, scores at the end)
         root = transcript.row_scores(row, logits[row, 0])
         best = (0, 0.0, [0], list[int](), root)
         frontier = [best]
         while frontier:
             depth, likelihood, nodes, tokens, scores = frontier.pop()
-            log_probs, may = scores.log_softmax(-1), allowed(scores)
-            for token, child in host.below[row].get(nodes[-1], {}).items():
-                if bool(may[token]):
+            log_probs, is_allowed = scores.log_softmax(-1), allowed(scores)
+            for token, child in host.children[row].get(nodes[-1], {}).items():
+                if bool(is_allowed[token]):
                     path = [*tokens, token]
                     after = transcript.row_scores(row, logits[row, child], path)
                     longer = (depth + 1, likelihood + float(log_probs[token]), [*nodes, child], path, after)

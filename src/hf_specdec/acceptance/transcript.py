@@ -1,8 +1,8 @@
-"""The text of each row, and the one way its next token is chosen: as transformers' `_sample` does it.
+"""The text of each row, and the choice of its next token as in transformers' `_sample`.
 
-Exactly one draw per emitted token, through the same calls in the same order (processors on the exact prefix,
-float32 softmax, `torch.multinomial` from the global generator), so that a seed gives plain `generate()`'s tokens.
-Knows no tree, model or cache.
+Each emitted token takes exactly one draw, through the same calls in the same order as there (processors on the exact
+prefix, float32 softmax, `torch.multinomial` from the global generator), so the same seed gives the same tokens as
+plain `generate()`. Independent of trees, models and caches.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.acceptance.pipelining import Launch
 from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.host_sync import read
+from hf_specdec.transformers_private import allowed_tokens_of
 
 RESERVED_TOKENS = 1024
-"""Room for answers before it is known how long they will be; it doubles where they are longer."""
+"""Initial size of the text buffer, in tokens after the prompt; it grows if answers are longer."""
 
-SCORES_ALONE = frozenset({
+TEXT_INDEPENDENT = frozenset({
     "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
     "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "TypicalLogitsWarper",
 })  # fmt: skip
-"""transformers' processors that never look at the text, nor at any number on the host."""
+"""transformers' processors that depend on the scores alone and never read values from the device."""
 
 
 class Transcript:
-    """Tokens so far, row by row, with what chooses the next one and what ends a row.
+    """The tokens of each row so far; chooses the next token and ends rows.
 
-    Rows may be *ragged*, each as long as its accepted drafts made it, or in *lockstep*: then all rows are always of
-    one length, and processors and criteria see whole columns `[B, L]` exactly as plain generate shows them.
+    Rows are either *ragged*, with as many tokens as were accepted in each, or in *lockstep*: all rows always have the
+    same length, and processors and criteria get the text of all rows `[B, L]`, exactly as in plain generate.
 
     Args:
         input_ids: `[B, P]` prompt, padding included.
         logits_processor: Called once per token with the exact prefix, in order.
-        stopping_criteria: Checked after every token, so a row ends inside an accepted run where plain would.
-        max_length: Tokens a row may have, prompt included.
-        do_sample: Draw, or take the argmax.
-        lockstep: Keep rows at one length. A single row always is.
-        keep_scores, keep_logits: Keep processed scores, raw logits of every column; needs lockstep.
-        pad_token_id: What a finished row emits where an EOS token ends rows.
+        stopping_criteria: Checked after every token, so that a row may end in the middle of an accepted path.
+        max_length: Maximum length of a row, prompt included.
+        do_sample: Sample instead of taking the argmax.
+        lockstep: Keep all rows at the same length; implied by a single row.
+        keep_scores, keep_logits: Keep the processed scores or raw logits of every column; requires lockstep.
+        pad_token_id: Emitted by finished rows if some criterion has an EOS token.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Transcript:
         self._row_processors = [of_row(logits_processor, row) for row in range(batch_size)]
         self.do_sample, self.pad_token_id = do_sample, pad_token_id
         self.lockstep = lockstep or batch_size == 1
-        # the two criteria that every call has are integers on the host; any other is asked in full
+        # EOS tokens and maximum length are checked as integers on the host; all other criteria are called
         self._eos_ids = {
             token
             for rule in stopping_criteria
@@ -86,26 +87,26 @@ class Transcript:
         self._criteria = StoppingCriteriaList(
             rule for rule in stopping_criteria if type(rule) not in (EosTokenCriteria, MaxLengthCriteria)
         )
-        # plain generate pads finished rows only where some criterion knows an EOS token
+        # plain generate pads finished rows only if some criterion has an EOS token
         self._pads_finished = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
-        self._reads_text = bool(self._criteria) or any(not scores_alone(rule) for rule in logits_processor)
+        self._reads_text = bool(self._criteria) or any(not ignores_text(rule) for rule in logits_processor)
         if self._reads_text:
-            room = min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
-            self._ids = input_ids.new_zeros(batch_size, room)
+            capacity = min(max(max_length, self.prompt_length + 1), self.prompt_length + RESERVED_TOKENS)
+            self._ids = input_ids.new_zeros(batch_size, capacity)
             self._ids[:, : self.prompt_length] = input_ids
         self._account: DeviceAccount | None = None
         self.new_tokens: list[list[int]] = [[] for _ in range(batch_size)]
         self.finished = [False] * batch_size
-        self.num_generated = [0] * batch_size  # tokens of each row up to the one that finished it
-        self.launch: Launch | None = None  # what to launch before the next read of the device
+        self.num_generated = [0] * batch_size  # tokens of each row, without padding after its end
+        self.launch: Launch | None = None  # called before the next read from the device
         self.scores: list[Tensor] = []  # [B, V] per column
         self.logits: list[Tensor] = []
         self._num_streamed = 0
 
     def decides_on(self, device: torch.device) -> bool:
-        """Whether a step's tokens can be chosen on this device without the host: nobody there looks at the text.
+        """Return whether tokens can be chosen on this device, because nothing on the host reads the text.
 
-        False on the CPU, where the host is the device and only looks at the nodes of the path.
+        Always False on the CPU, on which it is faster to evaluate only the nodes of the path.
         """
         kept = self._keep_scores or self._keep_logits
         drawn = not self.do_sample or generator_of(device) is not None
@@ -113,29 +114,29 @@ class Transcript:
 
     @property
     def processes_scores(self) -> bool:
-        """Whether the choice at a node is anything but the argmax of its logits."""
+        """Whether the choice at a node may differ from the argmax of its logits: sampling, or logits processors."""
         return self.do_sample or len(self._processor) > 0
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that the longest way to go still needs at most."""
+        """Tokens that the shortest unfinished row may still emit; 0 or less if all rows are finished."""
         lengths = [len(tokens) for tokens, done in zip(self.new_tokens, self.finished, strict=True) if not done]
         return self._max_length - self.prompt_length - min(lengths, default=self._max_length)
 
     @property
     def padded_rows(self) -> list[int]:
-        """Rows that emit nothing but padding any more, as long as the others go on in lockstep."""
+        """Finished rows that emit padding in lockstep; empty if no criterion has an EOS token."""
         return [row for row, done in enumerate(self.finished) if done and self._pads_finished]
 
     def padded(self, device: torch.device) -> Tensor:
-        """`padded_rows` as `[B]` bool on a device, without a transfer from the host where tokens are chosen there."""
+        """Return `padded_rows` as `[B]` bool on a device; needs no transfer if tokens are chosen there."""
         if self._account is not None and self._account.device == device:
             return self._account.remaining == 0
         rows = self.padded_rows
         return torch.tensor([row in rows for row in range(len(self.finished))], dtype=torch.bool, device=device)
 
     def begin(self, logits: Tensor) -> Tensor:
-        """Choose the first token of every row in one batched call, as plain generate does.
+        """Choose the first token of all rows in one batched call, as plain generate does.
 
         Args:
             logits: `[B, V]` of the prompt's last position.
@@ -157,7 +158,7 @@ class Transcript:
     # ------------------------------------------------------------------------------------------- scores
 
     def column_scores(self, logits: Tensor) -> Tensor:
-        """Processed scores of the next token of all rows, which are of one length: `[B, V]` to `[B, V]`."""
+        """Return the processed scores `[B, V]` of the next token of all rows, which must have the same length."""
         length = self.prompt_length + len(self.new_tokens[0])
         logits = self._in_float(logits)
         scores: Tensor = self._processor(self._text(length), logits)
@@ -168,12 +169,12 @@ class Transcript:
         return scores
 
     def row_scores(self, row: int, logits: Tensor, path: Sequence[int] = ()) -> Tensor:
-        """Processed scores `[V]` of a row's next token.
+        """Return the processed scores `[V]` of a row's next token.
 
         Args:
-            row: The row.
+            row: Index of the row.
             logits: `[V]` at the row's last token, or at the end of the path.
-            path: Tokens that are assumed to follow the row's text; they are not recorded.
+            path: Tokens to append to the row's text for this call only.
         """
         length = self.prompt_length + len(self.new_tokens[row])
         ids = self._text(length)[row : row + 1]
@@ -183,37 +184,37 @@ class Transcript:
         return scores[0]
 
     def scores_at(self, logits: Tensor) -> Tensor:
-        """Processed scores of the next token where no processor looks at the text: `[B, V]` to `[B, V]`."""
+        """Return processed scores `[B, V]`; only for processors that ignore the text."""
         scores: Tensor = self._processor(self._text(0), self._in_float(logits))
         return scores
 
     def draw(self, scores: Tensor) -> Tensor:
-        """Tokens `[R]` from processed scores `[R, V]`: one draw per row, or the argmax."""
+        """Choose tokens `[R]` from processed scores `[R, V]`: one draw per row, or the argmax."""
         if self.do_sample:
             return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         return torch.argmax(scores, dim=-1)
 
     def draws(self, device: torch.device) -> Draws:
-        """Draws of a step whose number is not known before they are made."""
+        """Return an object that draws tokens for one step and can undo the last draws."""
         return Draws(self, generator_of(device) if self.do_sample else None)
 
     def _in_float(self, logits: Tensor) -> Tensor:
         return logits.to(copy=True, dtype=torch.float32, device=self._prompt.device)
 
     def _text(self, length: int) -> Tensor:
-        """`[B, length]` tokens of all rows; no tokens where nobody looks at them."""
+        """Return the tokens `[B, length]` of all rows; no columns if nothing reads them."""
         return self._ids[:, :length] if self._reads_text else self._prompt[:, :0]
 
     # ------------------------------------------------------------------------------------------- tokens
 
     def account_on(self, device: torch.device) -> DeviceAccount:
-        """What is left of each row, kept on the device where tokens are chosen; `record_all` is called afterwards."""
+        """Return the device's account of remaining tokens; callers update it before they call `record_all`."""
         if self._account is None or self._account.device != device:
             self._account = self._new_account(device)
         return self._account
 
     def record_all(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Append the tokens that the device let through."""
+        """Append tokens that the device has already cut where rows end."""
         for row, tokens in enumerate(emitted):
             for token in tokens:
                 self._append(row, token)
@@ -227,16 +228,16 @@ class Transcript:
         return DeviceAccount(left, RowEnds(tuple(sorted(self._eos_ids)), self.pad_token_id, lockstep), device)
 
     def record(self, row: int, token: int) -> bool:
-        """Append a token to one row and see whether the row ends with it."""
+        """Append a token to one row; return whether the row is finished."""
         self._account = None
         length = self._append(row, token)
         if self._criteria:
-            # every criterion is asked, also after an earlier one said stop: some count their calls
+            # called even if the row is already finished: some criteria count their calls
             self.finished[row] |= bool(self._criteria(self._ids[row : row + 1, :length], self._scores_so_far()).all())
         return self.finished[row]
 
     def record_column(self, tokens: Sequence[int]) -> list[int]:
-        """Append one token to every row, padding where plain generate pads; returns what was appended."""
+        """Append one token to every row, padding to the rows that plain generate pads; return the appended tokens."""
         self._account = None
         padded = self.padded_rows
         column = [self.pad_token_id if row in padded else token for row, token in enumerate(tokens)]
@@ -247,7 +248,7 @@ class Transcript:
         return column
 
     def _append(self, row: int, token: int) -> int:
-        """Write the token, apply EOS and length; returns the row's new length."""
+        """Append a token, check EOS tokens and maximum length, and return the row's new length."""
         tokens = self.new_tokens[row]
         length = self.prompt_length + len(tokens) + 1
         if self._reads_text:
@@ -264,7 +265,7 @@ class Transcript:
         return tuple(self.scores) if self._keep_scores else None
 
     def stream(self, streamer: BaseStreamer | None) -> None:
-        """Hand over every column that all rows have reached: `put([B])` per token, finished rows padded."""
+        """Stream all columns that every row has reached, with one `put([B])` per column; finished rows are padded."""
         if streamer is None:
             return
         if all(self.finished):
@@ -276,13 +277,13 @@ class Transcript:
                 torch.tensor(
                     [tokens[column] if column < len(tokens) else self.pad_token_id for tokens in self.new_tokens],
                     dtype=torch.long,
-                    device="cpu",  # where plain generate streams
+                    device="cpu",  # as in plain generate
                 )
             )
         self._num_streamed = max(self._num_streamed, reached)
 
     def sequences(self) -> Tensor:
-        """`[B, P + T]` prompt and answers; shorter rows are padded."""
+        """Return prompts and answers `[B, P + T]`; shorter rows are padded."""
         width = max(map(len, self.new_tokens))
         rows = [[*tokens, *[self.pad_token_id] * (width - len(tokens))] for tokens in self.new_tokens]
         answers = torch.tensor(rows, dtype=self._prompt.dtype, device=self._prompt.device)
@@ -290,13 +291,13 @@ class Transcript:
 
 
 class Draws:
-    """Tokens drawn one column after the other, before it is known how many of the columns will be emitted.
+    """Tokens drawn column by column before the number of emitted columns is known.
 
-    A draw of no emitted token must not be felt: the generator is put back to where it was after the last kept one.
+    The generator is then reset to its state after the last emitted column, as if the others had not been drawn.
 
     Args:
         transcript: Chooses the tokens.
-        generator: What draws them; None where nothing is drawn.
+        generator: The generator that sampling uses; None if nothing is sampled.
     """
 
     def __init__(self, transcript: Transcript, generator: torch.Generator | None) -> None:
@@ -304,43 +305,43 @@ class Draws:
         self._states: list[Tensor] = []
 
     def next(self, scores: Tensor) -> Tensor:
-        """Tokens `[B]` from processed scores `[B, V]`."""
+        """Choose tokens `[B]` from processed scores `[B, V]`."""
         if self._generator is not None:
             self._states.append(self._generator.get_state())
         return self._transcript.draw(scores)
 
     def keep(self, count: int) -> None:
-        """Undo all but the first draws; a generator's state lies on the host, so this waits for nothing."""
+        """Undo all draws after the first `count`. Does not wait for the device: generator states are on the host."""
         if self._generator is not None and count < len(self._states):
             self._generator.set_state(self._states[count])
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """The global generator of a device; None if its backend does not give it out."""
+    """Return the global generator of a device; None if its backend does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
     if generators := getattr(module, "default_generators", None):  # one per device
         generator: torch.Generator = generators[module.current_device() if device.index is None else device.index]
         return generator
-    default = getattr(module, f"_get_default_{device.type}_generator", None)  # a backend of one device, such as MPS
+    default = getattr(module, f"_get_default_{device.type}_generator", None)  # single-device backends, e.g. MPS
     return None if default is None else default()
 
 
-def scores_alone(processor: object) -> bool:
-    """Whether a processor is known never to look at the text."""
-    return type(processor).__name__ in SCORES_ALONE and type(processor).__module__.startswith("transformers.")
+def ignores_text(processor: object) -> bool:
+    """Return whether a processor is known to depend on the scores alone."""
+    return type(processor).__name__ in TEXT_INDEPENDENT and type(processor).__module__.startswith("transformers.")
 
 
 def of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """The processors for a call with one row of the batch: those that know rows by number are told which it is."""
+    """Return the processors for calls with this row alone; per-row arguments of processors are reduced to it."""
 
-    def own(processor: Any) -> Any:
+    def restricted(processor: Any) -> Any:
         if type(processor) is PrefixConstrainedLogitsProcessor:
-            allowed = processor._prefix_allowed_tokens_fn
+            allowed = allowed_tokens_of(processor)
             return PrefixConstrainedLogitsProcessor(lambda _row, ids: allowed(row, ids), num_beams=1)
         if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
             return RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[row : row + 1])
         return processor
 
-    return LogitsProcessorList(map(own, processors))
+    return LogitsProcessorList(map(restricted, processors))

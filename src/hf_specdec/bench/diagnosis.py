@@ -1,4 +1,4 @@
-"""What a model and this device are to speculation: trees or chains, what a forward costs, which method pays."""
+"""Diagnose a model on this device: trees or chains, the cost of a forward, and the speed of each method."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ QUESTIONS = (
         "the first winter the librarian counted nine hundred readers. The tower was closed after a storm in 1921.",
     )),
 )  # fmt: skip
-"""One text that repeats nothing, one that repeats some, one that is copied."""
+"""One answer without repetition, one with some, and one that copies the prompt."""
 
-WIDTHS = (1, 2, 4, 8, 16, 32)
-"""Nodes of a forward that is timed."""
+REPORTED_WIDTHS = (1, 2, 4, 8, 16, 32)
+"""Numbers of nodes whose forwards are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found; plain values."""
+    """Result of `diagnose`."""
 
-    supports_trees: bool  # whether the model verifies trees; else chains
-    chain_only_reason: str  # why it does; empty for trees
-    uses_packed_attention: bool  # whether its layers attend to trees without copies
-    forward_seconds: Mapping[int, float]  # by number of tokens, one row
-    speed_up: Mapping[str, float]  # by method, means over the questions, plain is 1
-    worst: Mapping[str, float]  # the slowest question
+    supports_trees: bool  # otherwise only chains can be verified
+    chain_only_reason: str  # empty if trees are supported
+    uses_packed_attention: bool  # attention to trees does not copy the keys
+    forward_seconds: Mapping[int, float]  # by number of nodes, at batch size 1
+    speed_up: Mapping[str, float]  # over plain decoding by method, mean over the questions
+    worst: Mapping[str, float]  # speed-up on the slowest question
     tau: Mapping[str, float]
 
     @property
     def best(self) -> str:
-        """The method that was fastest on the mean; `"plain"` where none pays."""
+        """Method with the highest mean speed-up, possibly `"plain"`."""
         return max(self.speed_up, key=lambda method: self.speed_up[method])
 
 
 def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64) -> Diagnosis:
-    """Probe, time and try.
+    """Probe a model, time its verify forward, and measure methods on three questions.
 
     Args:
-        model: An attached model, with a drafter or without.
+        model: An attached model.
         tokenizer: Its tokenizer.
-        methods: Values of `speculative=` to try, beside plain.
-        max_new_tokens: Of each answer.
+        methods: Method names, as for `measure`; plain decoding is always measured.
+        max_new_tokens: Length limit of each answer.
 
     Raises:
-        UnsupportedModelError: It verifies neither trees nor chains.
+        UnsupportedModelError: The model can verify neither trees nor chains.
     """
     facts = current_facts(model)
-    seconds = verify_seconds(model, WIDTHS, context=256, facts=facts)
+    seconds = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
     return Diagnosis(

@@ -1,4 +1,4 @@
-"""What a figure needs beside it: the machine, the versions, the commit, and how busy others kept it meanwhile."""
+"""Context of a measurement: machine, versions, commit, and CPU load by other processes."""
 
 from __future__ import annotations
 
@@ -15,42 +15,37 @@ import psutil
 import torch
 import transformers
 
+from hf_specdec.transformers_private import model_name
+
 SOURCE = Path(__file__).parents[2]
-"""`src` in a checkout, `site-packages` where the package is installed."""
+"""`src` in a checkout, `site-packages` if the package is installed."""
 
 PROC_STAT = Path("/proc/stat")
 
 BUSY = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-"""The first columns of `/proc/stat`; what the machine's host takes away (`steal`) disturbs as a process does."""
+"""First columns of `/proc/stat`. `steal`, CPU time that the hypervisor gave to others, counts as load."""
 WAITING = ("idle", "iowait")
+"""Columns that are not load."""
 
 DISTURBING_SHARE = 0.05
-"""Of one core, used by others during a timed call: more than that is worth a warning."""
+"""Fraction of one core that other processes may use during a timed call without a warning."""
 DISTURBING_TICKS = 5
-"""So many clock ticks, of all cores, may be rounding."""
+"""Clock ticks over all cores below which load is ignored as rounding."""
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """Hardware, versions, commit, dtype.
-
-    Args:
-        model: The model that was measured.
-    """
+    """Return hardware, versions, commit, date, and the name and dtype of a model."""
     return {
         **versions(model.device),
-        "model": model.config._name_or_path, "dtype": str(model.dtype).removeprefix("torch."),
+        "model": model_name(model.config), "dtype": str(model.dtype).removeprefix("torch."),
         "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions, commit.
-
-    Args:
-        device: What models run on.
-    """
-    named = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
-    name = _processor() if device.type == "cpu" else device.type if named is None else str(named())
+    """Return hardware, versions and commit; `device` is the model's."""
+    get_name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    name = _processor() if device.type == "cpu" else device.type if get_name is None else str(get_name())
     return {
         "device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.platform(),
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
@@ -59,13 +54,13 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def commit(source: Path = SOURCE) -> str | None:
-    """The commit of the checkout that the package is run from, with `+changes` where tracked files differ from it.
+    """Return the commit of the checkout, followed by `+changes` if tracked files differ from it.
 
     Args:
-        source: The directory that the package lies in.
+        source: Directory that contains the package.
 
     Returns:
-        None where it is installed elsewhere, or git is not there.
+        None if the package does not run from a git checkout, or git is not installed.
     """
     if source.name != "src" or not (source.parent / ".git").exists():
         return None
@@ -82,12 +77,12 @@ def commit(source: Path = SOURCE) -> str | None:
 
 
 class OtherProcesses:
-    """CPU time that others use: the whole machine's from `/proc/stat`, less this process's own and its children's.
+    """CPU time used by other processes: the machine's from `/proc/stat` minus that of this process and its children.
 
     Args:
-        workers: Processes that work for this one; other children count when they have ended and were waited for.
+        workers: Running child processes to subtract; other children are subtracted once they were waited for.
 
-    Example: in 2 s the machine worked 2.5 s over all cores and this process 2.3 s: others used 0.2 s, 0.1 of a core.
+    Example: in 2 s all cores together were busy for 2.5 s, this process for 2.3 s: others used 0.2 s, 0.1 cores.
     """
 
     def __init__(self, workers: Sequence[psutil.Process] = ()) -> None:
@@ -95,21 +90,21 @@ class OtherProcesses:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float] | None:
-        """Seconds others have used since the machine was started, and the clock; None where that cannot be known."""
+        """Return the CPU seconds of other processes since boot, and the current time; None if unknown."""
         try:
             columns = PROC_STAT.read_text().split("\n", 1)[0].split()
             workers = sum(sum(worker.cpu_times()[:4]) for worker in self._workers)
         except (OSError, psutil.NoSuchProcess):
             return None
         ticks = dict(zip(BUSY, map(int, columns[1:]), strict=False))
-        worked = sum(count for name, count in ticks.items() if name not in WAITING) / os.sysconf("SC_CLK_TCK")
-        return worked - sum(os.times()[:4]) - workers, time.perf_counter()
+        busy = sum(count for name, count in ticks.items() if name not in WAITING) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:4]) - workers, time.perf_counter()
 
     def cores(self) -> float | None:
-        """Cores, on average, that others kept busy since this object was made.
+        """Return the average number of cores that other processes used since this object was created.
 
         Returns:
-            None on systems without `/proc`, and where a worker has ended meanwhile.
+            None on systems without `/proc`, or if a worker has ended.
         """
         now = self._now()
         if now is None or self._begin is None:
@@ -118,13 +113,13 @@ class OtherProcesses:
 
 
 def is_disturbed(cores: float | None, seconds: float) -> bool:
-    """Whether others used more than `DISTURBING_SHARE` of a core, and more than the clock's ticks may round up to.
+    """Return whether other processes used more than `DISTURBING_SHARE` of a core and than `DISTURBING_TICKS`.
 
     Args:
-        cores: What others used, on average; None is not known.
-        seconds: For how long.
+        cores: Average number of cores used by others; None if unknown.
+        seconds: Duration.
 
-    Example: 0.1 of a core is a disturbance over one second, and nothing but rounding over 0.2 s.
+    Example: 0.1 cores disturb a call of 1 s; over 0.2 s they are within rounding.
     """
     if cores is None or cores <= DISTURBING_SHARE:
         return False
@@ -137,5 +132,5 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
-        pass  # not Linux: the next best name
+        pass  # not Linux
     return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Methods against plain `generate()`: interleaved per prompt in one process, medians, one token counter."""
+"""Time methods against plain `generate()`, interleaved per prompt in one process."""
 
 from __future__ import annotations
 
@@ -14,75 +14,75 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.bench.machine import OtherProcesses, is_disturbed
-from hf_specdec.bench.methods import COMPILED, FIRST_TRIES, PEERS, call_options, check_compiled, compiled_graphs
+from hf_specdec.bench.methods import COMPILED, MAX_WARM_UPS, PEERS, call_options, check_compiled, compiled_graphs
 from hf_specdec.bench.questions import Question
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
 
 WARM_UP_TOKENS = 8
 SPARE_SLOTS = 64
-"""Of a static cache: the answers of earlier turns are read again as text, and may be some tokens longer then."""
+"""Extra slots of a static cache: earlier answers are tokenised again as text and may become some tokens longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What another program answered."""
+    """An answer by another program."""
 
-    ids: list[int]  # new tokens, greedy, up to and with the one that ends the answer
+    ids: list[int]  # new tokens, greedy, including the EOS
     seconds: float
     first_token_seconds: float
-    tau: float | None = None  # None: it does not tell
+    tau: float | None = None  # None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """A method that runs in another program: it is given the prompt's ids and how many new tokens there may be."""
+    """A method that runs in another program."""
 
-    ask: Callable[[list[int], int], Reply]
-    processes: Callable[[], Sequence[psutil.Process]] = tuple  # whose CPU time is not that of others
+    ask: Callable[[list[int], int], Reply]  # called with the prompt's ids and the maximum number of new tokens
+    processes: Callable[[], Sequence[psutil.Process]] = tuple  # do not count as other load of the machine
 
 
 @dataclass(slots=True)
 class Measurement:
-    """One method on one prompt, or on all turns of a conversation: tokens and seconds are sums over its turns."""
+    """One method on one question; tokens and seconds are sums over its turns."""
 
     question_id: str
     category: str
     method: str
     num_tokens: int
     seconds: list[float]  # one per round
-    ids_equal: bool  # to plain's, in every turn
-    first_difference: int | None  # index of the first differing token, in the first turn that differs
-    top_two_gap: float | None  # difference of the two highest logits there, by a plain forward
-    tau: float  # mean over the turns; 1.0 where a method does not tell it, as transformers' own
-    stages: dict[str, float] = field(default_factory=dict)  # medians of seconds per stage
-    first_token_seconds: list[float] = field(default_factory=list)  # one per round, the prompt's forward included
-    others_cores: list[float | None] = field(default_factory=list)  # cores that other processes used, one per round
+    ids_equal: bool  # in every turn
+    first_difference: int | None  # index of the first token that differs from plain, in the first turn that differs
+    top_two_gap: float | None  # difference of the two highest logits at that token
+    tau: float  # mean over the turns; 1.0 if unknown, as for transformers' methods
+    stages: dict[str, float] = field(default_factory=dict)  # median seconds per stage
+    first_token_seconds: list[float] = field(default_factory=list)  # one per round, includes the prefill
+    others_cores: list[float | None] = field(default_factory=list)  # cores used by other processes, one per round
     turns: int = 1
-    warm_up_seconds: float = 0.0  # of this method's calls before the first timed one, compilation included
-    compiled_in_rounds: int = 0  # timed rounds in which something was compiled all the same
+    warm_up_seconds: float = 0.0  # of this method's untimed calls, compilation included
+    compiled_in_rounds: int = 0  # timed rounds in which something was compiled
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens over the median of the rounds."""
+        """Tokens per second in the median round."""
         return self.num_tokens / statistics.median(self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """The same behind the first token of every turn; None where nothing follows it, or its time is not known."""
-        rest = [whole - first for whole, first in zip(self.seconds, self.first_token_seconds, strict=False)]
+        """Tokens per second after the first token of each turn; None if there are none or the time is unknown."""
+        rest = [total - first for total, first in zip(self.seconds, self.first_token_seconds, strict=False)]
         if not rest or self.num_tokens <= self.turns or statistics.median(rest) <= 0:
             return None
         return (self.num_tokens - self.turns) / statistics.median(rest)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds, median over the rounds, mean over the turns; None where it is not known."""
+        """Seconds, median over rounds and mean over turns; None if unknown."""
         return statistics.median(self.first_token_seconds) / self.turns if self.first_token_seconds else None
 
     @property
     def disturbed_rounds(self) -> int:
-        """Rounds in which other processes used more of the machine than a figure can bear."""
+        """Number of rounds in which other processes disturbed the timing."""
         return sum(map(is_disturbed, self.others_cores, self.seconds))
 
 
@@ -98,54 +98,54 @@ def measure(
     idle: Callable[[], None] = lambda: None,
     all_turns: bool = False,
 ) -> Iterator[Measurement]:
-    """Run every method on every question and yield what was seen. An error ends the run.
+    """Run every method on every question greedily and yield the measurements. An error ends the run.
 
-    Drafters that learn know what their own method said to the questions before, and nothing of what others, or
-    earlier rounds, said to this one; in the end they know what they knew before.
+    Drafters that learn keep what they learned from their own method's answers to earlier questions, but not from other
+    methods or earlier rounds of the same question. Their initial state is restored at the end.
 
     Args:
         model: An attached model with its drafters.
         tokenizer: Its tokenizer.
-        questions: What to ask.
-        methods: Names of `PEERS`, or anything `speculative=` takes; `plain` is always measured, first.
-        max_new_tokens: Of each answer; greedy.
+        questions: Prompts.
+        methods: Names of `PEERS` or values of `speculative=`; `plain` is always measured first.
+        max_new_tokens: Length limit of each answer.
         rounds: Timed repetitions, interleaved over the methods.
-        settings: Method name -> what it needs beside its name: the value for `speculative=`, the assistant model of
-            `transformers_assisted`, or another program that has the answer (`External`).
+        settings: By method name: a value of `speculative=`, the assistant model of `transformers_assisted`, or an
+            `External` program that runs the method.
         idle: Called before every timed call, e.g. to wait for a quiet machine.
-        all_turns: Ask all turns of a question, each method with its own answers to the turns before, as Spec-Bench
-            does; else the first turn alone.
+        all_turns: Measure all turns of a question, each method with its own earlier answers, as Spec-Bench does;
+            otherwise the first turn only.
 
     Raises:
         InvalidConfigError: A method lacks what it needs.
     """
     order = list(dict.fromkeys(["plain", *methods]))
-    asked = [Question(q.question_id, q.category, q.turns if all_turns else q.turns[:1]) for q in questions]
-    if not asked:
+    chosen = [Question(q.question_id, q.category, q.turns if all_turns else q.turns[:1]) for q in questions]
+    if not chosen:
         return
-    given, longest = settings or {}, 0
+    settings, longest = settings or {}, 0
     if COMPILED in order:
-        longest = max(_prompt_length(tokenizer, question, max_new_tokens) for question in asked)
+        longest = max(_prompt_length(tokenizer, question, max_new_tokens) for question in chosen)
     caller = _Caller(model, tokenizer, max_new_tokens, idle)
-    known = state_of(model).state_dict()
+    initial = state_of(model).state_dict()
     for method in order:
-        setting = given.get(method)
+        setting = settings.get(method)
         if isinstance(setting, External):
             caller.externals[method] = setting
         else:
             caller.options[method] = call_options(method, setting, model, longest + max_new_tokens)
     try:
         for method in order:
-            caller.warm_up(method, asked[0])
-        caller.states = dict.fromkeys(order, known)
-        for question in asked:
+            caller.warm_up(method, chosen[0])
+        caller.states = dict.fromkeys(order, initial)
+        for question in chosen:
             yield from _measure_question(caller, question, order, rounds)
     finally:
-        state_of(model).load_state_dict(known)
+        state_of(model).load_state_dict(initial)
 
 
 def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> int:
-    """Tokens of the last turn's prompt, when every answer before it is as long as it may be."""
+    """Return the length of the last turn's prompt if all earlier answers have the maximum length."""
     texts = [text for turn in question.turns for text in (turn, "")][:-1]
     length: int = encode_chat(tokenizer, texts, torch.device("cpu"))["input_ids"].shape[1]
     earlier = len(question.turns) - 1
@@ -153,23 +153,23 @@ def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> i
 
 
 class _FirstToken(BaseStreamer):
-    """Notes down when the first token is there: the second `put`, for the first one is the prompt."""
+    """Records the time of the first token, which is the second `put`; the first is the prompt."""
 
     def __init__(self) -> None:
-        self.puts, self.moment = 0, 0.0
+        self.puts, self.time = 0, 0.0
 
     def put(self, value: Tensor) -> None:
         self.puts += 1
         if self.puts == 2:
-            self.moment = time.perf_counter()
+            self.time = time.perf_counter()
 
     def end(self) -> None:
-        """Nothing is left to be done."""
+        """Do nothing; the base class requires this method."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One timed call."""
+    """Result of one timed call."""
 
     ids: Tensor  # [T] new tokens
     seconds: float
@@ -177,30 +177,30 @@ class _Answer:
     others_cores: float | None
     compiled: bool
     tau: float = 1.0
-    stages: dict[str, float] = field(default_factory=dict)  # seconds per stage, of our methods
+    stages: dict[str, float] = field(default_factory=dict)  # seconds per stage; empty for `PEERS` and external methods
 
 
 class _Caller:
-    """Has every method of one run answer, and times it."""
+    """Runs and times calls of all methods."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int, idle: Callable[[], None]) -> None:
         self.model, self.tokenizer, self.max_new_tokens, self.idle = model, tokenizer, max_new_tokens, idle
         self.options: dict[str, dict[str, Any]] = {}
         self.externals: dict[str, External] = {}
         self.warm_up_seconds: dict[str, float] = {}
-        self.states: dict[str, Any] = {}  # what drafters have learned in each method's own calls
+        self.states: dict[str, Any] = {}  # learned state of the drafters, by method
 
     def encode(self, texts: Sequence[str]) -> Any:
-        """A conversation as inputs of `generate()`."""
+        """Return a conversation as inputs of `generate()`."""
         return encode_chat(self.tokenizer, texts, self.model.device)
 
     def text_of(self, ids: Tensor) -> str:
-        """An answer as a later turn reads it."""
+        """Return an answer as the text that later turns see."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
 
-    def ask(self, inputs: Any, method: str) -> _Answer:
-        """One call, timed, of a method whose drafters know its own earlier calls and no others."""
+    def timed_call(self, inputs: Any, method: str) -> _Answer:
+        """Time a call of a method whose drafters have learned from this method's earlier calls only."""
         if method in PEERS or method in self.externals:
             return self.answer(inputs, method)
         state = state_of(self.model)
@@ -210,24 +210,24 @@ class _Caller:
         return answer
 
     def warm_up(self, method: str, question: Question) -> None:
-        """Call a method until a call compiles nothing.
+        """Call a method until a call compiles nothing, at most `MAX_WARM_UPS` times.
 
         Raises:
-            InvalidConfigError: It was to compile the model's forward, and did not.
+            InvalidConfigError: The method should have compiled the model's forward, but did not.
         """
         inputs, begin = self.encode(question.turns[:1]), time.perf_counter()
-        for _ in range(FIRST_TRIES):
+        for _ in range(MAX_WARM_UPS):
             if not self.answer(inputs, method, min(WARM_UP_TOKENS, self.max_new_tokens)).compiled:
                 break
         self.warm_up_seconds[method] = time.perf_counter() - begin
         check_compiled(method, self.model)
 
     def answer(self, inputs: Any, method: str, max_new_tokens: int | None = None) -> _Answer:
-        """One call, timed."""
+        """Time one call with the drafters' current state."""
         self.idle()
         count = max_new_tokens or self.max_new_tokens
         if method in self.externals:
-            return self._answer_elsewhere(inputs, self.externals[method], count)
+            return self._call_external(inputs, self.externals[method], count)
         self._wait_for_device()
         streamer, graphs, others = _FirstToken(), compiled_graphs(), OtherProcesses()
         begin = time.perf_counter()
@@ -237,7 +237,7 @@ class _Caller:
         self._wait_for_device()
         seconds = time.perf_counter() - begin
         answer = _Answer(
-            ids[0, inputs["input_ids"].shape[1] :], seconds, streamer.moment - begin, others.cores(),
+            ids[0, inputs["input_ids"].shape[1] :], seconds, streamer.time - begin, others.cores(),
             compiled_graphs() > graphs,
         )  # fmt: skip
         if method not in PEERS:
@@ -250,7 +250,7 @@ class _Caller:
         if self.model.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _answer_elsewhere(self, inputs: Any, external: External, max_new_tokens: int) -> _Answer:
+    def _call_external(self, inputs: Any, external: External, max_new_tokens: int) -> _Answer:
         prompt: Tensor = inputs["input_ids"]
         others = OtherProcesses(external.processes())
         reply = external.ask(prompt[0].tolist(), max_new_tokens)
@@ -261,9 +261,9 @@ class _Caller:
 
 @dataclass(slots=True)
 class _Round:
-    """What one method did in one round of a conversation."""
+    """Answers of one method in one round of a conversation."""
 
-    texts: list[str] = field(default_factory=list)  # the user's and the method's in turn
+    texts: list[str] = field(default_factory=list)  # alternating: user, method
     prompts: list[Any] = field(default_factory=list)
     answers: list[_Answer] = field(default_factory=list)
 
@@ -278,14 +278,14 @@ class _Round:
 
     @property
     def others_cores(self) -> float | None:
-        """Mean over the time of all turns; None where one is not known."""
+        """Mean over the time of all turns; None if unknown for one of them."""
         used = [(answer.others_cores, answer.seconds) for answer in self.answers]
         known = [cores * seconds for cores, seconds in used if cores is not None]
         return sum(known) / self.seconds if len(known) == len(used) else None
 
 
 def _measure_question(caller: _Caller, question: Question, order: Sequence[str], rounds: int) -> Iterator[Measurement]:
-    """All methods in turn, turn by turn, round by round; no round knows the answers of the one before."""
+    """Measure a question; drafters start each round in the same state."""
     seen: dict[str, list[_Round]] = {method: [_Round() for _ in range(rounds)] for method in order}
     before = dict(caller.states)
     for number in range(rounds):
@@ -295,38 +295,38 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
                 _take_turn(caller, seen[method][number], turn, method)
     plain = seen["plain"][-1]
     for method in order:
-        done, last = seen[method], seen[method][-1]
+        all_rounds, last = seen[method], seen[method][-1]
         difference = _first_difference(plain, last)
         gap = None
         if difference is not None:
-            which, index = difference
-            gap = _top_two_gap(caller.model, plain.prompts[which], plain.answers[which].ids[:index])
+            turn_index, index = difference
+            gap = _top_two_gap(caller.model, plain.prompts[turn_index], plain.answers[turn_index].ids[:index])
         yield Measurement(
             question_id=question.question_id, category=question.category, method=method,
             num_tokens=sum(len(answer.ids) for answer in last.answers),
-            seconds=[one.seconds for one in done],
+            seconds=[each.seconds for each in all_rounds],
             ids_equal=difference is None, first_difference=None if difference is None else difference[1],
             top_two_gap=gap, tau=statistics.mean(answer.tau for answer in last.answers),
-            stages={key: statistics.median(one.stages[key] for one in done) for key in last.stages},
-            first_token_seconds=[sum(answer.first_token_seconds for answer in one.answers) for one in done],
-            others_cores=[one.others_cores for one in done],
+            stages={key: statistics.median(each.stages[key] for each in all_rounds) for key in last.stages},
+            first_token_seconds=[sum(answer.first_token_seconds for answer in each.answers) for each in all_rounds],
+            others_cores=[each.others_cores for each in all_rounds],
             turns=len(question.turns), warm_up_seconds=caller.warm_up_seconds[method],
-            compiled_in_rounds=sum(any(answer.compiled for answer in one.answers) for one in done),
+            compiled_in_rounds=sum(any(answer.compiled for answer in each.answers) for each in all_rounds),
         )  # fmt: skip
 
 
 def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
-    """One answer, and what it adds to the conversation."""
+    """Answer one turn and append it to the conversation."""
     seen.texts.append(turn)
     inputs = caller.encode(seen.texts)
-    answer = caller.ask(inputs, method)
+    answer = caller.timed_call(inputs, method)
     seen.prompts.append(inputs)
     seen.answers.append(answer)
     seen.texts.append(caller.text_of(answer.ids))
 
 
 def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
-    """The first turn whose answer is not plain's, and the index of the first differing token there."""
+    """Return the first turn that differs from plain and the index of its first differing token, or None."""
     for turn, (expected, answer) in enumerate(zip(plain.answers, other.answers, strict=True)):
         if not torch.equal(expected.ids, answer.ids):
             width = min(len(expected.ids), len(answer.ids))
@@ -337,7 +337,7 @@ def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def _top_two_gap(model: Any, inputs: Any, answer: Tensor) -> float:
-    """How near a tie the choice after `answer` was: top logit minus the second, by one plain forward."""
+    """Return the difference of the two highest logits after `answer`, from one plain forward."""
     ids = torch.cat([inputs["input_ids"], answer[None]], dim=-1)
     top = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values
     return float(top[0] - top[1])

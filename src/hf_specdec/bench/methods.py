@@ -1,6 +1,6 @@
-"""The methods that are transformers' own, which ours are measured against, and how each is asked for.
+"""Method names of benchmarks and their arguments of `generate()`.
 
-Knows no drafter: every other name is a value of `speculative=`.
+`PEERS` are transformers' methods; every other name is a value of `speculative=`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ ASSISTED, COMPILED = "transformers_assisted", "plain_static_compiled"
 PEERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "transformers_prompt_lookup": {"prompt_lookup_num_tokens": 10},
-    ASSISTED: {},  # and the assistant
-    COMPILED: {"cache_implementation": "static"},  # and how to compile
+    ASSISTED: {},  # `call_options` adds the assistant
+    COMPILED: {"cache_implementation": "static"},  # `call_options` adds the rest
 }
-"""Methods that are transformers' own: the baseline and the peers. Arguments of `generate()` beside the prompt."""
+"""Arguments of `generate()` for the baseline and transformers' methods."""
 
 COMPILE = "+compile"
-"""Behind the name of a method of ours: the same with `compile="compile"`."""
+"""Suffix of a method name that adds `compile="inductor"`."""
 
-FIRST_TRIES = 3
-"""Calls of a method before it is timed, at most; there is another one as long as the last one compiled something."""
+MAX_WARM_UPS = 3
+"""Maximum number of warm-up calls of a method; they end with the first one that compiles nothing."""
 
 
 def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
-    """See that every method can be asked for.
+    """Check that methods of `PEERS` have what they need; other names are not checked.
 
     Args:
-        methods: Their names; those that are not in `PEERS` are somebody else's to check.
+        methods: Method names.
         assistant: Whether there is an assistant model.
 
     Raises:
-        InvalidConfigError: A method that drafts with an assistant, and there is none.
+        InvalidConfigError: A method needs an assistant model, and there is none.
     """
     if ASSISTED in methods and not assistant:
         raise InvalidConfigError(
@@ -48,21 +48,21 @@ def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
 
 
 def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict[str, Any]:
-    """What `generate()` is called with for a method, beside prompt, length and greedy choice.
+    """Return the arguments of `generate()` that select a method.
 
     Args:
-        method: A name of `PEERS`, or anything that `speculative=` takes.
-        given: Beside its name: the assistant of `transformers_assisted`, the value for `speculative=` of ours; None is
-            nothing.
+        method: A name of `PEERS`, or a value of `speculative=`.
+        given: The assistant model of `transformers_assisted`; for other methods a value of `speculative=` that
+            replaces the name. None if not needed.
         model: The model, for its device.
-        cache_length: Slots of a static cache: one size for all calls, for another one would be compiled anew.
+        cache_length: Slots of a static cache; the same for all calls, because another size would recompile.
 
     Raises:
-        InvalidConfigError: A method that drafts with an assistant, and there is none.
+        InvalidConfigError: The method needs an assistant model, and there is none.
     """
     if method not in PEERS:
         if given is None and method.endswith(COMPILE):
-            given = {"method": method.removesuffix(COMPILE), "compile": "compile"}
+            given = {"method": method.removesuffix(COMPILE), "compile": "inductor"}
         return {"speculative": method if given is None else given}
     check_methods([method], assistant=given is not None)
     if method == ASSISTED:
@@ -73,31 +73,27 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
 
 
 def _compile_config(model: Any) -> CompileConfig:
-    """As transformers compiles on accelerators; on the CPU, which it leaves out, in the mode that is not for GPUs."""
+    """Return transformers' compile settings; on a CPU, for which it has none, torch's default mode."""
     config = CompileConfig(mode="default" if model.device.type == "cpu" else "reduce-overhead")
-    config._compile_all_devices = True  # no field: transformers reads it, and keeps it from torch.compile
+    config._compile_all_devices = True  # a private attribute that transformers reads
     return config
 
 
 def check_compiled(method: str, model: Any) -> None:
-    """After the first call: see that transformers has compiled what was to be compiled; it skips that with a warning.
-
-    Args:
-        method: Any method.
-        model: The model.
+    """Check after the first call that transformers compiled the forward, which it may skip with only a warning.
 
     Raises:
-        InvalidConfigError: The forward of this model runs uncompiled.
+        InvalidConfigError: The method compiles, but the forward of this model was not compiled.
     """
     if method == COMPILED and "_compiled_call" not in vars(model):
         raise InvalidConfigError(
             f"transformers does not compile the forward of this {type(model).__name__}: its static cache, its "
             "quantisation or its placement on devices does not allow it.",
-            f"Leave {COMPILED!r} out.",
+            f"Leave out the method {COMPILED!r}.",
         )
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process has compiled so far; 0 where torch's compiler was never loaded."""
+    """Return the number of graphs that torch has compiled in this process."""
     counting = sys.modules.get("torch._dynamo.utils")
     return 0 if counting is None else counting.counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""What is asked: prompt files in the EAGLE / Spec-Bench schema (`question_id, category, turns`), and conversations."""
+"""Read prompt files in the EAGLE / Spec-Bench schema (`question_id, category, turns`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, read_records
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-"""Spec-Bench's first categories come from MT-bench and count as one, `mt_bench`."""
+"""Categories that Spec-Bench took from MT-bench; they count as one, `mt_bench`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a benchmark file, with what is asked after its answer."""
+    """A prompt of a benchmark file, with the user's later turns."""
 
     question_id: str
     category: str
@@ -26,11 +26,11 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
 
     Args:
         path: JSON lines with `question_id`, `category`, `turns`.
-        limit: At most so many questions, taken round-robin over the categories.
-        per_category: At most so many of each category.
+        limit: Maximum number of questions, taken round-robin over the categories.
+        per_category: Maximum number of questions per category, spread evenly over the file.
 
     Raises:
-        InvalidConfigError: A file or line that is none of that.
+        InvalidConfigError: The file cannot be read or holds no questions, or a line is not a question.
     """
     questions = [_question(row, f"{path}, line {number}") for number, row in read_records(Path(path))]
     if not questions:
@@ -41,7 +41,7 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     for question in questions:
         by_category.setdefault(question.category, []).append(question)
     for category, rows in by_category.items():
-        # spread over the file, so that the sub-categories of mt_bench are all met
+        # spread over the file to include all sub-categories of mt_bench
         wanted = min(per_category or len(rows), len(rows))
         by_category[category] = [rows[i * len(rows) // wanted] for i in range(wanted)]
     rounds = max(map(len, by_category.values()), default=0)
@@ -50,18 +50,18 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
 
 
 def _question(row: Fields, place: str) -> Question:
-    """One line of a prompt file.
+    """Parse one line of a prompt file.
 
     Raises:
-        InvalidConfigError: It is no question.
+        InvalidConfigError: It is not a question.
     """
     try:
         if not isinstance(row["category"], str):
-            raise TypeError("its category is not a text")
+            raise TypeError("its category is not a string")
         category = "mt_bench" if row["category"] in MT_BENCH else row["category"]
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise TypeError("its turns are not a list of texts")
+            raise TypeError("its turns are not a list of non-empty strings")
         for text in (category, *turns):
             text.encode()
         return Question(str(row["question_id"]), category, tuple(turns))

@@ -1,4 +1,4 @@
-"""What is told of the measurements: a row per category and method, warnings, and a picture."""
+"""Summarise measurements: a row per category and method, warnings, and a plot."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from hf_specdec.bench.measuring import Measurement
 from hf_specdec.reporting.palette import INK, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
-"""The percentiles that are told."""
+"""Reported percentiles."""
 
 ALL = "all"
-"""The category of all questions."""
+"""Name of the category that contains all questions."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of the values lies, linear between neighbours.
+    """Return a percentile, linearly interpolated.
 
     Args:
-        values: At least one, in any order.
+        values: At least one value, in any order.
         share: 0 to 1.
 
-    Example: of [1, 2, 4] the share 0.5 is 2, and 0.75 is 3.
+    Example: for [1, 2, 4], share 0.5 gives 2 and share 0.75 gives 3.
     """
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """One row per category and method; the category `all` is over all questions.
+    """Return one row per category and method; the category `all` has all questions.
 
-    Tokens/s and their ratio to plain's: of the whole call (median, the median again as p50 beside p20 and p80; of the
-    ratio the means and the worst as well), and behind the first token (median). Seconds to the first token (median).
-    Mean tau, and how many answers are plain's. Medians and percentiles are over questions; None is not known.
+    Speeds are tokens/s, `speed_up` is the ratio to plain; both are medians over questions, for the whole call and
+    (`decode_...`) after the first token. `ids_equal` counts answers equal to plain's. None means unknown.
     """
     plain = {row.question_id: row for row in measurements if row.method == "plain"}
     categories = [*dict.fromkeys(row.category for row in measurements), ALL]
@@ -51,7 +50,7 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
             speeds = [row.tokens_per_second for row in chosen]
             ratios = [row.tokens_per_second / plain[row.question_id].tokens_per_second for row in chosen]
             decoding = [row.decode_tokens_per_second for row in chosen]
-            beside = [plain[row.question_id].decode_tokens_per_second for row in chosen]
+            plain_decoding = [plain[row.question_id].decode_tokens_per_second for row in chosen]
             rows.append({
                 "category": category, "method": method, "questions": len(chosen),
                 "tokens_per_second": statistics.median(speeds),
@@ -62,8 +61,8 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
                 "speed_up_mean": statistics.mean(ratios), "speed_up_worst": min(ratios),
                 "decode_tokens_per_second": _median(decoding),
                 "decode_speed_up": _median([
-                    None if own is None or theirs is None else own / theirs
-                    for own, theirs in zip(decoding, beside, strict=True)
+                    None if speed is None or baseline is None else speed / baseline
+                    for speed, baseline in zip(decoding, plain_decoding, strict=True)
                 ]),
                 "time_to_first_token": _median([row.time_to_first_token for row in chosen]),
                 "tau": statistics.mean(row.tau for row in chosen),
@@ -78,7 +77,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
-    """What makes figures doubtful, a line each: a busy machine, compilation in timed calls."""
+    """Return warnings about unreliable measurements: a busy machine, compilation in timed calls."""
     found = []
     disturbed = [row for row in measurements if row.disturbed_rounds]
     if disturbed:
@@ -88,23 +87,23 @@ def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
         most = max(cores for row in disturbed for cores in row.others_cores if cores is not None)
         found.append(
             f"Other processes used more than {DISTURBING_SHARE:.0%} of a core during {calls} of {all_calls} timed "
-            f"calls (at most {most:.2f} cores): their figures are disturbed."
+            f"calls (at most {most:.2f} cores): these measurements are unreliable."
         )
     compiled = sum(row.compiled_in_rounds for row in measurements)
     if compiled:
         names = ", ".join(dict.fromkeys(row.method for row in measurements if row.compiled_in_rounds))
-        found.append(f"Something was compiled during {compiled} timed calls ({names}): that time is in their figures.")
+        found.append(f"Code was compiled during {compiled} timed calls ({names}): their times include compilation.")
     return found
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw tokens/s over plain's per category and method: medians, with lines from p20 to p80. Needs matplotlib.
+    """Plot the median speed-up per category and method, with lines from p20 to p80. Needs matplotlib.
 
     Args:
-        summary: What `summarise` returned.
-        path: The picture to write; its ending is its format. Another one of that name is replaced.
+        summary: Output of `summarise`.
+        path: File to write or replace; its suffix is the format.
     """
-    from matplotlib.figure import Figure  # an optional dependency; no window, no state of pyplot's
+    from matplotlib.figure import Figure  # optional dependency; without pyplot, which would open windows
 
     categories = list(dict.fromkeys(row["category"] for row in summary))
     methods = [method for method in dict.fromkeys(row["method"] for row in summary) if method != "plain"]
@@ -120,8 +119,8 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
                 [value - row["speed_up_p20"] for value, row in zip(middle, rows, strict=True)],
                 [row["speed_up_p80"] - value for value, row in zip(middle, rows, strict=True)],
             ]
-            places = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(categories))]
-            axes.bar(places, middle, 0.9 * width, yerr=lines, error_kw={"linewidth": 0.8}, label=method)
+            positions = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(categories))]
+            axes.bar(positions, middle, 0.9 * width, yerr=lines, error_kw={"linewidth": 0.8}, label=method)
         axes.axhline(1.0, color=INK, linewidth=0.8)
         axes.set_xticks(range(len(categories)), categories)
         axes.set_ylabel("tokens/s, ratio to plain generate()")

@@ -1,7 +1,6 @@
-"""The layouts that engines and the authors' code read, as a table: what fits, under which names, in which config.
+"""The layouts that `export_head` writes, as a table: configs, tensor names, and reasons why a head does not fit.
 
-What a layout cannot hold is refused with the reason. Writing is `checkpoints/export.py`; the other way round is
-`checkpoints/layouts.py`.
+Files are written by `checkpoints/export.py`; layouts are read by `checkpoints/layouts.py`.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 SPECULATORS_VERSION = "0.9.0"
-"""The version of speculators whose layout is written."""
+"""Version of speculators that the written layout follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One layout to write."""
+    """A layout to write."""
 
     head_class: type[Head]
-    refuse: Callable[[Any], Mapping[str, bool]]  # reasons, and whether each applies
+    refuse: Callable[[Any], Mapping[str, bool]]  # reasons against a head, and whether each applies
     config: Callable[[Any], Fields]
     tensors: Callable[[Any], Tensors]
-    readers: Callable[[Any], str]  # for its card: who reads it, and how
+    readers: Callable[[Any], str]  # for the card: programs that read it, and how to use them
     file_name: str = "model.safetensors"
-    holds: tuple[str, ...] = ()  # which of OWN_SETTINGS it has a place for
+    holds: tuple[str, ...] = ()  # fields of OWN_SETTINGS that it can store
 
 
 # ----------------------------------------------------------------------------------------------- configurations
 
 
 def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
-    """A one-layer Llama configuration, in the keys that readers of all ages know."""
+    """Return a one-layer Llama config with the keys of old and new transformers versions."""
     config = head.config
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta", PLAIN_THETA), rope.pop("rope_type", "default")
@@ -60,13 +59,13 @@ def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
 
 
 def _for_eagles_code(fields: Fields) -> Fields:
-    """EAGLE's configuration class demands exactly two keys of a rotary scaling."""
+    """Reduce `rope_scaling` to the two keys that EAGLE's config class requires."""
     scaling = fields["rope_scaling"]
     return {**fields, "rope_scaling": scaling and {"type": scaling["type"], "factor": scaling["factor"]}}
 
 
 PLAIN_THETA = 10000.0
-"""The rotary base that EAGLE's scaled classes have, whatever a configuration says."""
+"""Rotary base that EAGLE's scaled classes use regardless of the config."""
 
 
 def _eagle_config(head: EagleHead) -> Fields:
@@ -82,7 +81,7 @@ def _eagle3_config(head: Eagle3Head) -> Fields:
     }
     if config.target_hidden_size is not None:
         own["target_hidden_size"] = config.target_hidden_size
-    if config.eagle_aux_hidden_state_layer_ids is not None:  # as outputs of layers, which is one less
+    if config.eagle_aux_hidden_state_layer_ids is not None:  # layer indices: hidden state i is the output of layer i-1
         outputs = [layer - 1 for layer in config.eagle_aux_hidden_state_layer_ids]
         own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
     return {**_layer_config(head), **own, **_base(head)}
@@ -112,7 +111,7 @@ def _mtp_config(head: MtpHead) -> Fields:
 
 
 def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) -> Fields:
-    """What every configuration of speculators has."""
+    """Return the fields that all speculators configs have."""
     config, layer = head.config, _layer_config(head)
     if config.qk_norm:
         layer = {**layer, "model_type": "qwen3"}
@@ -137,15 +136,9 @@ def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) ->
 
 
 def _medusa_config(head: MedusaHeads) -> Fields:
-    config = head.config
-    fields = {
-        "medusa_num_heads": config.medusa_num_heads,
-        "medusa_num_layers": config.medusa_num_layers,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "version": "2" if config.shared_lm_head else "1",
-    }
-    return {**fields, **_base(head)}
+    names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+    fields = {name: getattr(head.config, name) for name in names}
+    return {**fields, "version": "2" if head.config.shared_lm_head else "1", **_base(head)}
 
 
 def _base(head: Head) -> Fields:
@@ -164,7 +157,7 @@ def _medusa_tensors(head: MedusaHeads) -> Tensors:
 
 
 def _with_vocabulary(head: Eagle3Head) -> Tensors:
-    """EAGLE-3's tensors with the draft vocabulary in both directions, the whole one too."""
+    """Return the tensors with `d2t` and `t2d`, also for a head that drafts over the whole vocabulary."""
     tensors, config = _state(head), head.config
     size = config.draft_vocab_size or config.vocab_size
     ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size, device="cpu")
@@ -182,12 +175,8 @@ def _speculators_tensors(head: Eagle3Head) -> Tensors:
 
 
 def _mtp_tensors(head: MtpHead) -> Tensors:
-    names = {
-        "enorm": "token_layernorm",
-        "hnorm": "hidden_layernorm",
-        "eh_proj": "input_proj",
-        "norm": "final_layernorm",
-    }
+    names = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+             "norm": "final_layernorm"}  # fmt: skip
     tensors = {}
     for name, tensor in _state(head).items():
         part, rest = name.split(".", 1)
@@ -199,7 +188,7 @@ def _mtp_tensors(head: MtpHead) -> Tensors:
 
 
 def _tied(head: MedusaHeads) -> bool:
-    """Whether the residual blocks of every head are one block, repeated."""
+    """Whether all residual blocks of a head are equal, for every head."""
     blocks = [list(parts.children())[: head.config.medusa_num_layers] for parts in head.heads]
     return all(
         torch.equal(tensor, other.state_dict()[name])
@@ -209,15 +198,15 @@ def _tied(head: MedusaHeads) -> bool:
     )
 
 
-def _rotary_refusals(head: EagleHead | Eagle3Head, instead: str) -> Mapping[str, bool]:
-    """What EAGLE's own attention cannot compute: its scaled rotary classes have a base of their own."""
+def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[str, bool]:
+    """Return the settings that the attention of EAGLE's code does not support."""
     config = head.config
     rope = config.rope_parameters
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", PLAIN_THETA)
     return {
-        f"EAGLE's code scales rotary positions linearly at rope_theta {PLAIN_THETA:g} or not at all, here they are "
-        f"{kind} at {theta:g} ({instead})": kind != "default" and (kind != "linear" or theta != PLAIN_THETA),
-        f"its head_dim is hidden_size / num_attention_heads in EAGLE's code ({instead})":
+        f"EAGLE's code supports only linear rotary scaling at rope_theta {PLAIN_THETA:g}, this head has {kind} at "
+        f"{theta:g} ({alternative})": kind != "default" and (kind != "linear" or theta != PLAIN_THETA),
+        f"EAGLE's code requires head_dim = hidden_size / num_attention_heads ({alternative})":
             config.head_dim != config.hidden_size // config.num_attention_heads,
     }  # fmt: skip
 
@@ -225,9 +214,9 @@ def _rotary_refusals(head: EagleHead | Eagle3Head, instead: str) -> Mapping[str,
 def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
     config = head.config
     return {
-        "Medusa's code has one residual block per head, repeated: these are "
+        "Medusa's code repeats one residual block per head, this head has "
         f"{config.medusa_num_layers} different ones": not config.shared_lm_head and not _tied(head),
-        "it has no hot-token vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
+        "it has no draft vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
         "with a shared lm_head it has one residual block per head": config.shared_lm_head
         and config.medusa_num_layers != 1,
     }
@@ -236,12 +225,12 @@ def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
 def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
     config = head.config
     return {
-        "it has no hot-token vocabulary (engines take such a list separately)": config.draft_vocab_size is not None,
+        "it has no draft vocabulary (engines read such a list from another file)": config.draft_vocab_size is not None,
         "it has no layernorms": config.layernorms,
         "it has no norms of queries and keys": config.qk_norm,
-        "it has no biases of the output projection and the MLP": config.attention_bias or config.mlp_bias,
-        **_rotary_refusals(head, "vLLM and SGLang would take it; there is no other format for EAGLE-1 here"),
-        "it attends to everything": config.sliding_window is not None,
+        "it has no biases in the output projection and the MLP": config.attention_bias or config.mlp_bias,
+        **_rotary_refusals(head, "vLLM and SGLang support it; there is no other format for EAGLE-1"),
+        "it has no sliding window": config.sliding_window is not None,
     }
 
 
@@ -250,11 +239,10 @@ def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     return {
         "it has no `norm_before_residual` (speculators has)": config.norm_before_residual,
         "it has no `norm_before_fc` (speculators has)": config.norm_before_fc,
-        "it recycles the raw hidden state, not the normed one of `norm_output` (speculators has both)":
-            config.norm_output,
+        "it has no `norm_output` (speculators has)": config.norm_output,
         "it has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
         or config.mlp_bias or config.qk_norm or config.bias,
-        "it attends to everything (speculators knows sliding windows)": config.sliding_window is not None,
+        "it has no sliding window (speculators has)": config.sliding_window is not None,
     }  # fmt: skip
 
 
@@ -263,9 +251,9 @@ def _eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     paper = ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
     return {
         **_plain_layer_refusals(head),
-        **_rotary_refusals(head, "vLLM takes it from speculators, SGLang from sglang"),
+        **_rotary_refusals(head, "for vLLM use the format speculators, for SGLang sglang"),
         "it has no `fc_norm` (sglang and speculators have)": head.config.fc_norm,
-        f"it reads the layers 2, L/2 and L-3, not {ids} (sglang and speculators can)": not paper,
+        f"it reads the layers 2, L/2 and L-3, not {ids} (sglang and speculators read any)": not paper,
     }
 
 
@@ -273,7 +261,7 @@ def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     ids = head.config.eagle_aux_hidden_state_layer_ids
     return {
         **_plain_layer_refusals(head),
-        "it takes embeddings from the target, this head has its own": head.config.own_embedding,
+        "it uses the target's embedding, this head has its own": head.config.own_embedding,
         "it cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
     }
 
@@ -281,12 +269,12 @@ def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     config = head.config
     return {
-        "the target's features must be as wide as the head": config.target_hidden_size is not None,
+        "the target must have the hidden size of the head": config.target_hidden_size is not None,
         "`fc` has no bias": config.bias,
-        "biases of query, key and value come with one of the output projection": config.qkv_bias
+        "biases of query, key and value require one of the output projection": config.qkv_bias
         and not config.attention_bias,
-        "the norms of queries and keys are Qwen3's, whose MLP has no bias": config.qk_norm and config.mlp_bias,
-        "sliding windows are Qwen3's, which has norms of queries and keys": config.sliding_window is not None
+        "norms of queries and keys require Qwen3's layer, whose MLP has no bias": config.qk_norm and config.mlp_bias,
+        "sliding windows require Qwen3's layer, which has norms of queries and keys": config.sliding_window is not None
         and not config.qk_norm,
     }
 
@@ -294,22 +282,22 @@ def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 def _mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
     config = head.config
     return {
-        "it has no hot-token vocabulary": config.draft_vocab_size is not None,
-        "embeddings are the target's, this module has its own": config.own_embedding,
+        "it has no draft vocabulary": config.draft_vocab_size is not None,
+        "it uses the target's embedding, this module has its own": config.own_embedding,
         "its layer is Qwen3's, with norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
         "`input_proj` and the MLP have no bias": config.bias or config.mlp_bias,
-        "biases of query, key and value come with one of the output projection": config.qkv_bias
+        "biases of query, key and value require one of the output projection": config.qkv_bias
         and not config.attention_bias,
-        "it attends to everything": config.sliding_window is not None,
+        "it has no sliding window": config.sliding_window is not None,
     }
 
 
 def _medusa_readers(head: MedusaHeads) -> str:
     loader = "medusa_model_legacy.py" if head.config.shared_lm_head else "medusa_model.py"
     return (
-        f"`medusa_lm_head.pt` is for Medusa's own code, and there for `medusa/model/{loader}` only: the other loader "
-        "takes it without a word and drafts something else. `medusa_lm_head.safetensors` is for Text Generation "
-        "Inference (`--model-id` of this directory) and for hf-specdec."
+        f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
+        "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
+        "(`--model-id` of this directory)."
     )
 
 
@@ -330,11 +318,11 @@ def _eagle3_readers(head: Eagle3Head) -> str:
 
 def _speculators_readers(head: Eagle3Head) -> str:
     settings = '{"method": "eagle3", "model": HERE, "num_speculative_tokens": 4}'
-    return f"vLLM: `vllm serve HERE`, or with its target named `vllm serve TARGET --speculative-config '{settings}'`."
+    return f"vLLM: `vllm serve HERE`, or with another target `vllm serve TARGET --speculative-config '{settings}'`."
 
 
 def _mtp_readers(head: MtpHead) -> str:
-    return "speculators: `MTPDraftModel.from_pretrained(HERE)`, with the target that its config names."
+    return "speculators: `MTPDraftModel.from_pretrained(HERE)`, with the target named in its config."
 
 
 def _sglang_readers(head: Eagle3Head) -> str:
@@ -356,4 +344,4 @@ FORMATS: dict[str, Format] = {
     ),
     "sglang": Format(Eagle3Head, _sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
 }  # fmt: skip
-"""What `export_head` writes besides our own layout."""
+"""The formats of `export_head`, except our own layout."""

@@ -1,7 +1,6 @@
-"""From a head to the layouts of engines and of the authors, in a directory of its own, with a card.
+"""Write heads in the layouts of inference engines and of the methods' authors, with a model card.
 
-A head is written whole, beside its place first; nothing of another one stays, and none is written over unasked. The
-layouts are the table of `heads/engines.py`.
+A head is written atomically and overwrites another one only on request. The layouts are the table of `engines.py`.
 """
 
 from __future__ import annotations
@@ -26,58 +25,56 @@ logger = logging.getLogger(__name__)
 
 
 def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
-    """Write a head in the layout of an engine, with a card that names who reads it.
+    """Write a head in an engine's layout, with a card that describes how to use it there.
+
+    Settings that the format cannot store are logged, see `lost_settings`.
 
     Args:
         head: Any head of this package.
-        path: A directory that is empty or not there yet.
+        path: A directory that is empty or does not exist.
         format: `"hf-specdec"`; `"medusa"` (Medusa's code and Text Generation Inference), `"eagle"`, `"eagle3"` (the
             authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"speculators-mtp"`, `"sglang"` (EAGLE-3).
-        replace: Put it in the place of another head; nothing of that one stays.
+        replace: Replace a head in the directory, with all its files.
 
     Returns:
-        The directory. Whatever the format has no place for is said in the log, see `lost_settings`.
+        The directory.
 
     Raises:
-        InvalidConfigError: No such format, the directory that the head was read from, or one that holds something.
-        CheckpointFormatError: The format is for other heads, or cannot hold something this head has; nothing is
-            written then.
+        InvalidConfigError: The format is unknown, or the directory is not empty or the one the head was loaded from.
+        CheckpointFormatError: The format cannot store this head. Nothing is written.
     """
     folder = Path(path)
     _check_format(head, format)
-    _check_place(head, folder, replace)
-    with staging_directory(folder) as made:
-        _write(head, made / "new", format)
+    _check_directory(head, folder, replace)
+    with staging_directory(folder) as staged:
+        _write(head, staged / "new", format)
         if replace and folder.exists():
-            folder.rename(made / "old")
+            folder.rename(staged / "old")
         try:
-            (made / "new").rename(folder)
+            (staged / "new").rename(folder)
         except OSError as error:
             if not folder.is_dir() or not any(folder.iterdir()):
                 raise
-            raise InvalidConfigError(f"Something else was written into {folder} meanwhile.", "Look at it.") from error
+            raise InvalidConfigError(
+                f"Another process wrote files into {folder} during the export.", "Choose another directory."
+            ) from error
     lost = lost_settings(head, format)
     if lost:
-        logger.info("%s: the format %r has no place for %s", folder, format, ", ".join(lost))
+        logger.info("%s: the format %r cannot store %s", folder, format, ", ".join(lost))
     return folder
 
 
 OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "recipe", "tau")
-"""Fields of a head's config that say how it drafts and what is known of it, not what it is."""
+"""Config fields with drafting defaults and training information, which do not define the head."""
 
 HEAD_FILES = re.compile(
     r"config\.json|.+\.(safetensors|bin|pt)(\.index\.json)?|README\.md|[\w-]+\.png|custom_generate(/generate\.py)?"
 )
-"""What a head's directory may hold to be replaced as a whole."""
+"""Files of a head; a directory with any other file is never replaced."""
 
 
 def lost_settings(head: Head, format: str) -> list[str]:
-    """The settings of a head that a format has no place for; they are the drafter's defaults when it is read again.
-
-    Args:
-        head: The head.
-        format: As for `export_head`.
-    """
+    """Return the settings of a head that a format cannot store; reading the export gives the drafter's defaults."""
     if format == NATIVE_LAYOUT:
         return []
     defaults, holds = type(head.config)(), FORMATS[format].holds
@@ -91,9 +88,7 @@ def _check_format(head: Head, format: str) -> None:
     if format == NATIVE_LAYOUT:
         return
     if format not in FORMATS:
-        raise InvalidConfigError(
-            f"There is no format {format!r}.", f"There are: {NATIVE_LAYOUT}, {', '.join(FORMATS)}."
-        )
+        raise InvalidConfigError(f"Unknown format {format!r}.", f"There are: {NATIVE_LAYOUT}, {', '.join(FORMATS)}.")
     rules = FORMATS[format]
     if not isinstance(head, rules.head_class):
         raise CheckpointFormatError(
@@ -104,18 +99,21 @@ def _check_format(head: Head, format: str) -> None:
         raise CheckpointFormatError(f"The format {format!r} cannot hold this head: {'; '.join(reasons)}.")
 
 
-def _check_place(head: Head, folder: Path, replace: bool) -> None:
-    """Nothing is written over that was not meant: not the head itself, not another, nothing that is not a head."""
+def _check_directory(head: Head, folder: Path, replace: bool) -> None:
+    """Refuse to overwrite the head itself, another head (unless `replace`), or files that are not a head's."""
     if head.name_or_path and Path(head.name_or_path).resolve() == folder.resolve():
-        raise InvalidConfigError(f"{folder} is where this head was read from: it would be lost.", "Give another one.")
-    there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
-    if there and not replace:
         raise InvalidConfigError(
-            f"{folder} is not empty: it holds {listed(there)}.", "Give a new directory; or replace=True (--force)."
+            f"{folder} is the directory that this head was loaded from.", "Choose another directory."
         )
-    strange = [name for name in there if not HEAD_FILES.fullmatch(name)]
-    if strange:
-        raise InvalidConfigError(f"{folder} holds {listed(strange)}, which no head has.", "Give another directory.")
+    existing = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
+    if existing and not replace:
+        raise InvalidConfigError(
+            f"{folder} is not empty: it holds {listed(existing)}.",
+            "Choose a new directory, or use replace=True (--force).",
+        )
+    unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
+    if unknown:
+        raise InvalidConfigError(f"{folder} holds {listed(unknown)}, not a head's files.", "Choose another directory.")
 
 
 def _write(head: Head, folder: Path, format: str) -> None:
@@ -125,10 +123,10 @@ def _write(head: Head, folder: Path, format: str) -> None:
     rules = FORMATS[format]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rules.tensors(head).items()}
     dtype = str(head.dtype).removeprefix("torch.")
-    config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # the new name and the old one
+    config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # transformers renamed torch_dtype to dtype
     folder.mkdir()
     save_file(tensors, folder / rules.file_name, metadata={"format": "pt"})
-    if format == "medusa":  # Medusa's own loaders know only this one; ours and TGI's read the other
+    if format == "medusa":  # Medusa's own loaders read only .pt files
         torch.save(tensors, folder / "medusa_lm_head.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / CARD_NAME).write_text(export_card(head.config, format, rules.readers(head)))

@@ -1,6 +1,6 @@
-"""A checkpoint's files, read without trusting them: configurations, safetensors, and torch's files as data.
+"""Read the files of an untrusted checkpoint: JSON, safetensors, and `torch.save` files.
 
-Nothing here runs code of a checkpoint, waits for a pipe, or allocates more than the files hold.
+No code of a checkpoint is run, pipes and devices are refused, and memory use is limited by the size of the files.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.records import MAX_OBJECT_BYTES, Fields, open_regular, read_object
 
 MAX_INDEX_BYTES = 64 * 2**20
-"""An index has a line per tensor."""
+"""Maximum size of an index, which has one line per tensor."""
 
 PICKLED = (".pt", ".bin")
 
 
 def read_json(path: Path, max_bytes: int = MAX_OBJECT_BYTES) -> Fields:
-    """A JSON object.
+    """Read a file with one JSON object.
 
     Raises:
-        CheckpointFormatError: No such file, too long, no JSON, or no object.
+        CheckpointFormatError: The file does not exist, is too long, or does not hold a JSON object.
     """
     return read_object(path, max_bytes, CheckpointFormatError)
 
 
 class _SafeTensors:
-    """A safetensors file, opened once: what was checked is what is read."""
+    """A safetensors file, opened once: replacing it between check and read has no effect."""
 
     def __init__(self, file: Path) -> None:
         open_regular(file, CheckpointFormatError).close()
@@ -41,38 +41,38 @@ class _SafeTensors:
         self.shapes = {name: tuple(self._opened.get_slice(name).get_shape()) for name in self._opened.keys()}  # noqa: SIM118
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor."""
+        """Return the values of a tensor."""
         tensor: Tensor = self._opened.get_tensor(name)
         return tensor
 
 
 class _Pickled:
-    """A file that torch wrote, of tensors by name."""
+    """A `torch.save` file of tensors by name."""
 
     def __init__(self, file: Path) -> None:
         self._file = TorchFile(open_regular(file, CheckpointFormatError))
         content = self._file.content
         if not isinstance(content, dict) or not content:
             raise NotTensorsError(f"it holds a {type(content).__name__}, expected tensors by name")
-        strange = [name for name, value in content.items() if not isinstance(value, StoredTensor)]
-        if strange:
-            raise NotTensorsError(f"it holds something else than tensors: {listed(strange)}")
+        others = [name for name, value in content.items() if not isinstance(value, StoredTensor)]
+        if others:
+            raise NotTensorsError(f"it holds entries that are not tensors: {listed(others)}")
         self._tensors: dict[str, StoredTensor] = content
         self.shapes = {name: tensor.shape for name, tensor in content.items()}
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor."""
+        """Return the values of a tensor."""
         return self._file.read(self._tensors[name])
 
 
 class TensorFiles:
-    """The tensors of a checkpoint: names and shapes at once, values when they are asked for.
+    """The tensors of a checkpoint: the constructor reads names and shapes, `read` the values.
 
     Args:
         files: All files of the checkpoint, `.safetensors`, `.pt` or `.bin`.
 
     Raises:
-        CheckpointFormatError: A file that is broken, holds anything but tensors, or a tensor that another file has.
+        CheckpointFormatError: A file is broken or holds anything but tensors, or two files hold the same tensor.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -86,15 +86,15 @@ class TensorFiles:
             shapes = self._opened[file].shapes
             twice = sorted(shapes.keys() & self.shapes.keys())
             if twice:
-                raise CheckpointFormatError(f"{file} holds tensors that another file has as well: {listed(twice)}.")
+                raise CheckpointFormatError(f"{file} holds tensors that are also in another file: {listed(twice)}.")
             self.shapes.update(shapes)
             self._file_of.update(dict.fromkeys(shapes, file))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors.
+        """Return the values of tensors by name.
 
         Raises:
-            CheckpointFormatError: A broken file.
+            CheckpointFormatError: A file is broken.
         """
         return {name: self._read_one(name) for name in names}
 
@@ -106,36 +106,36 @@ class TensorFiles:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """What a broken file makes its reader raise, as an error of ours."""
+    """Convert the errors that readers raise for a broken file to `CheckpointFormatError`."""
     try:
         yield
     except NotTensorsError as error:
         raise CheckpointFormatError(
-            f"{file} cannot be read as tensors alone: {error}.",
-            "Pickles that hold anything else are not read; ask its author for safetensors.",
+            f"{file} cannot be read as tensors: {error}.",
+            "Pickles with anything but tensors are not read; ask the author for safetensors.",
         ) from error
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise CheckpointFormatError(f"{file} cannot be read: {error}.") from error
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, each of them beside it.
+    """Return the names of the files in an index.
 
     Raises:
-        CheckpointFormatError: No index, or a name that is not a plain file name.
+        CheckpointFormatError: The index is invalid, or names a file in another directory or of another type.
     """
     mapping = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise CheckpointFormatError(f"{index} has no weight_map.", "Expected tensor names and the files they are in.")
+        raise CheckpointFormatError(f"{index} has no weight_map.", "Expected file names by tensor name.")
     for name in mapping.values():
         plain = isinstance(name, str) and Path(name).name == name and "\\" not in name and "\0" not in name
         if not plain or Path(name).suffix not in (".safetensors", *PICKLED):
-            raise CheckpointFormatError(f"{index} names {str(name)[:120]!r} as a file; expected one beside it.")
+            raise CheckpointFormatError(f"{index} names {str(name)[:120]!r}; expected a weight file in its directory.")
     return list(dict.fromkeys(mapping.values()))
 
 
 def listed(names: Sequence[str], at_most: int = 8) -> str:
-    """Names for an error message, cut short.
+    """Format names for an error message, shortened.
 
     Example: `listed(["a", "b", "c"], 2)` is "a, b and 1 more".
     """
@@ -144,15 +144,13 @@ def listed(names: Sequence[str], at_most: int = 8) -> str:
 
 
 def read_frequent_tokens(file: Path) -> Tensor:
-    """FR-Spec's list of frequent tokens, `freq_*.pt`: target ids, most frequent first.
-
-    Source: https://github.com/thunlp/FR-Spec.
+    """Read a `freq_*.pt` file of FR-Spec (https://github.com/thunlp/FR-Spec).
 
     Returns:
-        `[n]` int64.
+        `[n]` int64 target ids, most frequent first.
 
     Raises:
-        CheckpointFormatError: Not a list of token ids.
+        CheckpointFormatError: The file does not hold a list of distinct token ids.
     """
     with _readable(file):
         opened = TorchFile(open_regular(file, CheckpointFormatError))
@@ -160,7 +158,7 @@ def read_frequent_tokens(file: Path) -> Tensor:
         if isinstance(content, StoredTensor) and len(content.shape) == 1:
             content = opened.read(content).tolist()
     if not isinstance(content, list) or not content or not all(type(token) is int and token >= 0 for token in content):
-        raise CheckpointFormatError(f"{file} holds no list of token ids.")
+        raise CheckpointFormatError(f"{file} does not hold a list of token ids.")
     if len(set(content)) != len(content):
-        raise CheckpointFormatError(f"{file} lists a token id twice.")
+        raise CheckpointFormatError(f"{file} holds a token id twice.")
     return torch.tensor(content, device="cpu")

@@ -1,6 +1,6 @@
-"""Load a head from a directory or the Hub, whole or not at all; and let transformers' Auto classes know our own.
+"""Load heads from a directory or the Hub, in any layout of `checkpoints/layouts.py`.
 
-Which layout it is in is not asked: `checkpoints/layouts.py` finds out.
+Importing this module registers our heads with transformers' `AutoConfig` and `AutoModel`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG_NAME = "config.json"
 INDEX_SUFFIX = ".index.json"
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""What the configuration of Medusa heads without a model has beside it."""
+"""Weights of Medusa heads that are stored without their target."""
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -36,16 +36,16 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Tried in this order; pickles last."""
+"""Weight files in order of preference; pickles last."""
 
-for _config_class, _head_class in HEADS.items():  # what AutoConfig and AutoModel are for; it changes nothing else
+for _config_class, _head_class in HEADS.items():
     AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
     AutoModel.register(_config_class, _head_class, exist_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A head's files, found and opened."""
+    """The config and the opened weight files of a head."""
 
     where: str
     fields: Fields
@@ -59,23 +59,23 @@ def load_head(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     hot_tokens: Tensor | str | Path | None = None,
 ) -> Head:  # fmt: skip
-    """Read a head in any layout of `checkpoints/layouts.py`; `head.layout` names the one it was.
+    """Load a head in any layout of `checkpoints/layouts.py`; `head.layout` is its name.
 
     Args:
         repo_or_path: A local directory or a Hub id.
         revision: Branch, tag or commit on the Hub.
-        token: Hub token; None uses the stored one.
-        subfolder: Of the directory or the repository.
-        cache_dir, force_download, local_files_only: As everywhere in transformers.
-        dtype: To convert the weights to; None leaves them as they are stored.
-        device: To put them on; None is the CPU.
-        hot_tokens: Draft over these target ids only: ids `[n]`, or an FR-Spec list, `freq_*.pt`. For heads that share
-            the target's lm_head.
+        token: Hub token; None for the stored one.
+        subfolder: Subfolder of the directory or repository.
+        cache_dir, force_download, local_files_only: As in transformers.
+        dtype: Dtype of the weights; None for the stored one.
+        device: Device of the weights; None for the CPU.
+        hot_tokens: Target ids `[n]`, or the path of an FR-Spec list (`freq_*.pt`), to which a head that shares the
+            target's lm_head restricts its drafts.
 
     Raises:
-        CheckpointFormatError: No such repository or directory, no known layout, a broken file.
-        HeadTensorsError: Tensors that are missing, unknown or of another shape.
-        InvalidConfigError: Hot tokens that the head cannot take.
+        CheckpointFormatError: The head does not exist, has an unknown layout, or a file is broken.
+        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
+        InvalidConfigError: The hot tokens are invalid, or the head does not support them.
     """
     checkpoint = open_checkpoint(
         repo_or_path, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir,
@@ -91,28 +91,28 @@ def load_head(
 
 
 def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> Checkpoint:
-    """Find a head's configuration and weights, and read everything but the weights' values.
+    """Find the files of a head, and read everything but the values of the weights.
 
     Args:
         repo_or_path: A local directory or a Hub id.
-        subfolder: Of either.
+        subfolder: Subfolder of the directory or repository.
         **download: Arguments of `huggingface_hub.hf_hub_download`.
 
     Raises:
-        CheckpointFormatError: No such repository, directory or file, or a broken one.
+        CheckpointFormatError: A repository, directory or file does not exist or is broken.
     """
     folder = Path(repo_or_path)
     source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
     config = source.find(CONFIG_NAME)
     if config is None and folder.is_dir() and is_broken_off(folder / subfolder, CONFIG_NAME):
         raise CheckpointFormatError(
-            f"A save into {folder / subfolder} was broken off: files of two heads may be there.",
-            "Save the head there again.",
+            f"Saving a head in {folder / subfolder} was interrupted: it may hold files of two heads.",
+            "Save the head again.",
         )
     if config is None:
         raise CheckpointFormatError(
-            f"There is no {CONFIG_NAME} in {source.name}; a head needs one.",
-            "Give a directory with config.json and weights, or a Hub id.",
+            f"There is no {CONFIG_NAME} in {source.name}.",
+            "Use a directory with config.json and weights, or a Hub id.",
         )
     fields = read_json(config)
     names = (*MEDUSA_FILES, *WEIGHT_FILES) if any(key.startswith("medusa") for key in fields) else WEIGHT_FILES
@@ -128,45 +128,47 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
 
 
 class _Folder:
-    """A local directory: regular files inside it, and nothing that a link leads to elsewhere."""
+    """A local directory, of which only regular files and links inside it are read."""
 
     def __init__(self, folder: Path, subfolder: str) -> None:
         self.name, self._folder = str(folder), folder / subfolder
         if not _is_inside(self._folder, folder):
-            raise CheckpointFormatError(f"The subfolder {subfolder!r} leads out of {folder}.", "Give that directory.")
+            raise CheckpointFormatError(
+                f"The subfolder {subfolder!r} leads out of {folder}.", "Use the path of the subfolder instead."
+            )
 
     def find(self, name: str) -> Path | None:
-        """A file of it, where it is there.
+        """Return the path of a file; None if it does not exist.
 
         Raises:
-            CheckpointFormatError: It is a pipe, a device, a directory, or a link to somewhere else.
+            CheckpointFormatError: It is not a regular file, or a link to another directory.
         """
         path = self._folder / name
         if not os.path.lexists(path):
             return None
         if not path.is_file():
-            raise CheckpointFormatError(f"{path} is not a regular file.", "Expected a file of data.")
+            raise CheckpointFormatError(f"{path} is not a regular file.")
         if not _is_inside(path, self._folder):
             raise CheckpointFormatError(f"{path} is a link that leads out of its directory.", "Copy the file there.")
         return path
 
     def need(self, name: str, index: Path) -> Path:
-        """A file that an index names."""
+        """Return the path of a file in an index; raise `CheckpointFormatError` if it does not exist."""
         found = self.find(name)
         if found is None:
-            raise CheckpointFormatError(f"{index} names {name}, which is not there.")
+            raise CheckpointFormatError(f"{index} names {name}, which does not exist.")
         return found
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path ends up in a folder; the Hub's cache links from its snapshots to its own blobs, which is fine."""
+    """Whether a path, with links resolved, is in a folder or, for a snapshot in the Hub's cache, among its blobs."""
     real, home = path.resolve(), folder.resolve()
     in_cache = real.parent.name == "blobs" and real.parent.parent in home.parents
     return real == home or home in real.parents or in_cache
 
 
 class _Repository(_Folder):
-    """A repository of the Hub; what is taken from it is of one commit."""
+    """A repository on the Hub, of which all files are read from one commit."""
 
     def __init__(self, repo_id: str, subfolder: str, download: dict[str, Any]) -> None:
         if subfolder.startswith("/") or ".." in Path(subfolder).parts:
@@ -175,21 +177,22 @@ class _Repository(_Folder):
         self._download = {**download, "subfolder": subfolder or None}
 
     def find(self, name: str) -> Path | None:
-        """Download a file, or take it from the cache.
+        """Return the path of a file, downloaded if it is not cached; None if it does not exist.
 
         Raises:
-            CheckpointFormatError: No such repository or revision, no access, no connection, or damage on the way.
+            CheckpointFormatError: There is no such repository or revision, no access or connection, or the file has
+                another hash than on the Hub.
         """
         try:
             path = Path(hf_hub_download(self.name, name, **self._download))
         except hub_errors.LocalEntryNotFoundError as error:
             offline = isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled)
             if name != CONFIG_NAME and (offline or self._download.get("local_files_only")):
-                return None  # the cache does not tell "not downloaded" from "not there"
+                return None  # the cache cannot distinguish "not downloaded" from "does not exist"
             raise self._refusal(name, error) from error
         except hub_errors.EntryNotFoundError:
             return None
-        except Exception as error:  # the client's own classes, and those of an HTTP library that it has changed
+        except Exception as error:  # huggingface_hub's errors, or its HTTP library's, which depend on the version
             raise self._refusal(name, error) from error
         _check_hash(path)
         snapshot = path.parents[len(Path(self._download["subfolder"] or "").parts)]
@@ -199,14 +202,14 @@ class _Repository(_Folder):
 
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
         return CheckpointFormatError(
-            f"There is no head at {self.name!r}: it is not a local directory, and the Hub says of {name}: "
+            f"There is no head at {self.name!r}: it is not a local directory, and downloading {name} failed: "
             f"{' '.join(str(error).split())[:300]}",
-            "Give a directory with config.json and weights, or a Hub id; private ones need a token.",
+            "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
         )
 
 
 def _check_hash(path: Path) -> None:
-    """Compare a file of the cache with the hash that the Hub gave for it, which is the name of its blob."""
+    """Compare a cached file with its hash on the Hub, which is the name of its blob."""
     blob = path.resolve()
     if blob.parent.name != "blobs":
         return
@@ -222,12 +225,13 @@ def _check_hash(path: Path) -> None:
             actual.update(chunk)
     if actual.hexdigest() != blob.name:
         raise CheckpointFormatError(
-            f"{path} is not what the Hub says it is: its hash is {actual.hexdigest()}, expected {blob.name}.",
-            f"Delete {blob} and load it again.",
+            f"{path} differs from the file on the Hub: its hash is {actual.hexdigest()}, expected {blob.name}.",
+            f"Delete {blob} and load the head again.",
         )
 
 
 SHA256_DIGITS, GIT_DIGITS = 64, 40
-"""Of a large file, and of one that git stores itself."""
+"""Digits of the hash of a large (LFS) file, and of a file that is stored in git."""
 
 CHUNK = 2**20
+"""Bytes that are hashed at once."""

@@ -1,7 +1,6 @@
-"""The published layouts of heads, as a table: how each is recognised, and where what we need stands in it.
+"""The published layouts of heads, as a table that `checkpoints/formats.py` interprets.
 
-A row says facts of files; `checkpoints/formats.py` reads by it. Sources: the repositories of Medusa, EAGLE, SpecForge,
-ModelOpt, SGLang, Text Generation Inference and speculators. Rows are tried in order.
+Sources: the repositories of Medusa, EAGLE, SpecForge, ModelOpt, SGLang, Text Generation Inference and speculators.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MtpConfig] | type[Me
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to store a head."""
+    """A way to store a head: how it is recognised, and where its fields and tensors are."""
 
     name: str
     config_class: ConfigClass
     matches: Callable[[Fields, Names], bool]
-    writers: str  # who writes it
+    writers: str  # programs that write it
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: what this family always has
-    expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the one value that can be read
-    renames: tuple[tuple[str, str], ...] = ()  # regular expression: name of ours
-    unread: tuple[str, ...] = ()  # regular expressions of tensors that need no loading
-    layer_config: str = ""  # where the draft layer's own configuration is; "" is the top
-    of_verifier: bool = False  # that configuration is the whole target's; its first layer is the draft layer's kind
-    layer_offset: int = 0  # what makes its layer ids indices of hidden_states
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout
+    expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value
+    renames: tuple[tuple[str, str], ...] = ()  # regular expression: our tensor name
+    unread: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
+    layer_config: str = ""  # path of the draft layer's config; "" is the top level
+    of_verifier: bool = False  # the layer config is that of the whole target; its first layer type is used
+    layer_offset: int = 0  # added to layer ids to get indices of hidden_states
 
 
 def lookup(fields: Fields, path: str, default: Any = None) -> Any:
-    """What stands at a dotted path of a configuration.
+    """Return the value at a dotted path of a config.
 
     Example: `lookup({"medusa": {"n": 2}}, "medusa.n")` is 2.
     """
@@ -70,10 +69,10 @@ def _native(kind: str) -> Callable[[Fields, Names], bool]:
 
 LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
-"""What a Llama or Qwen3 configuration says of a draft layer, by the same names as ours."""
+"""Fields that a Llama or Qwen3 config and ours have in common."""
 
 ROTARY = r"(.*\.)?rotary_emb\.inv_freq"
-"""A buffer that old versions of transformers saved; it follows from the configuration."""
+"""A buffer that old versions of transformers saved; it is computed from the config."""
 
 EAGLE = Layout(
     "eagle",
@@ -117,7 +116,7 @@ EAGLE3 = Layout(
     fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False},
     expected={
         "num_hidden_layers": 1,
-        "norm_output": True,  # here: `norm` stands before the lm_head, as it always does in ours
+        "norm_output": True,  # means that `norm` precedes the lm_head, which is always the case in our heads
         "eagle_config.use_aux_hidden_state": True,
         "eagle_config.use_input_layernorm_in_first_layer": True,
         "eagle_config.use_last_layernorm": True,
@@ -219,7 +218,7 @@ MODELOPT_MEDUSA = replace(
 )
 
 WHOLE_MODELS = ("medusa-model", "modelopt-medusa")
-"""Layouts that bring the target they were trained with, perhaps changed: it is the one to use."""
+"""Layouts that include the target, which may be fine-tuned and must be used with the heads."""
 
 # ----------------------------------------------------------------------------------------------- the tables
 
@@ -232,7 +231,7 @@ LAYOUTS = (
     *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, SPECULATORS_MTP, MODELOPT_MEDUSA, MEDUSA_MODEL, MEDUSA_V2,
     MEDUSA_V1, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
 )  # fmt: skip
-"""Tried in this order; the first that matches is it."""
+"""All layouts; the first that matches is used."""
 
 UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
     ("a speculators checkpoint of another kind (P-EAGLE, DFlash, DSpark, MLP)",
@@ -243,11 +242,11 @@ UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
      lambda fields: "dflash_config" in fields or fields.get("architectures") == ["DFlashDraftModel"]),
     ("an MLP speculator", lambda fields: fields.get("architectures") == ["MLPSpeculatorPreTrainedModel"]),
 )  # fmt: skip
-"""What is recognised and has no drafter in this version."""
+"""Heads that are recognised but not supported."""
 
 
 def is_head_config(fields: Fields) -> bool:
-    """Whether a configuration alone tells that it is a head's. EAGLE-1's and some of EAGLE-3's look like a Llama's."""
+    """Whether a config is certainly a head's; those of EAGLE-1 and some of EAGLE-3 look like a Llama's."""
     return (
         fields.get("model_type") in {layout.config_class.model_type for layout in NATIVE}
         or any(key in fields for key in ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size"))
@@ -256,14 +255,14 @@ def is_head_config(fields: Fields) -> bool:
 
 
 TARGET_NAMES = ("base_model_name_or_path", "speculators_config.verifier.name_or_path")
-"""Where the layouts write down a head's target."""
+"""Paths of the target's name in the configs of all layouts."""
 
 
 def target_name(fields: Fields) -> Any:
-    """The target that a head's configuration names, in any layout; it is not checked.
+    """Return the target that a head's config names, in any layout and unchecked; None if it names none.
 
-    None if it names none, and for Medusa configurations of a whole model: whether the target is in the same checkpoint
-    follows from the tensors (`WHOLE_MODELS`).
+    Also None for a Medusa config of a whole model: whether the checkpoint includes the target depends on its tensors
+    (`WHOLE_MODELS`).
     """
     if "num_hidden_layers" in fields and any(key.startswith("medusa") for key in fields):
         return None

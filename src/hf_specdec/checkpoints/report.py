@@ -1,4 +1,4 @@
-"""What is known of a head before it is used: `hf-specdec inspect`."""
+"""Reports on heads, for `hf-specdec inspect`."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hf_specdec.verification.features import LAST
 
 @dataclass(frozen=True, slots=True)
 class HeadReport:
-    """One head, read and checked."""
+    """Properties of a head that can be loaded."""
 
     where: str
-    layout: str  # a name of `checkpoints/layouts.py`
-    writers: str  # who writes that layout
+    layout: str  # name in `checkpoints/layouts.py`
+    writers: str  # programs that write the layout
     method: str  # for `speculative=`
-    head: str  # class
-    target: str | None  # the model that it names
+    head: str  # class name
+    target: str | None  # according to its config
     parameters: int
     dtype: str
-    files: dict[str, int]  # names and bytes
+    files: dict[str, int]  # sizes in bytes by name
     vocabulary: int | None  # V of the target
     draft_vocabulary: int | None  # Vd
-    layers_read: list[int] | None  # of the target's hidden states; -1 is behind the final norm, None the paper's three
-    config: dict[str, Any]  # what differs from the defaults of its class
+    layers_read: list[int] | None  # indices of hidden states; -1 is after the final norm, None the paper's three
+    config: dict[str, Any]  # fields with other values than the defaults of the class
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return asdict(self)
 
 
 def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
-    """Read a head and say what it is.
+    """Load a head and report its properties.
 
     Args:
         repo_or_path: A local directory or a Hub id.
         **kwargs: Arguments of `open_checkpoint`: `revision`, `token`, `subfolder`, ...
 
     Raises:
-        CheckpointFormatError: It cannot be loaded.
+        CheckpointFormatError: The head cannot be loaded.
     """
     checkpoint = open_checkpoint(repo_or_path, **kwargs)
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
@@ -70,4 +70,4 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
 
 HIDDEN = ("transformers_version", "architectures", "dtype", "_name_or_path", "recipe", "tau", "model_type",
           "base_model_name_or_path", "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")  # fmt: skip
-"""Fields of a configuration that a report has in other places, or that say nothing of the head."""
+"""Config fields that are left out of `HeadReport.config`: reported elsewhere, or irrelevant."""

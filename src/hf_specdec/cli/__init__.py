@@ -1,4 +1,4 @@
-"""The command line: every command is a row here. A user's mistake is one line on stderr and exit code 2."""
+"""The command line. A user's mistake is reported as one line on stderr with exit code 2."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"hf-specdec {importlib.metadata.version('hf-specdec')}")
         raise typer.Exit
 
@@ -29,13 +29,13 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Lossless speculative decoding for Hugging Face transformers."""
 
 
-GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Heads of others"
+GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Convert heads"
 
 COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     (generation.demo, GENERATE, ["hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"]),
@@ -56,7 +56,7 @@ COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     (heads.inspect, HEADS, ["hf-specdec inspect org/head"]),
     (heads.convert, HEADS, ["hf-specdec convert head out --format speculators"]),
 ]  # fmt: skip
-"""Every command, where the help has it, and how it is called."""
+"""Commands with their panel in the help and their examples."""
 
 for _command, _panel, _examples in COMMANDS:
     _lines = "\n\n".join(f"  {example}" for example in _examples)
@@ -65,7 +65,7 @@ app.add_typer(training.train, name="train", rich_help_panel=TRAIN)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line; entry point of the console script."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -77,7 +77,7 @@ def main() -> None:
     except (OSError, SafetensorError) as error:
         _fail(f"A file could not be read or written: {error}")
     except RuntimeError as error:
-        if WRITER not in str(error):
+        if TORCH_WRITER not in str(error):
             raise
         _fail(f"A file could not be written: {error}")
     except (typer.Abort, KeyboardInterrupt):
@@ -86,12 +86,12 @@ def main() -> None:
         _fail(str(error))
 
 
-WRITER = "inline_container.cc"
-"""torch's archive writer, in the text of its errors: they have no class of their own."""
+TORCH_WRITER = "inline_container.cc"
+"""File name in the error messages of torch's archive writer, which raises plain RuntimeErrors."""
 
 
 def _fail(message: str) -> None:
-    """One line; none where the help has been shown already."""
+    """Print one line and exit with code 2; print nothing if the message is empty (help was already shown)."""
     if message.strip():
         typer.echo(f"hf-specdec: {' '.join(message.split())}", err=True)
     sys.exit(2)

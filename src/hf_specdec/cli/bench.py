@@ -1,4 +1,4 @@
-"""The command that measures: `hf-specdec bench`."""
+"""`hf-specdec bench`: measure methods on a file of questions."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from hf_specdec import bench as benchmark
 from hf_specdec.atomic import write_text
 from hf_specdec.bench.methods import ASSISTED, COMPILE
 from hf_specdec.cli.generation import ASSISTANT_METHOD, dtype_of, head_for
-from hf_specdec.cli.options import Head, Model, NewTokens, Precision, need_package, writable_file
+from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_writable_file, require_package
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_model, load_target, load_tokenizer
 from hf_specdec.reporting.stats import shown_tau
 
 METHODS_HELP = (
-    "Comma-separated; plain is always measured. What `speculative=` takes, compiled as NAME+compile, and of "
-    "transformers' own: "
-    "transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), "
-    "plain_static_compiled (static cache, compiled forward; what is compiled before the timing is told apart)."
+    "Comma-separated names; plain is always measured. Any value of `speculative=`; with +compile appended, compiled "
+    "by inductor. From transformers: transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted "
+    "(needs --assistant), plain_static_compiled (static cache, compiled forward; compiled before the timing)."
 )
 ALL_TURNS_HELP = (
-    "Ask every turn of a question, not the first alone. As in Spec-Bench's own harness, each method goes on with its "
-    "own answers, and tokens and seconds are summed over a question's turns."
+    "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "
+    "tokens and seconds are summed over the turns."
 )
 
 FILE_WIDTH = 120
-"""Columns of what is printed into a file or a pipe."""
+"""Columns of the table if the output is a file or a pipe."""
 
 
 def bench(
-    prompts: Annotated[Path, typer.Option(help="JSON lines: question_id, category, turns.")],
+    prompts: Annotated[Path, typer.Option(help="JSON Lines file with question_id, category and turns.")],
     model: Model = None,
     drafter: Head = None,
     assistant: Annotated[
@@ -48,28 +47,29 @@ def bench(
     methods: Annotated[str, typer.Option(help=METHODS_HELP)] = "plain,prompt_lookup",
     max_new_tokens: NewTokens = 128,
     all_turns: Annotated[bool, typer.Option("--all-turns", help=ALL_TURNS_HELP)] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="Questions at most.")] = None,
-    per_category: Annotated[int | None, typer.Option(min=1, help="Questions of each category at most.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions per question.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
+    per_category: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions per category.")] = None,
     dtype: Precision = "auto",
-    output: Annotated[Path | None, typer.Option("--json", help="Write every measurement to this file.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the ratio to plain per category and method. Needs matplotlib.")
+        Path | None, typer.Option("--plot", help="Write a plot of the speed-ups to this file. Needs matplotlib.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Put the plot in the place of another file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing plot.")] = False,
 ) -> None:
-    """Measure methods against plain generate(), interleaved per prompt.
+    """Measure methods against plain generate(), interleaved per question.
 
-    Shown are medians over a category's questions: tokens/s of the whole call and, behind the first token, of decoding;
-    the ratio to plain's with its 20th and 80th percentile; seconds to the first token; the mean of tau.
+    The table shows medians over the questions of a category: tokens/s of the
+    whole call, tokens/s after the first token (decode), the speed-up over plain
+    with its 20th and 80th percentile, and seconds to the first token. Tau is a mean.
     """
-    writable_file(output, "--json")
+    check_writable_file(output, "--json")
     _check_picture(picture, force)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     benchmark.check_methods(names, assistant=assistant is not None)
     questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
-    ours = [name.removesuffix(COMPILE) for name in names if name not in benchmark.PEERS]
-    head = head_for(ours, model, drafter, assistant=assistant is not None)
+    own_methods = [name.removesuffix(COMPILE) for name in names if name not in benchmark.PEERS]
+    head = head_for(own_methods, model, drafter, assistant=assistant is not None)
     if assistant is not None:
         _check_assistant(assistant, model, names)
     lm, tokenizer = load_model(model, head, dtype)
@@ -97,45 +97,42 @@ PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 
 def _check_picture(path: Path | None, force: bool) -> None:
-    """See that the plot can be drawn, and where it is wanted.
+    """Check that the plot can be drawn and written.
 
     Raises:
-        InvalidConfigError: matplotlib is not installed, or the file cannot be written, is there, or is of no kind that
-            is drawn.
+        InvalidConfigError: matplotlib is not installed; the file has an unknown suffix, exists or cannot be written.
     """
     if path is None:
         return
-    need_package("matplotlib", "--plot", "bench")
-    writable_file(path, "--plot")
+    require_package("matplotlib", "--plot", "bench")
+    check_writable_file(path, "--plot")
     if path.suffix not in PICTURE_FORMATS:
-        raise InvalidConfigError(
-            f"--plot {path} has no ending of a picture.", f"Let it end in one of {', '.join(PICTURE_FORMATS)}."
-        )
+        raise InvalidConfigError(f"--plot {path} has an unknown suffix.", f"Use one of {', '.join(PICTURE_FORMATS)}.")
     if path.exists() and not force:
-        raise InvalidConfigError(f"--plot {path} is there already.", "Give another name, or --force.")
+        raise InvalidConfigError(f"--plot {path} already exists.", "Give another name or --force.")
 
 
 def _check_assistant(assistant: str, model: str | None, methods: Sequence[str]) -> None:
-    """See that an assistant is of use, and reads the same tokens, before any weights are loaded.
+    """Check, before any weights are loaded, that a method uses the assistant and that the tokenizers match.
 
     Raises:
-        InvalidConfigError: No method drafts with it, or its tokenizer has another vocabulary.
+        InvalidConfigError: No method uses the assistant, or its vocabulary differs from the model's.
         CheckpointFormatError: There is no such model, or it has no tokenizer.
     """
     users = {ASSISTED, ASSISTANT_METHOD}
     if not users & set(methods):
         raise InvalidConfigError(
-            f"No method drafts with the assistant {assistant!r}.", f"Name one of {', '.join(sorted(users))}."
+            f"No method uses the assistant {assistant!r}.", f"Add one of {', '.join(sorted(users))} to --methods."
         )
     if load_tokenizer(assistant).get_vocab() != load_tokenizer(model).get_vocab():
         raise InvalidConfigError(
-            f"The tokenizer of the assistant {assistant!r} has another vocabulary than the model's.",
-            "Give a model with the same tokenizer.",
+            f"The vocabulary of the assistant {assistant!r} differs from the model's.",
+            "Give an assistant with the same tokenizer.",
         )
 
 
 def _with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
-    """Load the assistant and hand it to our method; what `measure` is to give to transformers'."""
+    """Load the assistant, add it as a drafter, and return the settings of transformers' assisted generation."""
     loaded, _ = load_target(assistant, dtype)
     loaded = loaded.to(model.device)
     model.add_drafter(DraftModelDrafter(loaded))
@@ -143,7 +140,7 @@ def _with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
 
 
 def _show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measurement], dtype: str) -> None:
-    """The table on standard output; below it, on standard error, what makes figures doubtful."""
+    """Print the table on stdout, the warm-up times and warnings on stderr."""
     table = Table(title=f"weights in {dtype}")
     for name in ("category", "method", "tokens/s", "decode", "x plain", "p20-p80", "first, s", "tau", "equal"):
         table.add_column(name, overflow="fold")
@@ -157,7 +154,7 @@ def _show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measuremen
     console = Console()
     (console if console.is_terminal else Console(width=FILE_WIDTH)).print(table)
     warm_up = {row.method: row.warm_up_seconds for row in rows}
-    typer.echo("before the timing, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
+    typer.echo("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
     for warning in benchmark.warnings_of(rows):
         typer.echo(f"warning: {warning}", err=True)
 

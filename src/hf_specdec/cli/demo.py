@@ -1,4 +1,4 @@
-"""The demonstration of `hf-specdec demo`: one prompt answered plainly and speculatively."""
+"""`hf-specdec demo`: compare plain and speculative decoding on one prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from rich.table import Table
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.generation.loading import encode, load_model, load_target, packaged_model
+from hf_specdec.generation.loading import encode
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
-
-__all__ = ["PROMPT", "DemoResult", "encode", "load_model", "load_target", "packaged_model", "report", "run"]
 
 PROMPT = "Explain step by step how to work out how many minutes there are in a week."
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What one prompt showed: the same answer twice, and how fast each came."""
+    """Result of answering one prompt plainly and speculatively."""
 
     text: str
     pieces: tuple[str, ...]  # the speculative answer, one piece per target forward
@@ -34,11 +32,11 @@ class DemoResult:
 
     @property
     def speed_up(self) -> float:
-        """Speculative over plain tokens per second."""
+        """Speculative tokens per second divided by plain ones."""
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, JSON-serialisable."""
+        """Return the results as JSON-serialisable values."""
         return {
             "text": self.text,
             "ids_equal": self.ids_equal,
@@ -52,9 +50,9 @@ class DemoResult:
 def run(
     model: Any, tokenizer: Any, prompt: str, *, method: str, max_new_tokens: int, streamer: BaseStreamer | None = None
 ) -> DemoResult:
-    """Answer one prompt plainly and speculatively (streamed), greedy, and compare.
+    """Answer one prompt speculatively (streamed) and plainly, with greedy decoding, and compare.
 
-    Both are run once for a few tokens first, so that neither pays for what happens once per process.
+    Each runs for a few tokens first, so that one-time work of the process is not timed.
     """
     inputs = encode(tokenizer, prompt, model.device)
     length = inputs["input_ids"].shape[1]
@@ -81,9 +79,9 @@ def run(
 
 
 def report(result: DemoResult, console: Console) -> None:
-    """The two speeds, tau, equality, and where the tree won."""
+    """Print the speeds, tau, whether the token ids are equal, the best steps and the acceptance by depth."""
     stats = result.speculation
-    table = Table("", "tokens/s", "tokens per forward")
+    table = Table("", "tokens/s", "tokens per forward (tau)")
     table.add_row("plain generate()", f"{result.plain_tokens_per_second:.1f}", "1.00")
     table.add_row(
         f"speculative={stats.method!r}", f"{result.speculative_tokens_per_second:.1f}",
@@ -91,9 +89,9 @@ def report(result: DemoResult, console: Console) -> None:
     )  # fmt: skip
     console.print(table)
     console.print(f"speed-up: {result.speed_up:.2f}x   tau: {shown_tau(stats.mean_accepted_length)}")
-    console.print(f"ids equal: {'yes' if result.ids_equal else 'no'}")
+    console.print(f"token ids equal: {'yes' if result.ids_equal else 'no'}")
     best = sorted(zip(stats.accepted_per_step[0], result.pieces, strict=True), key=lambda step: -step[0])[:5]
-    console.print("where the tree won (tokens out of one forward of the model):")
+    console.print("steps with the most tokens (tokens per target forward, text):")
     for count, piece in best:
         console.print(f"  {count}  {piece!r}", markup=False, highlight=False)
     for depth, share in enumerate(stats.acceptance_by_depth, start=1):

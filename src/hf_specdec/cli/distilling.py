@@ -1,4 +1,4 @@
-"""`hf-specdec distill`, also under `accelerate launch`: what can be refused is refused before the target is loaded."""
+"""`hf-specdec distill`, also under `accelerate launch`. Options are checked before the target model is loaded."""
 
 from __future__ import annotations
 
@@ -6,61 +6,62 @@ from typing import Annotated
 
 import typer
 
-from hf_specdec.cli.options import Json, Model, Precision, Seed, finite, need_package, writable_directory
-from hf_specdec.cli.runs import Output, target_of, tell, training_package
+from hf_specdec.cli.options import Json, Model, Precision, Seed, check_writable_directory, finite, require_package
+from hf_specdec.cli.runs import Output, load_training_target, print_result, training_package
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import end_tokens, load_tokenizer
 
 
 def distill(
     output: Output,
-    prompts: Annotated[str | None, typer.Option(help="File of prompts, or a dataset's name.")] = None,
-    invent: Annotated[int, typer.Option(min=0, help="Prompts that the model makes up, besides.")] = 0,
+    prompts: Annotated[str | None, typer.Option(help="File with prompts, or a dataset name.")] = None,
+    invent: Annotated[int, typer.Option(min=0, help="Number of additional prompts for the model to invent.")] = 0,
     model: Model = None,
-    split: Annotated[str, typer.Option(help="Of a dataset.")] = "train",
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of prompts.")] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, callback=finite, help="Repeat for a mix; 0 is greedy.")
+        list[float] | None,
+        typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy. Repeat for a mix."),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="User turns; missing ones are invented.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call, or requests at once.")] = 32,
+    turns: Annotated[int, typer.Option(min=1, help="User turns per conversation; missing ones are invented.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call, or concurrent requests.")] = 32,
     server: Annotated[
-        str | None, typer.Option(help="URL of a server (vLLM, SGLang) that answers; --model is its tokenizer then.")
+        str | None, typer.Option(help="URL of a vLLM or SGLang server that answers; --model then names the tokenizer.")
     ] = None,
-    server_model: Annotated[str | None, typer.Option(help="What that server calls the model.")] = None,
+    server_model: Annotated[str | None, typer.Option(help="Name of the model on the server.")] = None,
     unseeded: Annotated[
-        bool, typer.Option("--unseeded", help="Send a server no seeds (vLLM on a CPU fails with some).")
+        bool, typer.Option("--unseeded", help="Send no seeds to the server (vLLM on a CPU fails with some seeds).")
     ] = False,
     seed: Seed = 0,
     dtype: Precision = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Let a model answer prompts, and keep prompts and answers to train heads on."""
+    """Generate training data: let the target model answer prompts."""
     if prompts is None and not invent:
-        raise InvalidConfigError("There is nothing to answer.", "Give --prompts, or --invent N.")
+        raise InvalidConfigError("There are no prompts.", "Give --prompts or --invent N.")
     if server is None and (server_model is not None or unseeded):
         option = "--unseeded" if server_model is None else "--server-model"
-        raise InvalidConfigError(f"{option} is for a server.", "Give --server URL, or leave it out.")
-    need_package("datasets", "Distilling", "training")
+        raise InvalidConfigError(f"{option} needs a server.", "Give --server URL, or drop it.")
+    require_package("datasets", "Distilling", "training")
     if server is not None:
-        need_package("openai", "Distilling from a server", "training")
-    writable_directory(output, "--output")
+        require_package("openai", "Distilling from a server", "training")
+    check_writable_directory(output, "--output")
     training = training_package()
-    asked = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
+    given = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
     config = training.DistillConfig(
         max_new_tokens=max_new_tokens, num_turns=turns, batch_size=batch_size, seed=seed,
         temperatures=tuple(temperature or training.DistillConfig().temperatures),
     )  # fmt: skip
     if server is None:
-        target, tokenizer = target_of(model, dtype)
+        target, tokenizer = load_training_target(model, dtype)
     else:
         tokenizer = load_tokenizer(model)
         target = training.ServerTeacher(
             server, tokenizer, server_model, num_requests=batch_size, seeded=not unseeded, end_ids=end_tokens(model)
         )
-    training.distill(target, tokenizer, [*asked, *training.invented_prompts(invent)], output, config)
-    talks = training.read_conversations(output)
-    answered = sum(sum(talk.loss_mask) for talk in talks)
-    result = {"output": str(output), "conversations": len(talks), "answer_tokens": answered}
-    tell(result if server is None else {**result, "given_up": dict(target.lost)}, as_json)
+    training.distill(target, tokenizer, [*given, *training.invented_prompts(invent)], output, config)
+    conversations = training.read_conversations(output)
+    answer_tokens = sum(sum(conversation.loss_mask) for conversation in conversations)
+    result = {"output": str(output), "conversations": len(conversations), "answer_tokens": answer_tokens}
+    print_result(result if server is None else {**result, "given_up": dict(target.lost)}, as_json)

@@ -1,4 +1,4 @@
-"""The commands that generate: `hf-specdec demo | generate`."""
+"""`hf-specdec demo` and `hf-specdec generate`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hf_specdec.heads.base import DraftHead
 from hf_specdec.viz.text import colored_text
 
 ASSISTANT_METHOD = "draft_model"
-"""The method that drafts with an assistant model, which `hf-specdec bench` takes."""
+"""Method that drafts with an assistant model; of the commands, only `hf-specdec bench` supports it."""
 
 
 def demo(
     model: Model = None,
     drafter: Head = None,
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = demonstration.PROMPT,
-    method: Annotated[str, typer.Option(help="What to pass as `speculative=`.")] = "auto",
+    prompt: Annotated[str, typer.Option(help="Prompt to answer.")] = demonstration.PROMPT,
+    method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup.")] = "auto",
     max_new_tokens: NewTokens = 128,
     dtype: Precision = "float32",
     as_json: Json = False,
 ) -> None:
-    """Answer one prompt plainly and speculatively, and show speed, tau and equality."""
+    """Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids."""
     _check_prompt(prompt)
     head = head_for([method], model, drafter)
     console = Console()
@@ -51,31 +51,35 @@ def demo(
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to ask; '-' reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; '-' reads it from standard input.")] = None,
     model: Model = None,
     drafter: Head = None,
-    method: Annotated[str, typer.Option(help="What to pass as `speculative=`, or 'plain'.")] = "auto",
+    method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup, or plain.")] = "auto",
     max_new_tokens: NewTokens = 256,
     dtype: Precision = "auto",
-    temperature: Annotated[float, typer.Option(min=0.0, callback=finite, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k best tokens; 0 is all.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 means all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus to sample from; 1 is all.")
+        float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus sampling threshold; 1 means all tokens.")
     ] = 1.0,
     seed: Seed = 0,
-    num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted depth.")] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(min=1, help="Nodes per tree, root included.")] = None,
-    interactive: Annotated[bool, typer.Option("--interactive", help="Go on asking, until the input ends.")] = False,
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted tokens per path (depth of the tree).")] = None,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Nodes verified per step, root included.")
+    ] = None,
+    interactive: Annotated[bool, typer.Option("--interactive", help="Chat until the input ends.")] = False,
     colors: Annotated[
-        bool, typer.Option("--colors", help="Not streamed: in a colour per step that gave several tokens.")
+        bool, typer.Option("--colors", help="Colour the text by decoding step (disables streaming).")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt, streamed as it comes; or have a conversation."""
-    _check_shown(method, interactive=interactive, colors=colors, as_json=as_json)
+    """Answer a prompt and stream the answer, or chat."""
+    _check_output_options(method, interactive=interactive, colors=colors, as_json=as_json)
     if prompt == "-" and not interactive:
         prompt = sys.stdin.read()
-    if prompt is not None or not interactive:
+    if not (interactive and prompt is None):
         _check_prompt(prompt or "")
     head = head_for([method], model, drafter)
     lm, tokenizer = load_model(model, head, dtype)
@@ -104,32 +108,32 @@ def generate(
 
 
 def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
-    """Ask, answer and go on, until the input ends; behind every answer how it was made, on stderr."""
-    texts: list[str] = []
+    """Chat until the input ends; print statistics after each answer on stderr."""
+    messages: list[str] = []
     while True:
         if first is None:
             try:
-                said = input("> ")
+                message = input("> ")
             except EOFError:
                 return
         else:
-            said, first = first, None
-        if not said.strip():
+            message, first = first, None
+        if not message.strip():
             continue
-        inputs = encode_chat(tokenizer, [*texts, said], model.device)
+        inputs = encode_chat(tokenizer, [*messages, message], model.device)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
-        texts += [said, tokenizer.decode(ids, skip_special_tokens=True).strip()]
+        messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
         if options["speculative"] is not None:
             typer.echo(repr(model.last_speculation), err=True)
 
 
-def _check_shown(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:
+def _check_output_options(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:
     if interactive and as_json:
-        raise InvalidConfigError("A conversation is not one JSON object.", "Leave out --interactive or --json.")
+        raise InvalidConfigError("--interactive cannot be combined with --json.", "Drop one of them.")
     if colors and (interactive or as_json or method == "plain"):
         raise InvalidConfigError(
-            "--colors shows one answer in the steps that drafting took.", "Leave out --interactive, --json, plain."
+            "--colors cannot be combined with --interactive, --json or --method plain.", "Drop one of them."
         )
 
 
@@ -141,39 +145,39 @@ def _check_prompt(prompt: str) -> None:
 def head_for(
     methods: list[str], model: str | None, drafter: str | None, *, assistant: bool = False
 ) -> DraftHead | None:
-    """The head to load on the model; before a model is loaded, see that every method can be had with it.
+    """Load the head for a model and check, before the model is loaded, that all methods can be used with it.
 
     Args:
-        methods: What `speculative=` is to take, or `"plain"`.
-        model: As for `load_model`.
-        drafter: Path or Hub id of the head; None is the one that comes with the model, if any.
-        assistant: Whether there is an assistant model to draft with.
+        methods: Values of `speculative=`, or `"plain"`.
+        model: See `load_model`.
+        drafter: Path or Hub id of the head; None is the model's default head, if it has one.
+        assistant: Whether an assistant model is given.
 
     Raises:
-        InvalidConfigError: There is no such method.
-        DrafterMismatchError: A method needs another head than is given.
+        InvalidConfigError: A method does not exist.
+        DrafterMismatchError: A method needs a head or an assistant model that is not given.
         CheckpointFormatError: The head cannot be read.
     """
     wanted = [method_named(method) for method in methods if method != "plain"]
-    rows, place = known_methods(), drafter or default_head(model)
-    head = None if place is None else load_head(place)
+    known, source = known_methods(), drafter or default_head(model)
+    head = None if source is None else load_head(source)
     for method in wanted:
-        if method in rows and rows[method].part:
+        if method in known and known[method].part:
             if assistant and method == ASSISTANT_METHOD:
                 continue
-            takes = "hf-specdec bench takes one: --assistant PATH_OR_HUB_ID." if method == ASSISTANT_METHOD else ""
+            bench = "Use hf-specdec bench with --assistant PATH_OR_HUB_ID." if method == ASSISTANT_METHOD else ""
             raise DrafterMismatchError(
-                f"The method {method!r} needs {rows[method].part}, and none is given.",
-                takes or "Call model.generate(...) from Python.",
+                f"The method {method!r} needs {known[method].part}, but none is given.",
+                bench or "Call model.generate(...) from Python.",
             )
-        if method in rows and rows[method].requires and (head is None or head.method != method):
-            given = "none is given" if head is None else f"{place} is one for {head.method!r}"
+        if method in known and known[method].requires and (head is None or head.method != method):
+            given = "none is given" if head is None else f"{source} is a head for {head.method!r}"
             raise DrafterMismatchError(
-                f"The method {method!r} needs a head of its own, and {given}.", "Give one: --drafter PATH_OR_HUB_ID."
+                f"The method {method!r} needs a draft head, but {given}.", "Give one: --drafter PATH_OR_HUB_ID."
             )
     return head
 
 
 def dtype_of(model: Any) -> str:
-    """The name of a model's precision, without torch's prefix."""
+    """Return the name of a model's dtype, without the prefix `torch.`."""
     return str(model.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The commands about heads: `hf-specdec inspect | convert`."""
+"""`hf-specdec inspect` and `hf-specdec convert`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.text import Text
 from hf_specdec.checkpoints.export import export_head, lost_settings
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.report import inspect_head
-from hf_specdec.cli.options import writable_directory
+from hf_specdec.cli.options import check_writable_directory
 from hf_specdec.errors import InvalidConfigError, printable
 
-Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any layout.")]
+Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any supported layout.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 FormatName = Literal["hf-specdec", "medusa", "eagle", "eagle3", "speculators", "speculators-mtp", "sglang"]
 
@@ -28,46 +28,45 @@ def inspect(
     revision: Revision = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """Say what a head is: its layout, its target, its sizes; every tensor is read and checked."""
+    """Show a head's layout, target, sizes and config; every tensor is read and checked."""
     report = inspect_head(head, revision=revision)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
         return
     draft = report.draft_vocabulary
-    layers = ["2, L/2 and L-3 of a target of L"] if report.layers_read is None else map(str, report.layers_read)
+    layers = ["2, L/2 and L-3 of L layers"] if report.layers_read is None else map(str, report.layers_read)
     rows = {
         "layout": f"{report.layout}  (written by {report.writers})",
         "head": f'{report.head}  (speculative="{report.method}")',
-        "target": report.target or "not named",
+        "target": report.target or "not recorded",
         "parameters": f"{report.parameters:,} in {report.dtype}",
         "files": ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in report.files.items()),
-        "vocabulary": str(report.vocabulary or "that of the target")
-        + (f", drafts over {draft} of it" if draft else ""),
-        "hidden states": ", ".join(layers) + ("  (-1: behind the final norm)" if report.layers_read == [-1] else ""),
+        "vocabulary": str(report.vocabulary or "the target's") + (f" (draft vocabulary: {draft})" if draft else ""),
+        "hidden states": ", ".join(layers) + ("  (-1: after the final norm)" if report.layers_read == [-1] else ""),
         "config": json.dumps(report.config),
     }
     table = Table(show_header=False, box=None)
-    for name, value in {"where": report.where, **rows}.items():
+    for name, value in {"source": report.where, **rows}.items():
         table.add_row(Text(name, style="bold"), Text(printable(value)))
     Console().print(table)
 
 
 def convert(
     head: Source,
-    output: Annotated[Path, typer.Argument(help="Directory to write; a new one, or an empty one.")],
+    output: Annotated[Path, typer.Argument(help="New or empty directory to write to.")],
     format: Annotated[FormatName, typer.Option(help="Layout to write.")] = "hf-specdec",
     revision: Revision = None,
-    target: Annotated[str | None, typer.Option(help="Name of its target to write down, where it names none.")] = None,
-    hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list, freq_*.pt, to draft over.")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the weights.")] = None,
-    force: Annotated[bool, typer.Option(help="Put it in the place of the head that is in OUTPUT.")] = False,
+    target: Annotated[str | None, typer.Option(help="Hub id of the target to store in the head's config.")] = None,
+    hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec token list (freq_*.pt) to draft from.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the weights.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Replace the head in OUTPUT.")] = False,
 ) -> None:
-    """Write a head in the layout of an engine, or any head in ours."""
-    writable_directory(output, "OUTPUT")
+    """Convert a head to the layout of hf-specdec or of another engine."""
+    check_writable_directory(output, "OUTPUT")
     if Path(head).resolve() == output.resolve():
-        raise InvalidConfigError(
-            f"{output} is the head itself: it would be lost.", "Give another directory as OUTPUT."
-        )
+        raise InvalidConfigError(f"OUTPUT {output} is the directory of the head itself.", "Give another directory.")
     loaded = load_head(
         head, revision=revision, hot_tokens=hot_tokens, dtype=None if dtype is None else getattr(torch, dtype)
     )
@@ -77,4 +76,4 @@ def convert(
     typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
     lost = lost_settings(loaded, format)
     if lost:
-        typer.echo(f"not stored, because {format} has no place for it: {', '.join(lost)}", err=True)
+        typer.echo(f"not stored, because {format} does not support it: {', '.join(lost)}", err=True)

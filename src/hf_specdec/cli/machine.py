@@ -1,4 +1,4 @@
-"""What this machine and a model can do: `hf-specdec env | doctor`."""
+"""`hf-specdec env` and `hf-specdec doctor`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
             "openai")  # fmt: skip
-"""Whose versions a bug report needs, beside torch's and transformers'."""
+"""Packages to list in a bug report, in addition to torch and transformers."""
 
 
 def env(as_json: Json = False) -> None:
-    """Show versions, devices and what is supported here; for a bug report."""
+    """Show versions, devices and supported features, for a bug report."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     found: dict[str, Any] = {
         **versions(device or torch.device("cpu")),
         **{name: _version(name) for name in PACKAGES},
         "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
-        'compile="compile"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) is found",
+        'compile="inductor"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) found",
         'compile="cuda_graph"': "yes"
         if device is not None and device.type in GRAPH_BACKENDS
         else "not on this device",
@@ -56,20 +56,20 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str | None:
-    """What inductor would compile with."""
+    """Return the path of a C++ compiler that inductor can use."""
     return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
 
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Path or Hub id; default: the packaged SmolLM2-135M-Instruct.")
+        str | None, typer.Argument(help="Path or Hub id of the model. Default: the packaged SmolLM2-135M-Instruct.")
     ] = None,
     drafter: Head = None,
     max_new_tokens: NewTokens = 64,
     dtype: Precision = "auto",
     as_json: Json = False,
 ) -> None:
-    """Tell whether a model takes trees, what a forward costs here, and which method pays on three prompts."""
+    """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
     head = head_for(["auto"], model, drafter)
     lm, tokenizer = load_model(model, head, dtype)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
@@ -77,17 +77,17 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
         return
-    what = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
-    typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {what}")
-    costs, one = Table("tokens in a forward", "milliseconds", "of one token's"), found.forward_seconds[1]
+    drafts = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
+    typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
+    costs, one = Table("tokens per forward", "milliseconds", "x one token"), found.forward_seconds[1]
     for width, seconds in found.forward_seconds.items():
         costs.add_row(str(width), f"{1000 * seconds:.1f}", f"{seconds / one:.2f}")
-    tried = Table("method", "x plain", "worst of three", "tau")
+    tried = Table("method", "x plain", "slowest prompt", "tau")
     for method, ratio in found.speed_up.items():
         tried.add_row(method, f"{ratio:.2f}", f"{found.worst[method]:.2f}", f"{found.tau[method]:.2f}")
     console = Console()
     console.print(costs, tried)
     if found.best == "plain":
-        typer.echo("None of these pays here; speculative='auto' takes plain steps where nothing does.")
+        typer.echo("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
     else:
         typer.echo(f"Fastest here: speculative={found.best!r}.")

@@ -1,4 +1,4 @@
-"""The head that a training command begins with: a new one that fits target and machine, or one that is there."""
+"""The head that a training command starts from: a new one, or a saved one."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head)
 
 
-def of_a_new_head(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
-    """What was told of a head that is to be made.
+def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
+    """Return the config fields given for a new head, without those that are None.
 
     Raises:
-        InvalidConfigError: There is one already.
+        InvalidConfigError: Fields are given together with `--initial-head`.
     """
-    told = {name: value for name, value in fields.items() if value is not None}
-    if told and initial_head is not None:
+    given = {name: value for name, value in fields.items() if value is not None}
+    if given and initial_head is not None:
         raise InvalidConfigError(
-            f"--initial-head {initial_head} is what its config says; {', '.join(told)} would be ignored.",
-            "Leave those options out, or train a new head.",
+            f"--initial-head {initial_head} has its own config; {', '.join(given)} would be ignored.",
+            "Drop these options, or train a new head.",
         )
-    return told
+    return given
 
 
 def new_head(kind: type[NewHead], config: Any, target_config: Any) -> NewHead:
-    """A head whose sizes are the target's, and for which there is room; both are checked without a byte of it.
+    """Create a head after checking, before any memory is allocated, that it fits the target and the free memory.
 
     Raises:
-        DrafterMismatchError: It does not fit the target.
-        InvalidConfigError: It needs more memory than there is.
+        DrafterMismatchError: The head does not fit the target.
+        InvalidConfigError: The head needs more memory than is free.
     """
     with torch.device("meta"):
         planned = kind(copy.deepcopy(config))
@@ -51,42 +51,42 @@ def new_head(kind: type[NewHead], config: Any, target_config: Any) -> NewHead:
     needed, free = sum(weight.nbytes for weight in planned.parameters()), psutil.virtual_memory().available
     if needed > free:
         raise InvalidConfigError(
-            f"The head would have {needed / 1e9:.1f} GB of weights, this machine has {free / 1e9:.1f} GB free.",
-            "Give smaller fields in --head-fields, or a --draft-vocab-size.",
+            f"The head needs {needed / 1e9:.1f} GB for its weights, {free / 1e9:.1f} GB of memory are free.",
+            "Reduce sizes in --head-fields, or give a --draft-vocab-size.",
         )
     return kind(config)
 
 
-def read_head(place: str, kind: Any, name: str) -> Any:
-    """A head to go on from.
+def load_initial_head(source: str, kind: Any, name: str) -> Any:
+    """Load a head to continue training from, in float32.
 
     Args:
-        place: Directory or Hub id.
-        kind: Its class, or several.
-        name: Of that, for the error.
+        source: Directory or Hub id.
+        kind: Expected class, or a union of classes.
+        name: Description of the expected class, for the error message.
 
     Raises:
-        InvalidConfigError: It is of another class.
+        InvalidConfigError: The head has another class.
     """
-    loaded = load_head(place)
+    loaded = load_head(source)
     if not isinstance(loaded, kind):
-        raise InvalidConfigError(f"{place} is not {name} but {type(loaded).__name__}.")
+        raise InvalidConfigError(f"--initial-head {source} must be {name}, got {type(loaded).__name__}.")
     return loaded.float()
 
 
 def name_target(config: Any, name: str | None, path: str | None = None) -> None:
-    """Write down which model a head is for, never where it lies on this machine.
+    """Store the target's name in a head's config, but never a path on this machine.
 
     Args:
-        config: The head's.
-        name: What --base-model-name says.
-        path: Relative to the head, where the model is saved beside it.
+        config: Config of the head.
+        name: Value of --base-model-name.
+        path: Path of the target relative to the head's directory, if it is saved there.
     """
     config.base_model_name_or_path = name or path or portable_name(config.base_model_name_or_path)
 
 
-def set_vocabulary(head: Head, talks: list[Conversation]) -> None:
-    """Give it the most frequent tokens, where it drafts over some only."""
+def set_draft_vocabulary(head: Head, conversations: list[Conversation]) -> None:
+    """If the head has a draft vocabulary, set it to the most frequent tokens of the conversations."""
     size = head.config.draft_vocab_size
     if size is not None:
-        head.set_hot_token_ids(training_package().most_frequent_tokens(talks, size))
+        head.set_hot_token_ids(training_package().most_frequent_tokens(conversations, size))

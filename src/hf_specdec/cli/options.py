@@ -1,4 +1,4 @@
-"""What the commands share: options, and the checks that come before any work."""
+"""Options shared by the commands, and checks made before any work starts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def finite(value: Any) -> Any:
-    """A number that a bound can judge: neither infinite nor not a number.
+    """Option callback: refuse infinity and NaN, which pass typer's range check.
 
     Raises:
-        BadParameter: It is one of the two.
+        BadParameter: A number is not finite.
     """
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
@@ -28,68 +28,72 @@ def finite(value: Any) -> Any:
     return value
 
 
-Model = Annotated[str | None, typer.Option(help="Path or Hub id; default: the packaged SmolLM2-135M-Instruct.")]
-Head = Annotated[str | None, typer.Option("--drafter", help="Path or Hub id of a draft head.")]
+Model = Annotated[
+    str | None, typer.Option(help="Path or Hub id of the target model. Default: the packaged SmolLM2-135M-Instruct.")
+]
+Head = Annotated[str | None, typer.Option("--drafter", help="Path or Hub id of a draft head for the model.")]
 Precision = Annotated[
     Dtype,
-    typer.Option(help="Of the target's weights; 'auto' is the checkpoint's own. Ids are guaranteed equal in float32."),
+    typer.Option(
+        help="Dtype of the weights; 'auto' is the checkpoint's. Identical token ids are guaranteed in float32 only."
+    ),
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="Length of the answer at most.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all draws.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-def need_package(name: str, purpose: str, extra: str) -> None:
-    """Have an optional package before anything is done with it.
+def require_package(name: str, purpose: str, extra: str) -> None:
+    """Check that an optional package is installed.
 
     Args:
-        name: Of the module.
-        purpose: What it is needed for, the beginning of a sentence.
-        extra: Of this package, which brings it.
+        name: Name of the package.
+        purpose: Option or feature that needs it, for the error message.
+        extra: Extra of hf-specdec that installs it.
 
     Raises:
         InvalidConfigError: It is not installed.
     """
     if importlib.util.find_spec(name) is None:
-        raise InvalidConfigError(f"{purpose} needs the package {name}.", f"pip install 'hf-specdec[{extra}]'")
+        raise InvalidConfigError(f"{purpose} needs the package {name}.", f"Run: pip install 'hf-specdec[{extra}]'")
 
 
-def writable_file(path: Path | None, option: str) -> None:
-    """See that a file can be written where a long work will want to.
+def check_writable_file(path: Path | None, option: str) -> None:
+    """Check that a file can be written later; None is accepted.
 
     Raises:
-        InvalidConfigError: It is a directory, its directory is not there, or nothing may be written there.
+        InvalidConfigError: The path is a directory, its directory does not exist, or permission is missing.
     """
     if path is None:
         return
     folder = path.parent
     if path.is_dir() or not folder.is_dir():
         what = "is a directory" if path.is_dir() else f"is in a directory that does not exist: {folder}"
-        raise InvalidConfigError(f"{option} {path} {what}.", "Give a file in a directory that is there.")
+        raise InvalidConfigError(f"{option} {path} {what}.", "Give a file in an existing directory.")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InvalidConfigError(f"{option} {path} cannot be written.", "Give a file where you may write.")
+        raise InvalidConfigError(f"{option} {path} cannot be written.", "Check its permissions or give another file.")
 
 
-def writable_directory(path: Path | None, option: str) -> None:
-    """See that a directory can be made, or written to, where a long work will want to; it is not made here.
+def check_writable_directory(path: Path | None, option: str) -> None:
+    """Check that a directory can be created or written to later; None is accepted.
 
     Raises:
-        InvalidConfigError: It is a file, stands below one, or nothing may be written there.
+        InvalidConfigError: The path or a parent of it is a file, or permission is missing.
     """
     if path is None:
         return
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not there.is_dir():
-        raise InvalidConfigError(f"{option} {path}: {there} is a file.", "Give a directory.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InvalidConfigError(f"{option} {path}: nothing may be written in {there}.", "Give another directory.")
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise InvalidConfigError(f"{option} {path}: {existing} is a file.", "Give a directory.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InvalidConfigError(f"{option} {path}: {existing} is not writable.", "Give another directory.")
 
 
 def read_object(path: Path | None, option: str) -> dict[str, Any]:
-    """The JSON object in a file; an empty one without a file.
+    """Read a JSON object from the file given for an option; {} if the path is None.
 
     Raises:
-        InvalidConfigError: The file cannot be read, or holds something else.
+        InvalidConfigError: The file cannot be read or is not a JSON object.
     """
     if path is None:
         return {}

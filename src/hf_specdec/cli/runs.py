@@ -1,35 +1,46 @@
-"""What the commands of training share: the target and the data they work on, and what they tell."""
+"""Functions shared by the training commands: loading target and data, printing results."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec import records, viz
+from hf_specdec.checkpoints.formats import Head
+from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.loading import load_target, load_tokenizer
+from hf_specdec.heads.card import RUN_PICTURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_specdec.training import Conversation
+    from hf_specdec.training.features import TrainingData
 
-Output = Annotated[Path, typer.Option(help="Directory to write to; run the same command again to go on there.")]
-Data = Annotated[list[str], typer.Option(help="What `distill` wrote, a .jsonl file or a dataset; may be repeated.")]
+MAX_LOG_BYTES = 256 * 2**20
+"""Limit for `trainer_state.json`, which this process has written."""
+
+Output = Annotated[Path, typer.Option(help="Directory to write to. Run the same command again to resume.")]
+Data = Annotated[
+    list[str], typer.Option(help="Output directory of `distill`, a .jsonl file or a dataset name. Can be repeated.")
+]
 
 
 def training_package() -> Any:
-    """The package that does the work: transformers' Trainer and what it imports, which no other command needs."""
+    """Return the training package; imported late because transformers' Trainer has heavy imports."""
     from hf_specdec import training
 
     return training
 
 
-def target_of(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """A target with its tokenizer, on this process's device."""
+def load_training_target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """Load a target model and its tokenizer, with the model on this process's device."""
     from hf_specdec.training.processes import processes
 
     target, tokenizer = load_target(name, dtype)
@@ -37,42 +48,37 @@ def target_of(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
 
 
 def is_main() -> bool:
-    """Whether this process speaks for all."""
+    """Whether this is the main process of a distributed run."""
     from hf_specdec.training.processes import processes
 
     return bool(processes().is_main_process)
 
 
-def wait_for_all() -> None:
-    """A process that ends takes those that still work with it."""
-    from hf_specdec.training.processes import processes
-
-    processes().wait_for_everyone()
-
-
-def conversations_of(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
-    """What to learn from, cut to a length.
+def load_conversations(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
+    """Read conversations, truncated to `max_length` tokens; drop those without an answer.
 
     Raises:
-        InvalidConfigError: There are no answers in it.
+        InvalidConfigError: None has an answer.
     """
     training = training_package()
-    talks = training.read_conversations(*data, tokenizer=load_tokenizer(model))
-    cut = [training.Conversation(talk.input_ids[:max_length], talk.loss_mask[:max_length]) for talk in talks]
-    kept = [talk for talk in cut if sum(talk.loss_mask) > 1]
+    conversations = training.read_conversations(*data, tokenizer=load_tokenizer(model))
+    cut = [training.Conversation(one.input_ids[:max_length], one.loss_mask[:max_length]) for one in conversations]
+    kept = [one for one in cut if sum(one.loss_mask) > 1]
     if not kept:
-        raise InvalidConfigError(f"{', '.join(data)} holds no answers.", "`hf-specdec distill` makes some.")
+        raise InvalidConfigError(
+            f"{', '.join(data)} holds no answers to train on.", "Generate some with `hf-specdec distill`."
+        )
     return kept
 
 
-def note(text: str) -> None:
-    """A line for people, on stderr."""
+def print_note(text: str) -> None:
+    """Print a message on stderr, from the main process only."""
     if is_main():
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def tell(result: dict[str, Any], as_json: bool) -> None:
-    """A command's result, on stdout."""
+def print_result(result: dict[str, Any], as_json: bool) -> None:
+    """Print a command's result on stdout, from the main process only."""
     if not is_main():
         return
     if as_json:
@@ -80,3 +86,51 @@ def tell(result: dict[str, Any], as_json: bool) -> None:
         return
     for name, value in result.items():
         typer.echo(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def finish_training(
+    target: PreTrainedModel, head: Head, output: Path, evaluation: TrainingData | None, as_json: bool
+) -> None:
+    """Save a trained head, print its measurements and, if there is evaluation data, the expected speed-up."""
+    from hf_specdec.training.processes import processes
+
+    if is_main():
+        _save_head(head, output, as_json)
+        if evaluation is not None:
+            _print_expected_speed(target, head, evaluation)
+    processes().wait_for_everyone()  # the launcher stops all other processes when one exits
+
+
+def _save_head(head: Head, output: Path, as_json: bool) -> None:
+    """Save a trained head and a plot of its run; print the final measurements."""
+    log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
+    rows = [row for row in log if "predicted_tau" in row]
+    if rows and importlib.util.find_spec("matplotlib") is None:
+        print_note(f"{RUN_PICTURE} was not drawn. Run: pip install matplotlib")
+    elif rows:
+        viz.save_plot(viz.plot_run(log), output / RUN_PICTURE)
+    last = {name: rows[-1][name] for name in rows[-1] if name.startswith(("top1", "predicted"))} if rows else {}
+    step = (head.config.recipe or {}).get("weights of step")
+    measured: dict[str, Any] = next((row for row in log if "eval_tau" in row and row["step"] == step), {})
+    evaluation = {
+        f"held_out_{name[5:]}": measured[name] for name in measured if name.startswith(("eval_tau", "eval_acc"))
+    }
+    head.to(torch.bfloat16).save_pretrained(output)
+    if head.config.base_model_name_or_path is None:
+        print_note("The head does not name its target because --model is a local path. Set --base-model-name.")
+    print_result({"output": str(output), **last, **evaluation}, as_json)
+
+
+def _print_expected_speed(target: PreTrainedModel, head: Head, evaluation: TrainingData) -> None:
+    """Print the expected speed-up of a head on this device, estimated on held-out data."""
+    head = head.to(target.device, target.dtype)
+    try:
+        found = training_package().find_tree(target, head, evaluation, max_nodes=32)
+    except SpeculativeDecodingError as error:
+        print_note(f"The speed-up could not be estimated: {error}")
+        return
+    print_note(
+        f"Estimate for this device: {found.expected_speed_up:.2f}x plain decoding, "
+        f"{found.expected_tau[found.num_nodes]:.2f} tokens per forward with a static tree of {found.num_nodes} nodes. "
+        "Measure it with `hf-specdec bench`."
+    )

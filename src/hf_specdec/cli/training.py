@@ -1,46 +1,44 @@
-"""The training commands: `hf-specdec train medusa | train eagle`, also under `accelerate launch`.
+"""`hf-specdec train medusa` and `hf-specdec train eagle`, also under `accelerate launch`.
 
-Everything that can be refused is refused before the target is loaded; the packages of training are imported by these
-commands alone.
+All options are checked before the target model is loaded.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from hf_specdec import records, viz
-from hf_specdec.checkpoints.formats import Head
-from hf_specdec.cli.new_heads import name_target, new_head, of_a_new_head, read_head, set_vocabulary
+from hf_specdec.cli.new_heads import (
+    check_new_head_fields,
+    load_initial_head,
+    name_target,
+    new_head,
+    set_draft_vocabulary,
+)
 from hf_specdec.cli.options import (
     Json,
     Model,
     Precision,
     Seed,
+    check_writable_directory,
     finite,
-    need_package,
     read_object,
-    writable_directory,
+    require_package,
 )
 from hf_specdec.cli.runs import (
     Data,
     Output,
-    conversations_of,
+    finish_training,
     is_main,
-    note,
-    target_of,
-    tell,
+    load_conversations,
+    load_training_target,
+    print_note,
     training_package,
-    wait_for_all,
 )
-from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_config
-from hf_specdec.heads.card import RUN_PICTURE
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
@@ -50,58 +48,61 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from hf_specdec.training import Conversation
-    from hf_specdec.training.trainer import TrainingData
-
-MAX_LOG_BYTES = 256 * 2**20
-"""Of the log of a run, which this process has written."""
+    from hf_specdec.training.features import TrainingData
 
 Features = Annotated[
-    Path | None, typer.Option(help="Capture the target's features here once; else they are made in every step.")
+    Path | None,
+    typer.Option(
+        help="Directory to store the target's features in, computed once. Default: compute them in every step."
+    ),
 ]
-MaxLength = Annotated[int, typer.Option(min=8, help="Longer conversations are cut.")]
+MaxLength = Annotated[int, typer.Option(min=8, help="Maximum tokens per conversation; longer ones are truncated.")]
 Epochs = Annotated[float, typer.Option(min=1e-6, callback=finite, help="Passes over the data.")]
-MaxSteps = Annotated[int | None, typer.Option(min=-1, help="Optimiser steps, in the place of epochs.")]
+MaxSteps = Annotated[int | None, typer.Option(min=-1, help="Optimiser steps; overrides --epochs.")]
 Batch = Annotated[int, typer.Option(min=1, help="Conversations per process and forward.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimiser step.")]
-Rate = Annotated[float, typer.Option(min=0.0, callback=finite, help="Highest learning rate.")]
+Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimiser step (gradient accumulation).")]
+Rate = Annotated[float, typer.Option(min=0.0, callback=finite, help="Peak learning rate.")]
 Vocabulary = Annotated[
-    int | None, typer.Option(min=1, help="Draft over so many of the most frequent tokens; default: all.")
+    int | None, typer.Option(min=1, help="Draft only the given number of most frequent tokens. Default: all tokens.")
 ]
 More = Annotated[
     Path | None,
-    typer.Option("--arguments", help="JSON file of further transformers TrainingArguments (bf16, fsdp, ...)."),
+    typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
 ]
 HeldOut = Annotated[
     int | None,
-    typer.Option(min=0, help="Conversations to measure on, not to train on; default: a twentieth, at most 64."),
+    typer.Option(min=0, help="Conversations held out for evaluation. Default: 5%, at most 64."),
 ]
 Fields = Annotated[
     Path | None,
-    typer.Option(help="JSON file of further fields of the head's config (fc_norm, intermediate_size, ...)."),
+    typer.Option(help="JSON file with more fields of the head's config (fc_norm, intermediate_size, ...)."),
 ]
 Recipe = Annotated[
     Path | None,
-    typer.Option(help="JSON file of further fields of the recipe (step_decay, soft_tokens, noise, ...)."),
+    typer.Option(help="JSON file with fields of the training recipe (step_decay, soft_tokens, noise, ...)."),
 ]
-Initial = Annotated[str | None, typer.Option(help="Go on from this head.")]
+Initial = Annotated[str | None, typer.Option(help="Path or Hub id of a head to continue training.")]
 Seen = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, callback=finite,
-                 help="Leave conversations out of which more than this share is said in others."),
+                 help="Drop conversations of which more than this fraction also occurs in other conversations."),
 ]  # fmt: skip
 BaseName = Annotated[
     str | None,
-    typer.Option(help="Name of the target to write down in the head, where --model is a path: its Hub id."),
+    typer.Option(help="Hub id of the target to store in the head, if --model is a path."),
 ]
 
-SHARE_HELD_OUT, MOST_HELD_OUT = 20, 64
-"""One conversation of so many is held out, and so many of them at most."""
+Heads = Annotated[int | None, typer.Option(min=1, max=64, help="Number of heads; each drafts one token. Default: 4.")]
+Layers = Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks per head. Default: 1.")]
+
+HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
+"""By default, 1/20 of the conversations are held out, but no more than 64."""
 
 EXAMPLE = (
     "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
 )
 
-train = typer.Typer(help="Train a draft head for a model from its own answers.", no_args_is_help=True)
+train = typer.Typer(help="Train a draft head for a model on the model's own answers.", no_args_is_help=True)
 
 
 @train.command(epilog=EXAMPLE.replace("KIND", "medusa"))
@@ -110,10 +111,10 @@ def medusa(
     output: Output,
     model: Model = None,
     base_model_name: BaseName = None,
-    num_heads: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens drafted ahead; default: 4.")] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks each; default: 1.")] = None,
-    own_lm_head: Annotated[bool, typer.Option("--own-lm-head", help="An lm_head per head, not the target's.")] = False,
-    joint: Annotated[bool, typer.Option(help="Medusa-2: train an adapter of the target, too, and merge it.")] = False,
+    num_heads: Heads = None,
+    num_layers: Layers = None,
+    own_lm_head: Annotated[bool, typer.Option("--own-lm-head", help="Train an lm_head per head.")] = False,
+    joint: Annotated[bool, typer.Option(help="Medusa-2: also train an adapter of the target and merge it.")] = False,
     recipe: Recipe = None,
     initial_head: Initial = None,
     draft_vocab_size: Vocabulary = None,
@@ -132,52 +133,65 @@ def medusa(
     dtype: Precision = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Train Medusa heads (Medusa-1: the target is frozen; with --joint Medusa-2)."""
+    """Train Medusa heads on a frozen target (Medusa-1), or with --joint together with it (Medusa-2)."""
     if joint:
-        need_package("peft", "Medusa-2", "training")
-        if held_out or recipe is not None:
-            raise InvalidConfigError("--held-out and --recipe are of heads on a frozen target, --joint trains it.",
-                                     "Leave one of them out.")  # fmt: skip
+        _check_joint(held_out, recipe)
         held_out = 0
-    told = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
-            "shared_lm_head": False if own_lm_head else None, **read_object(head_fields, "--head-fields")}  # fmt: skip
-    fields = of_a_new_head(told, initial_head)
-    run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
+    given = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
+             "shared_lm_head": False if own_lm_head else None}  # fmt: skip
+    fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
+    run = _TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
-    if initial_head is None:
-        heads = new_head(MedusaHeads, MedusaConfig.for_target(target_config, **fields), target_config)
-    else:
-        heads = read_head(initial_head, MedusaHeads, "Medusa heads")
+    heads = _medusa_heads(initial_head, target_config, fields)
     heads.check_sizes(target_config.get_text_config(decoder=True))
     name_target(heads.config, base_model_name, path="./model" if joint else None)
-    talks, apart = _talks(data, model, max_length, held_out, drop_seen)
+    conversations, evaluation = _split_conversations(data, model, max_length, held_out, drop_seen)
     training = training_package()
     config = training.MedusaTrainingConfig().changed(**read_object(recipe, "--recipe"))
     if not joint:
-        lengths = _lengths(training.openings(talks, config.answer_tokens))
+        lengths = [len(one.input_ids) for one in training.openings(conversations, config.answer_tokens)]
         training.check_same_run(output, training.run_facts(heads, config, lengths))
     if initial_head is None:
-        set_vocabulary(heads, talks)
-    target, tokenizer = target_of(model, dtype)
+        set_draft_vocabulary(heads, conversations)
+    target, tokenizer = load_training_target(model, dtype)
     if initial_head is None:
         heads.start_from(target.get_output_embeddings())
     if joint:
-        adapted = training.train_medusa2(
-            target, heads, talks, run.arguments(), heads_arguments=run.arguments("heads"), resume=True
-        )
-        if is_main():
-            adapted.merge_and_unload().save_pretrained(output / "model")
-            tokenizer.save_pretrained(output / "model")
+        _train_jointly(run, target, tokenizer, heads, conversations, output / "model")
+        measured = None
     else:
-        stored, measured = run.data(target, talks, apart, (LAST,))
-        arguments = run.arguments(held_out=bool(apart))
+        stored, measured = run.data(target, conversations, evaluation, (LAST,))
+        arguments = run.arguments(held_out=bool(evaluation))
         heads = training.train_medusa(target, heads, stored, arguments, config, resume=True, held_out=measured)
-    _finish(heads, output, as_json)
-    if apart:
-        _tell_speed(target, heads, measured)
-    wait_for_all()
+    finish_training(target, heads, output, measured, as_json)
+
+
+def _check_joint(held_out: int | None, recipe: Path | None) -> None:
+    require_package("peft", "Medusa-2", "training")
+    if held_out or recipe is not None:
+        raise InvalidConfigError("--joint cannot be combined with --held-out or --recipe.", "Drop one of them.")
+
+
+def _medusa_heads(initial_head: str | None, target_config: Any, fields: dict[str, Any]) -> MedusaHeads:
+    if initial_head is None:
+        return new_head(MedusaHeads, MedusaConfig.for_target(target_config, **fields), target_config)
+    heads: MedusaHeads = load_initial_head(initial_head, MedusaHeads, "Medusa heads")
+    return heads
+
+
+def _train_jointly(
+    run: _TrainingRun, target: PreTrainedModel, tokenizer: Any, heads: MedusaHeads, conversations: list[Conversation],
+    folder: Path,
+) -> None:  # fmt: skip
+    """Train heads and target (Medusa-2), and save the target with its merged adapter."""
+    adapted = training_package().train_medusa2(
+        target, heads, conversations, run.arguments(), heads_arguments=run.arguments("heads"), resume=True
+    )
+    if is_main():
+        adapted.merge_and_unload().save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 @train.command(epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
@@ -186,11 +200,13 @@ def eagle(
     output: Output,
     model: Model = None,
     base_model_name: BaseName = None,
-    version: Annotated[int, typer.Option(min=1, max=3, help="1 (also drafts EAGLE-2's trees) or 3.")] = 3,
-    aligned_steps: Annotated[int | None, typer.Option(min=1, help="Drafted levels per step of training.")] = None,
+    version: Annotated[
+        int, typer.Option(min=1, max=3, help="EAGLE version: 1 (its heads also draft EAGLE-2 trees) or 3.")
+    ] = 3,
+    aligned_steps: Annotated[int | None, typer.Option(min=1, help="Draft depth simulated in training.")] = None,
     recipe: Recipe = None,
     initial_head: Initial = None,
-    random_start: Annotated[bool, typer.Option(help="Begin with random weights, not with the target's.")] = False,
+    random_start: Annotated[bool, typer.Option(help="Start from random weights instead of the target's.")] = False,
     draft_vocab_size: Vocabulary = None,
     head_fields: Fields = None,
     features: Features = None,
@@ -207,147 +223,116 @@ def eagle(
     dtype: Precision = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Train an EAGLE head: version 1, or version 3 with an lm_head of its own."""
+    """Train an EAGLE head: version 1, which uses the target's lm_head, or version 3, which has its own."""
     if version == 2:
-        raise InvalidConfigError("EAGLE-2 is EAGLE-1's weights with another tree.", "Use --version 1.")
-    told = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
-    fields = of_a_new_head(told, initial_head)
+        raise InvalidConfigError("EAGLE-2 uses EAGLE-1 heads with dynamic trees.", "Use --version 1.")
+    given = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
+    fields = check_new_head_fields(given, initial_head)
     if initial_head is not None and random_start:
-        raise InvalidConfigError("--random-start is of a new head, not of --initial-head.", "Leave one of them out.")
-    run = _Run(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
+        raise InvalidConfigError("--random-start cannot be combined with --initial-head.", "Drop one of them.")
+    run = _TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
-    head: EagleHead | Eagle3Head
-    if initial_head is not None:
-        head = read_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
-    elif version == 1:
-        head = new_head(EagleHead, EagleConfig.for_target(target_config, **{"bias": False, **fields}), target_config)
-    else:
-        head = new_head(Eagle3Head, Eagle3Config.for_target(target_config, **fields), target_config)
+    head = _eagle_head(initial_head, version, target_config, fields)
     head.check_sizes(target_config.get_text_config(decoder=True))
     name_target(head.config, base_model_name)
-    talks, apart = _talks(data, model, max_length, held_out, drop_seen)
+    conversations, evaluation = _split_conversations(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
-        set_vocabulary(head, talks)
+        set_draft_vocabulary(head, conversations)
     training = training_package()
     steps = {} if aligned_steps is None else {"aligned_steps": aligned_steps}
     config = training.EagleTrainingConfig.for_head(head).changed(**{**read_object(recipe, "--recipe"), **steps})
-    training.check_same_run(
-        output, training.run_facts(head, config, _lengths(training.openings(talks, config.answer_tokens)))
-    )
-    target, _ = target_of(model, dtype)
+    lengths = [len(one.input_ids) for one in training.openings(conversations, config.answer_tokens)]
+    training.check_same_run(output, training.run_facts(head, config, lengths))
+    target, _ = load_training_target(model, dtype)
     if initial_head is None and not random_start and isinstance(head, Eagle3Head):
-        misfits = training.start_from_target(head, target)
-        reason = f"at random: of the target's parts {', '.join(misfits)} would not fit"
-        parts = "from the target's lm_head, final norm and last layer but one"
-        note(f"The head starts {reason if misfits else parts}.")
-    stored, measured = run.data(target, talks, apart, tuple(dict.fromkeys((*head.feature_layers, LAST))))
-    arguments = run.arguments(held_out=bool(apart))
+        _start_from_target(head, target)
+    stored, measured = run.data(target, conversations, evaluation, tuple(dict.fromkeys((*head.feature_layers, LAST))))
+    arguments = run.arguments(held_out=bool(evaluation))
     head = training.train_eagle(target, head, stored, arguments, config, resume=True, held_out=measured)
-    _finish(head, output, as_json)
-    if apart:
-        _tell_speed(target, head, measured)
-    wait_for_all()
+    finish_training(target, head, output, measured, as_json)
 
 
-# ----------------------------------------------------------------------------------------------------- what they share
+def _eagle_head(
+    initial_head: str | None, version: int, target_config: Any, fields: dict[str, Any]
+) -> EagleHead | Eagle3Head:
+    if initial_head is not None:
+        head: EagleHead | Eagle3Head = load_initial_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
+        return head
+    if version == 1:
+        config = EagleConfig.for_target(target_config, **{"bias": False, **fields})
+        return new_head(EagleHead, config, target_config)
+    return new_head(Eagle3Head, Eagle3Config.for_target(target_config, **fields), target_config)
 
 
-class _Run:
-    """Where a run writes and how it is made; its directories and arguments are checked when it is created."""
+def _start_from_target(head: Eagle3Head, target: PreTrainedModel) -> None:
+    misfits = training_package().start_from_target(head, target)
+    random = f"random weights: the target's {', '.join(misfits)} do not fit"
+    copied = "the target's lm_head, final norm and second-to-last layer"
+    print_note(f"The head starts from {random if misfits else copied}.")
+
+
+# --------------------------------------------------------------------------------------------------- shared helpers
+
+
+class _TrainingRun:
+    """Output directories and training arguments of a run; checked on creation."""
 
     def __init__(self, output: Path, features: Path | None, more: dict[str, Any], **fields: Any) -> None:
-        writable_directory(output, "--output")
-        writable_directory(features, "--features")
+        check_writable_directory(output, "--output")
+        check_writable_directory(features, "--features")
         if (output / "config.json").exists() and not (output / "run.json").exists():
             raise InvalidConfigError(
-                f"--output {output} holds a head or a model that no training run here has made.",
+                f"--output {output} holds a head or model that was not trained by this command.",
                 "Give another directory.",
             )
         self._output, self._features, self._more, self._fields = output, features, more, fields
-        self.arguments(held_out=True)  # whatever transformers refuses is refused here
+        self.arguments(held_out=True)  # report invalid arguments now
 
-    def arguments(self, below: str = "", *, held_out: bool = False) -> TrainingArguments:
-        """For the Trainer, with its checkpoints in a directory below the output."""
+    def arguments(self, subfolder: str = "", *, held_out: bool = False) -> TrainingArguments:
+        """Return the Trainer's arguments, with checkpoints in a subfolder of the output, and set the seed."""
         from transformers import set_seed
 
         set_seed(self._fields["seed"])
         arguments: TrainingArguments = training_package().head_arguments(
-            self._output / below, self._more, held_out=held_out, **self._fields
+            self._output / subfolder, self._more, held_out=held_out, **self._fields
         )
         return arguments
 
     def data(
-        self, target: PreTrainedModel, talks: list[Conversation], apart: list[Conversation], layers: tuple[int, ...]
+        self,
+        target: PreTrainedModel,
+        conversations: list[Conversation],
+        evaluation: list[Conversation],
+        layers: tuple[int, ...],
     ) -> tuple[TrainingData, TrainingData | None]:
-        """What to train on, and what to measure on: captured features, or conversations."""
+        """Return the data for training and evaluation: captured features, or conversations."""
         if self._features is None:
-            return talks, apart or None
+            return conversations, evaluation or None
         training = training_package()
-        size = training.feature_bytes(target, [*talks, *apart], layers)
-        note(f"{size / 1e9:.2f} GB of features in {self._features}")
-        stored = training.capture_features(target, talks, self._features, layers=layers, progress=True)
-        if not apart:
+        size = training.feature_bytes(target, [*conversations, *evaluation], layers)
+        print_note(f"{size / 1e9:.2f} GB of features will be stored in {self._features}")
+        stored = training.capture_features(target, conversations, self._features, layers=layers, progress=True)
+        if not evaluation:
             return stored, None
-        return stored, training.capture_features(target, apart, self._features / "held-out", layers=layers)
+        return stored, training.capture_features(target, evaluation, self._features / "held-out", layers=layers)
 
 
-def _talks(
+def _split_conversations(
     data: list[str], model: str | None, max_length: int, held_out: int | None, drop_seen: float | None
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Conversations to train on, and those held out; the latter do not depend on what is left out of the others.
+    """Return the conversations for training and evaluation; the latter do not depend on `drop_seen`.
 
     Raises:
-        InvalidConfigError: There are none, or all would be held out.
+        InvalidConfigError: No conversations are left for training.
     """
-    talks = conversations_of(data, model, max_length)
-    count = min(len(talks) // SHARE_HELD_OUT, MOST_HELD_OUT) if held_out is None else held_out
-    kept, apart = training_package().hold_out(talks, count)
+    conversations = load_conversations(data, model, max_length)
+    count = min(len(conversations) // HELD_OUT_EVERY, MAX_HELD_OUT) if held_out is None else held_out
+    kept, evaluation = training_package().hold_out(conversations, count)
     if not kept:
-        raise InvalidConfigError(f"--held-out {count} of {len(talks)} conversations leaves none to train on.")
+        raise InvalidConfigError(f"--held-out {count} leaves none of {len(conversations)} conversations to train on.")
     if drop_seen is not None:
-        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen, apart)
-        note(f"{before - len(kept)} of {before} conversations are left out: more than {drop_seen:.0%} is in others.")
-    return kept, apart
-
-
-def _lengths(talks: Sequence[Conversation]) -> list[int]:
-    return [len(talk.input_ids) for talk in talks]
-
-
-def _finish(head: Head, output: Path, as_json: bool) -> None:
-    """Store the head with the picture and the figures of its run."""
-    if not is_main():
-        return
-    log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
-    rows = [row for row in log if "predicted_tau" in row]
-    if rows and importlib.util.find_spec("matplotlib") is None:
-        note(f"{RUN_PICTURE} was not drawn: pip install matplotlib.")
-    elif rows:
-        viz.save_plot(viz.plot_run(log), output / RUN_PICTURE)
-    last = {name: rows[-1][name] for name in rows[-1] if name.startswith(("top1", "predicted"))} if rows else {}
-    step = (head.config.recipe or {}).get("weights of step")
-    measured: dict[str, Any] = next((row for row in log if "eval_tau" in row and row["step"] == step), {})
-    found = {f"held_out_{name[5:]}": measured[name] for name in measured if name.startswith(("eval_tau", "eval_acc"))}
-    head.to(torch.bfloat16).save_pretrained(output)
-    if head.config.base_model_name_or_path is None:
-        note("The head does not name its target, for --model is a path of this machine: --base-model-name does.")
-    tell({"output": str(output), **last, **found}, as_json)
-
-
-def _tell_speed(target: PreTrainedModel, head: Head, measured: TrainingData | None) -> None:
-    """What the head is expected to bring on this device, by what is held out; for people."""
-    if not is_main():
-        return
-    head = head.to(target.device, target.dtype)
-    try:
-        found = training_package().find_tree(target, head, measured, max_nodes=32)
-    except SpeculativeDecodingError as error:
-        note(f"Its speed cannot be told: {error}")
-        return
-    note(
-        f"On this device a static tree of {found.num_nodes} nodes is expected to accept "
-        f"{found.expected_tau[found.num_nodes]:.2f} tokens per forward, {found.expected_speed_up:.2f}x plain "
-        "decoding; `hf-specdec bench` measures it."
-    )
+        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen, evaluation)
+        print_note(f"Dropped {before - len(kept)} of {before} conversations: over {drop_seen:.0%} repeated elsewhere.")
+    return kept, evaluation

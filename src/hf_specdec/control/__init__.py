@@ -1,1 +1,1 @@
-"""How much to draft: controllers, and what a step costs."""
+"""Control of how much to draft: controllers and measured step costs."""

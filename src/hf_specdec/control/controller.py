@@ -1,32 +1,41 @@
-"""How much the next step may draft."""
+"""Controllers: the budget of every step of one generation."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from hf_specdec.control.merge_policy import StepCostFunction
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 
 class Controller(Protocol):
-    """Decides the budget of every step of one generation."""
+    """Decides the budget of every step.
+
+    Attributes:
+        step_costs: What a step costs, for drafters that need it; None: unknown.
+    """
+
+    step_costs: StepCostFunction | None
 
     def next(self) -> Budget:
-        """The budget of the next step, within the drafter's limits; one node is a plain step."""
+        """Return the budget of the next step, within the drafter's limits; one node is a plain step."""
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Learn from a step and what it took."""
+        """Learn from a step and its duration."""
 
     def report(self) -> dict[str, Any]:
-        """What it decided, as plain values for the statistics."""
+        """Return what it decided, as plain values for the statistics."""
 
 
 class FixedController:
-    """The same budget in every step.
+    """Uses the same budget in every step.
 
     Args:
-        budget: Of every step.
+        budget: The budget.
     """
+
+    step_costs: StepCostFunction | None = None
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -36,9 +45,9 @@ class FixedController:
         return self.budget
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Nothing to learn."""
+        """Ignore the step."""
 
     def report(self) -> dict[str, Any]:
-        """The budget."""
+        """Return the budget."""
         limits = {name: getattr(self.budget, name) for name in ("num_nodes", "num_steps", "top_k")}
         return {"controller": "fixed", **limits}

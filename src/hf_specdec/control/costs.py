@@ -13,7 +13,20 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.control.constants import (
+    COST_SMOOTHING,
+    MAX_MEASURED_NODES,
+    MAX_SURPRISE,
+    MEASURED_CONTEXT,
+    MEASURED_WIDTHS,
+    MIN_MEASURED_WIDTH,
+    QUICK_ROUNDS,
+    RETRY_STEPS,
+    STALE_STEPS,
+    TIMED_ROUNDS,
+)
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import cache_argument, execution_device, lm_head_rows, text_config
@@ -24,50 +37,26 @@ logger = logging.getLogger(__name__)
 
 Pick = Callable[[Sequence[float]], float]
 
-TIMED_ROUNDS = 5
-"""Forwards of each size that are timed."""
-
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Widths of which a step's cost is measured; those between lie on the line between."""
-QUICK_ROUNDS = 3
-"""Forwards of each width that are timed where somebody waits for an answer; the quickest counts, for what disturbs
-so few takes time."""
-COUNTED_CONTEXT = 512
-"""The longest context behind which is measured; real steps correct it."""
-NODES_OF_A_BATCH = 128
-"""Nodes of all rows together beyond which a width is not tried, but for the first few."""
-LEAST_WIDTH = 4
-
-SMOOTHING = 0.2
-"""Weight of a real step in the cost of its own width."""
-SURPRISE = 2.0
-"""No real step counts as slower or faster than expected by more than this factor: somebody else may have been busy."""
-STALE_AFTER = 50
-"""Steps without a visit after which a width's cost follows the surprises of other widths (by 63 %): what changes the
-cost of one width for long, another load or a hotter processor, changes that of all."""
-OPTIMISM = 300
-"""Steps without a visit that make a width look cheaper by 63 %, so that it is tried again and a bad measurement is
-corrected. A width 10 % too dear is tried every 30 steps, one of twice the price every 200: that wastes under 0.5 %."""
-
 
 @torch.no_grad()
 def verify_seconds(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
     rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Seconds of the forward that verifies a tree of so many nodes behind a context.
+    """Time the forward that verifies a tree, by number of nodes.
 
-    It is the forward that generation runs, with its cache and its masks; a model without branches verifies chains.
+    It is the forward that generation runs, with the same cache and masks. A model that supports no trees verifies
+    chains.
 
     Args:
         model: The target.
-        sizes: Numbers of nodes, roots included.
+        sizes: Numbers of nodes, root included.
         context: Committed tokens.
-        facts: What the probe found; None probes the model.
-        rows: Of the batch.
-        rounds: Forwards of each size that are timed, after one that is not.
-        pick: Which of their times counts.
-        runner: What runs it, see `TreeTarget`.
+        facts: The result of the probe; None probes the model.
+        rows: Batch size.
+        rounds: Timed forwards per size, after one warm-up.
+        pick: Reduces the times of one size, in seconds.
+        runner: Runs the forward, see `TreeTarget`.
     """
     facts = facts or inspect_target(model)
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
@@ -82,12 +71,12 @@ def verify_seconds(
     def forward(size: int) -> None:
         target.verify(trees[size])
 
-    with model._optimize_model_for_decode():  # as generation runs it
+    with decode_optimizations(model):  # as generation runs it
         return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
-    """A binary tree, or a chain."""
+    """Return a binary tree, or a chain."""
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     parents = (nodes - 1).div(2, rounding_mode="floor") if branches else nodes - 1
     return TokenTree(tokens, parents)
@@ -95,7 +84,7 @@ def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
 
 @torch.no_grad()
 def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> float:
-    """Median seconds of one forward of the head: a level of an EAGLE tree, or all Medusa heads."""
+    """Return the median seconds of one forward of the head: one level of an EAGLE tree, or all Medusa heads."""
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     features = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
     rows: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
@@ -114,15 +103,15 @@ def _seconds_by_size(
     rounds: int = TIMED_ROUNDS,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Sizes are interleaved over the rounds, so that a busy moment hits all of them; the first round is a warm-up.
+    """Time a function by size. Sizes are interleaved over the rounds, so that other load affects all of them.
 
     Args:
-        forward: What is timed, by size.
-        sizes: What to time.
-        device: Where it runs.
-        undo: What brings back the state before, untimed.
-        rounds: Timed.
-        pick: Which time counts.
+        forward: The function.
+        sizes: Its arguments.
+        device: Device to synchronise with.
+        undo: Restores the state after each call, untimed.
+        rounds: Timed rounds, after one warm-up round.
+        pick: Reduces the times of one size.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 1):
@@ -138,17 +127,17 @@ def _seconds_by_size(
 
 
 def _widest_measured(widest: int, rows: int) -> int:
-    return min(widest, max(NODES_OF_A_BATCH // rows, LEAST_WIDTH))
+    return min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
 
 
 class StepCosts:
-    """Seconds of a step by its width, measured once and kept true by the times of real steps.
+    """Seconds of a step by its width, measured once and corrected by the times of real steps.
 
-    Every measured width has a factor by which real steps differ from its measurement. A step corrects the factors of
-    its own width, and of widths without a visit for long; between measured widths costs lie on a line.
+    Every measured width has a factor by which real steps differ from the measurement. A step corrects the factors of
+    its own width and of widths that were not visited for long; costs between measured widths are interpolated.
 
     Args:
-        seconds: Measured, by number of nodes per row; the smallest is 1.
+        seconds: Measured seconds by number of nodes per row; the smallest is 1.
     """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
@@ -165,29 +154,34 @@ class StepCosts:
 
         Args:
             model: The target.
-            facts: What the probe found.
-            rows: Of the batch.
+            facts: The result of the probe.
+            rows: Batch size.
             widest: Nodes of the largest tree.
             context: Tokens of the prompt.
-            runner: What runs the forward.
+            runner: Runs the forward.
         """
         most = _widest_measured(widest, rows)
-        widths = [*(width for width in WIDTHS if width < most), most]
-        context = max(1, min(context, COUNTED_CONTEXT))
+        widths = [*(width for width in MEASURED_WIDTHS if width < most), most]
+        context = max(1, min(context, MEASURED_CONTEXT))
         begin = time.perf_counter()
         seconds = verify_seconds(
             model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner
         )
-        told = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
+        measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
-            "A step of %s over %d rows takes, by nodes per row, in milliseconds: %s (measured in %.1f s, once).",
-            type(model).__name__, rows, told, time.perf_counter() - begin,
+            "A step of %s with batch size %d takes (milliseconds by nodes per row): %s. Measured once, in %.1f s.",
+            type(model).__name__, rows, measured, time.perf_counter() - begin,
         )  # fmt: skip
         return cls(seconds)
 
     def covers(self, widest: int, rows: int) -> bool:
-        """Whether trees of so many nodes are in the table, as far as they are measured at all."""
-        return max(self._measured) >= _widest_measured(widest, rows)
+        """Whether the table covers trees of this width, as far as such widths are measured."""
+        return self.max_width >= _widest_measured(widest, rows)
+
+    @property
+    def max_width(self) -> int:
+        """Largest width in the table."""
+        return max(self._measured)
 
     @property
     def plain(self) -> float:
@@ -195,31 +189,31 @@ class StepCosts:
         return self._measured[1] * self._factors[1]
 
     def table(self) -> tuple[float, ...]:
-        """Seconds of a step over 1, 2, ... nodes per row, up to the widest that was measured.
+        """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.
 
-        Widths that were not tried for long look cheaper than they were last, see `OPTIMISM`.
+        Widths that were not tried for long look cheaper than measured, see `RETRY_STEPS`.
         """
         return _interpolated({
-            width: seconds * self._factors[width] * exp(-self._unvisited[width] / OPTIMISM)
+            width: seconds * self._factors[width] * exp(-self._unvisited[width] / RETRY_STEPS)
             for width, seconds in self._measured.items()
         })  # fmt: skip
 
     def observe(self, width: int, seconds: float) -> None:
-        """Learn from a real step: what it took to verify, accept and commit."""
-        if width > max(self._measured):
+        """Correct the costs by the seconds that a real step took to verify, accept and commit."""
+        if width > self.max_width:
             return
         expected = _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured})
-        surprise = min(max(seconds / expected[width - 1], 1 / SURPRISE), SURPRISE)
+        surprise = min(max(seconds / expected[width - 1], 1 / MAX_SURPRISE), MAX_SURPRISE)
         for known in self._measured:
-            near = max(0.0, 1 - abs(log2(known / width)))  # 1 at the step's own width, 0 from twice or half of it on
-            stale = 1 - exp(-self._unvisited[known] / STALE_AFTER)
-            weight = near * max(SMOOTHING, stale) + (1 - near) * stale * SMOOTHING
+            near = max(0.0, 1 - abs(log2(known / width)))  # 1 at the step's own width, 0 at half and double
+            stale = 1 - exp(-self._unvisited[known] / STALE_STEPS)
+            weight = near * max(COST_SMOOTHING, stale) + (1 - near) * stale * COST_SMOOTHING
             self._factors[known] *= surprise**weight
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
 
 
 def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
-    """Seconds for 1, 2, ... nodes from those of some widths in ascending order, the first of them 1.
+    """Interpolate the seconds for 1, 2, ... nodes from some ascending widths that start with 1.
 
     Example: {1: 1.0, 3: 2.0} gives (1.0, 1.5, 2.0).
     """

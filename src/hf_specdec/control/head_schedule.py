@@ -1,69 +1,60 @@
-"""Whether to ask a head for its draft, and for how many levels: by what asking has brought so far.
+"""Whether to query a draft head, and to which depth, learned from what earlier queries gained and cost.
 
-A head costs a forward per level. What it brings depends on what is drafted without it: beside a long match there is
-little left to add.
+A head costs one forward per level. Its gain depends on what the other sources expect: next to a long lookup match it
+adds little. So gains are kept by the number of tokens expected without the head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hf_specdec.drafters.candidates import Width
-
-SMOOTHING = 0.05
-"""Weight of the newest step in a moving average."""
-QUICKER = 0.3
-"""Weight of a time below the average: what disturbs, and what is done for the first time, takes longer."""
-FIRST_ASKED = 3
-"""Steps in which an option is tried in any case, to learn what it costs."""
-SHORTEST_REST, LONGEST_REST = 8, 256
-"""Steps after which an option is tried although it does not pay; the rest doubles every time that it does not."""
-TRIAL_SHARE = 0.02
-"""Fraction of the time that trials may take while no option pays; it ends the doubling. With 1 % a head that became
-useful again was noticed after several hundred steps, with 3 % a useless head cost 4 % (`tests/test_policy.py`)."""
-STALE_WEIGHT = 0.4
-"""Largest weight of the first step after a rest: what was learned before it is of another text."""
-PRIOR_GAIN, PRIOR_STEPS = 0.8, 4
-"""Tokens that a head is thought to add where nothing is drafted without it, with the weight of so many steps."""
-HOPED_GAIN = 1.5
-"""Tokens per row that a head adds where it does well."""
-COUNTED_TOKENS = 8.0
-"""Expected tokens from which on a head is thought to add none."""
+from hf_specdec.control.constants import (
+    FASTER_SMOOTHING,
+    FIRST_TRIALS,
+    HEAD_SMOOTHING,
+    MAX_PAUSE,
+    MIN_PAUSE,
+    PRIOR_GAIN,
+    SATURATED_TOKENS,
+    STALE_WEIGHT,
+    TRIAL_SHARE,
+)
+from hf_specdec.control.tree_width import Width
 
 
 @dataclass(slots=True)
 class QueryStats:
-    """What asking for so many levels has brought: tokens per row, at further seconds, by what was expected without."""
+    """Gain and cost of querying a head to one depth."""
 
     num_steps: int
-    gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # (times, moving average of tokens per row)
-    seconds: float = 0.0  # of a step that asks, more than of one that does not
-    asked: int = 0
-    waited: int = 0  # steps since it was asked
-    rest: int = SHORTEST_REST
-    trials: int = FIRST_ASKED
-    stale: int = 0  # steps before the current trial in which it was not asked
+    gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by class: (queries, mean tokens per row)
+    seconds: float = 0.0  # what a query adds to a step
+    num_queries: int = 0
+    waited: int = 0  # steps since the last query
+    pause: int = MIN_PAUSE  # steps until the next trial
+    trials: int = FIRST_TRIALS
+    stale: int = 0  # steps without a query before the current one
 
     def is_due(self, without: Width, rows: int, share: float) -> bool:
-        """Whether to try it although it does not pay, or not best.
+        """Whether to try this depth although it is not expected to pay, or not expected to be best.
 
-        The first trials need the hope that it could pay. Later ones come after a rest: what it seemed to cost may
-        have been other load, and what it brought may have been another text.
+        The first trials require that a good head could pay. Later ones follow a pause: the measured cost may have been
+        other load, and the measured gain another kind of text.
 
         Args:
-            without: What is expected without asking.
-            rows: That go on.
-            share: Fraction of the time that its trials may take at least; 0 lets the rest double to `LONGEST_REST`.
+            without: The best width without the head.
+            rows: Active rows.
+            share: Fraction of the time that trials may take; it limits the pause. 0: pauses grow to `MAX_PAUSE`.
         """
-        if self.asked < self.trials and self._rate(without, rows, HOPED_GAIN) > without.rate:
+        if self.num_queries < self.trials and self._rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
-        longest = self.seconds / (share * without.seconds) if share else LONGEST_REST
-        return self.waited > min(self.rest, max(longest, SHORTEST_REST))
+        longest = self.seconds / (share * without.seconds) if share else MAX_PAUSE
+        return self.waited > min(self.pause, max(longest, MIN_PAUSE))
 
     def rate(self, without: Width, rows: int) -> float:
-        """Progress per second that asking is expected to bring."""
+        """Return the expected progress per second of a step with a query."""
         expected = without.tokens / rows
-        _, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
+        _, gain = self.gains.get(_gain_class(expected), (0, _prior_gain(expected)))
         return self._rate(without, rows, gain)
 
     def _rate(self, without: Width, rows: int, gain: float) -> float:
@@ -71,84 +62,95 @@ class QueryStats:
         return progress / (without.seconds + self.seconds)
 
     def learn(self, without: Width, with_it: Width, gained: float, rows: int) -> None:
-        """It was asked: what came of it.
+        """Update gain and cost after a step with a query.
 
         Args:
-            without, with_it: What was expected.
-            gained: Tokens of all rows that came beyond what was expected without it.
-            rows: That go on.
+            without, with_it: The best widths without and with the head's draft.
+            gained: Tokens of all rows beyond what was expected without the head.
+            rows: Active rows.
         """
-        expected, self.asked = without.tokens / rows, self.asked + 1
-        times, gain = self.gains.get(_kind(expected), (0, _prior(expected)))
-        stale = min(1 - (1 - SMOOTHING) ** self.stale, STALE_WEIGHT)
-        weight = max(SMOOTHING, 1 / (times + 1 + PRIOR_STEPS), stale)
-        self.gains[_kind(expected)] = (times + 1, gain + weight * (gained / rows - gain))
-        self.seconds = _toward(self.seconds, with_it.seconds - without.seconds, max(SMOOTHING, 1 / self.asked))
+        expected, self.num_queries = without.tokens / rows, self.num_queries + 1
+        queries, gain = self.gains.get(_gain_class(expected), (0, _prior_gain(expected)))
+        stale = min(1 - (1 - HEAD_SMOOTHING) ** self.stale, STALE_WEIGHT)
+        weight = max(HEAD_SMOOTHING, 1 / (queries + 2), stale)
+        self.gains[_gain_class(expected)] = (queries + 1, gain + weight * (gained / rows - gain))
+        seconds = with_it.seconds - without.seconds
+        self.seconds = _average_time(self.seconds, seconds, max(HEAD_SMOOTHING, 1 / self.num_queries))
 
 
-def _toward(known: float, seen: float, weight: float) -> float:
-    """A moving average of times; what takes less than half of it shows that it was none of its own."""
-    if seen < known / 2:
-        return seen
-    return known + (max(weight, QUICKER) if seen < known else weight) * (seen - known)
+def _average_time(average: float, seconds: float, weight: float) -> float:
+    """Update a moving average of times.
+
+    A measurement below half the average replaces it: the average was inflated by other load.
+    """
+    if seconds < average / 2:
+        return seconds
+    return average + (max(weight, FASTER_SMOOTHING) if seconds < average else weight) * (seconds - average)
 
 
-def _kind(expected: float) -> int:
-    """Expected tokens in halves, from `COUNTED_TOKENS` on one class."""
-    return int(2 * min(expected, COUNTED_TOKENS))
+def _gain_class(expected: float) -> int:
+    """Class of the expected tokens per row: steps of one half, capped at `SATURATED_TOKENS`."""
+    return int(2 * min(expected, SATURATED_TOKENS))
 
 
-def _prior(expected: float) -> float:
-    return PRIOR_GAIN * max(0.0, 1 - (expected - 1) / COUNTED_TOKENS)
+def _prior_gain(expected: float) -> float:
+    return PRIOR_GAIN * max(0.0, 1 - (expected - 1) / SATURATED_TOKENS)
 
 
 class HeadSchedule:
-    """Whether to ask a source, and for how many levels.
+    """Decides in every step whether to query a head, and to which depth.
 
-    What pays is asked; what does not is tried again after a rest that doubles every time that it still does not.
+    The depth with the best expected rate is queried if it pays. Depths that do not pay are tried again after pauses
+    that double each time.
 
     Args:
-        num_steps: The source's depth.
-        stops_itself: Whether it stops where a level promises too little (`Budget.least`): then it is asked for all its
-            levels, else for 1, 2, 4, ... of them, whichever has paid best.
+        num_steps: The head's depth.
+        stops_itself: Whether the head stops at unlikely levels (`Budget.min_level_probability`): then the full depth
+            is the only option, otherwise 1, 2, 4, ... levels are.
     """
 
     def __init__(self, num_steps: int, *, stops_itself: bool = False) -> None:
         depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
         self.options = [QueryStats(depth) for depth in sorted(depths)] if not stops_itself else [QueryStats(num_steps)]
-        self.level_seconds = 0.0  # what a level takes, a moving average
+        self.level_seconds = 0.0  # moving average
 
-    def inherit(self, known: HeadSchedule) -> None:
-        """Expect for a row what was learned with batches of another size; what a step takes is to be learned anew."""
-        for option, other in zip(self.options, known.options, strict=False):
-            if option.num_steps == other.num_steps:
-                option.gains, option.trials = dict(other.gains), 1
+    @property
+    def deepest(self) -> QueryStats:
+        """The option of the full depth."""
+        return self.options[-1]
+
+    def inherit(self, other: HeadSchedule) -> None:
+        """Start from the gains learned at another batch size; costs are measured again."""
+        for option, known in zip(self.options, other.options, strict=False):
+            if option.num_steps == known.num_steps:
+                option.gains, option.trials = dict(known.gains), 1
 
     def time_levels(self, levels: int, seconds: float) -> None:
-        """What it took to draft so many levels."""
-        taken = seconds / max(levels, 1)
-        self.level_seconds = _toward(self.level_seconds, taken, SMOOTHING) if self.level_seconds else taken
+        """Update the time per level with a draft of this many levels."""
+        per_level = seconds / max(levels, 1)
+        known = self.level_seconds
+        self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
     def choose(self, without: Width, rows: int) -> QueryStats | None:
-        """The option for this step; None where asking does not pay.
+        """Return the depth to query in this step; None if a query does not pay.
 
         Args:
-            without: What is expected without asking.
-            rows: That go on.
+            without: The best width without the head.
+            rows: Active rows.
         """
         for option in self.options:
             option.waited += 1
         best = max(self.options, key=lambda option: option.rate(without, rows))
         paying = best if best.rate(without, rows) > without.rate else None
-        # if one option pays, only the depth is in question, and that can wait
+        # if some depth pays, only the choice of depth is open, and that can wait
         share = TRIAL_SHARE / len(self.options) if paying is None else 0.0
         others = (option for option in self.options if option is not paying)
         due = next((option for option in others if option.is_due(without, rows, share)), None)
-        if due is not None and due.asked >= due.trials:
-            due.rest *= 2
+        if due is not None and due.num_queries >= due.trials:
+            due.pause *= 2
         chosen = due or paying
         if chosen is not None:
             chosen.stale, chosen.waited = chosen.waited, 0
             if chosen is paying:
-                chosen.rest = SHORTEST_REST
+                chosen.pause = MIN_PAUSE
         return chosen

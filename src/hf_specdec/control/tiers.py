@@ -1,8 +1,7 @@
-"""Tiers: the drafted depth follows how many drafts were accepted of late.
+"""Tiers: the drafted depth follows a moving average of accepted drafts, as in SGLang.
 
-Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`,
-https://github.com/sgl-project/sglang). A moving average of accepted drafts per step picks among a few depths, after a
-warm-up, every few steps, with a margin on either side so that it does not swing.
+Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`, https://github.com/sgl-project/sglang).
+    After a warm-up the average picks one of a few depths every few steps, with hysteresis against oscillation.
 """
 
 from __future__ import annotations
@@ -11,25 +10,28 @@ from collections import Counter
 from typing import Any
 
 from hf_specdec.config import AdaptiveConfig
+from hf_specdec.control.merge_policy import StepCostFunction
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 MARGIN = 0.5
-"""A tier is left downwards where the average falls this far below the depth of the tier under it, and upwards where it
-comes within this of its own depth; hysteresis moves both."""
+"""Accepted drafts. The tier below is chosen if the average is this far below that tier's depth, the tier above if it
+is within this of the current depth (SGLang's value); hysteresis shifts both."""
 
 
 class TierController:
-    """Depths of `candidate_steps`; trees shrink with them.
+    """Switches between the depths of `candidate_steps`; trees shrink with the depth.
 
     Args:
         config: The policy.
-        limits: The drafter's largest tree, of the deepest tier.
+        limits: The drafter's largest tree, used by the deepest tier.
 
     Raises:
         InvalidConfigError: No tier is within the limits.
     """
+
+    step_costs: StepCostFunction | None = None
 
     def __init__(self, config: AdaptiveConfig, limits: Budget) -> None:
         self._config = config
@@ -48,11 +50,11 @@ class TierController:
         return self.tiers[self._index].num_steps
 
     def next(self) -> Budget:
-        """The tier in force; it changes between steps only."""
+        """Return the budget of the current tier."""
         return self.tiers[self._index]
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Average the drafts that were accepted per row; decide when it is time."""
+        """Update the average of accepted drafts per row; choose a tier every `update_interval` steps."""
         accepted = [count - 1 for count in step.acceptance.counts if count]
         if not accepted:
             return
@@ -65,7 +67,7 @@ class TierController:
             self._decide()
 
     def _decide(self) -> None:
-        """Down to where the average is not below the tier under it; else up to where it does not fill its own."""
+        """Move down while the average is below the tier below, otherwise up while it fills the current tier."""
         before, average = self._index, self._average
         down, up = self._config.down_hysteresis - MARGIN, self._config.up_hysteresis - MARGIN
         while self._index and average <= self.tiers[self._index - 1].num_steps + down:
@@ -75,7 +77,7 @@ class TierController:
                 self._index += 1
 
     def report(self) -> dict[str, Any]:
-        """Steps by tier, the tier in force, and the average that put it there."""
+        """Return the steps by tier, the current tier and the average of accepted drafts."""
         return {
             "controller": "tiers", "candidate_steps": [tier.num_steps for tier in self.tiers], "tier": self._depth,
             "steps_by_tier": dict(sorted(self._used.items())), "average_accepted": self._average,
@@ -83,7 +85,7 @@ class TierController:
 
 
 def tier_budget(num_steps: int, limits: Budget) -> Budget:
-    """A tree of so many levels: as many nodes per level as the largest has.
+    """Return the budget of a depth, with as many nodes per level as the largest tree has.
 
     Example: of limits (16, 5, 4) the tier of 2 steps is (7, 2, 4): three nodes per level and the root.
     """

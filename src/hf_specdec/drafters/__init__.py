@@ -1,1 +1,1 @@
-"""Drafters: one file per way to draft, and the registry that lists them."""
+"""Drafters, one module per method, and their registry."""

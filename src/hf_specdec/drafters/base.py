@@ -1,13 +1,13 @@
 """The protocol of a drafter: `start` a session for one generation, which can `propose` and `observe`.
 
-A drafter holds weights and settings and is shared by all generations (and threads) of a model; a session holds
-everything that belongs to one call and is dropped with it. To write your own, see docs/drafters.md.
+A drafter holds weights and settings and is shared by all generations (and threads) of a model. A session holds the
+state of one call. To write your own, see docs/drafters.md.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.control.merge_policy import StepCostFunction
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.base import DraftHead
@@ -29,84 +30,97 @@ from hf_specdec.verification.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter reads of the target's forwards.
+    """The inputs that a drafter needs in addition to token ids.
 
     Args:
-        feature_layers: Hidden states, counted as transformers' `hidden_states`; -1 is the last, behind the final norm.
-        prompt_logits: The logits of all positions of the prompt: `B * P * V` numbers.
+        feature_layers: Hidden states of the target, numbered as in transformers' `hidden_states`; -1 is the last one,
+            after the final norm.
+        prompt_logits: Logits of all prompt positions, `B * P * V` numbers.
+        step_costs: Measured costs of a step by its width, for a drafter that chooses the width itself.
     """
 
     feature_layers: tuple[int, ...] = ()
     prompt_logits: bool = False
+    step_costs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Everything that is known when a session starts: the prompt is committed, the first roots are chosen."""
+    """What is known when a session starts: the prompt is committed and the first roots are chosen."""
 
-    input_ids: Tensor  # [B, P] padding included; P = 0 where the prompt came as embeddings
+    input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
     padding: PromptPadding | None
     roots: Tensor  # [B] first emitted tokens
-    features: Features | None = None  # of all P positions; None where the drafter needs none
-    logits: Tensor | None = None  # [B, P, V]; None where the drafter needs none, or the prompt came in chunks
+    features: Features | None = None  # of all P positions; None if not needed
+    logits: Tensor | None = None  # [B, P, V]; None if not needed or if the prompt was read in chunks
     launches: bool = False  # whether `DraftSession.launch` is called in every step
+    step_costs: StepCostFunction | None = None  # None if not needed or unknown
 
 
 class DraftSession(ABC):
-    """One generation's drafting.
+    """The drafting of one generation.
 
     Attributes:
         can_launch: Whether `launch` makes the next draft.
+        has_candidates: Whether `candidates` lists the edges of each row at almost no cost.
     """
 
     can_launch = False
+    has_candidates = False
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
-        """The next tree, its roots the last emitted tokens, within a budget that is within the drafter's limits."""
+        """Return the next tree; its roots are the last emitted tokens. The budget is within the drafter's limits."""
 
     @abstractmethod
     def observe(self, step: Step) -> None:
-        """Learn from a step: any tree, this session's own or not, and what became of it."""
+        """Learn from a step. Its tree may be another drafter's."""
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
-        Called only on devices that decide steps themselves, see `acceptance/pipelining.py`. `observe` is called with
-        the step afterwards, and then `propose`, which may be given another budget, or not be called at all.
+        Called only on devices that decide steps themselves, see `acceptance/pipelining.py`. Afterwards `observe` gets
+        the step, then `propose` may be called, possibly with another budget.
 
         Args:
-            step: What was verified and what is kept of it.
-            budget: What the next `propose` is likely to be given.
+            step: The step, as decided on the device.
+            budget: The likely budget of the next `propose`.
 
         Returns:
-            Integer tensors `[B, *]` that the host needs of the draft; they come back in `Acceptance.launched`.
+            Integer tensors `[B, *]` of the draft that the host needs; they come back in `Acceptance.launched`.
         """
         return ()
 
-    def close(self) -> None:  # noqa: B027  (most keep nothing)
-        """The generation has ended, in whatever way: memory that outlives it is free for the next one."""
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        """What may follow in each row after the last step; `hybrid` merges it. Requires `has_candidates`."""
+        raise NotImplementedError(f"{type(self).__name__} sets has_candidates and does not define candidates.")
+
+    def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
+        """End the session (also after an error) and release reusable memory."""
 
     def report(self) -> dict[str, Any]:
-        """What it did, as plain values for the statistics; nothing where nothing is worth telling."""
+        """Return plain values for `stats.control`."""
         return {}
 
 
 class CandidateSession(DraftSession):
-    """Drafting that can be asked edge by edge on the host, at no cost to speak of: `hybrid` merges it as it grows."""
+    """A session that lists the candidates of each row edge by edge on the host, at almost no cost."""
+
+    has_candidates = True
 
     @property
     @abstractmethod
     def candidates(self) -> Sequence[Candidates]:
-        """What each row may go on with, as of the last step."""
+        """See `DraftSession.candidates`."""
 
 
 class Drafter(ABC):
     """Proposes trees of candidate tokens.
 
     Attributes:
-        method: The method name it answers to.
-        needs: What it reads of the target.
+        method: The method name, as in `speculative="eagle"`.
+        needs: Its inputs in addition to token ids.
     """
 
     method: str
@@ -114,54 +128,63 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that it drafts with, where it is made of others."""
+        """The drafters that it combines; itself if it combines none."""
         return (self,)
+
+    def with_parts(self, change: Callable[[Drafter], Drafter]) -> Drafter:
+        """Return the drafter with each part replaced by `change(part)`."""
+        return change(self)
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether it combines other drafters."""
+        return self.parts != (self,)
 
     @abstractmethod
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Its largest tree under this config: what cache and buffers are sized by, and what no budget exceeds.
+        """Return its largest tree under this config. It sizes caches and buffers, and no budget exceeds it.
 
         Raises:
-            InvalidConfigError: Fields that contradict each other or mean nothing to this drafter.
+            InvalidConfigError: Fields that contradict each other or do not apply to this drafter.
         """
 
     @abstractmethod
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session for one generation."""
+        """Return a session for one generation."""
 
     def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> Drafter:
-        """The same drafter with its forwards in another form; itself where it has none.
+        """Return the drafter with compiled or captured forwards; itself if it has none.
 
         Args:
             model: The target that it is bound to.
-            form: Programs or graphs.
+            form: Inductor programs or device graphs.
 
         Raises:
-            CaptureError: They cannot take it.
+            CaptureError: Its forwards cannot be compiled or captured.
         """
         return self
 
     def state_dict(self) -> Any:
-        """A copy of what it has learned in its calls, for `recall`; None where it learns nothing."""
+        """Return a copy of what it has learned from calls, for `load_state_dict`; None if it learns nothing."""
         return None
 
-    def load_state_dict(self, state: Any) -> None:  # noqa: B027  (most learn nothing)
-        """Know what it knew when a copy was made, and nothing else.
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027  (most drafters learn nothing)
+        """Restore what it had learned when `state_dict` was called.
 
         Args:
-            memory: What `memory()` gave; it is not changed later. None is what a new drafter knows.
+            state: The copy, which is not changed later; None resets to a new drafter's state.
         """
 
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
-        """Get ready for a model: check that it is the right one, move and cast weights.
+        """Check that the drafter fits the model, then move and cast its weights.
 
         Raises:
-            DrafterMismatchError: This drafter was made for another model.
+            DrafterMismatchError: It was made for another model.
         """
 
 
 def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
-    """Compare a head's sizes with the target's, then move it next to the target's lm_head.
+    """Compare a head's sizes with the target's, then move it to the device of the target's lm_head.
 
     Raises:
         DrafterMismatchError: Another hidden size or vocabulary, too few layers, or a target without lm_head.
@@ -170,7 +193,7 @@ def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
     if any(parameter.is_meta for parameter in head.parameters()):
         raise DrafterMismatchError(
             f"The weights of this {type(head).__name__} are on the meta device: they have no values.",
-            "Load or make it on a real device; torch.set_default_device('meta') puts new modules there.",
+            "Load or create it on a real device; torch.set_default_device('meta') moves new modules there.",
         )
     lm_head = model.get_output_embeddings()
     if lm_head is None:
@@ -179,8 +202,8 @@ def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
     read = getattr(lm_head, "in_features", size)
     if head.shares_lm_head and read != size:
         raise DrafterMismatchError(
-            f"The lm_head of {type(model).__name__} reads {read} numbers, this head gives it {size}.",
-            "A head with an lm_head of its own fits such a model.",
+            f"The lm_head of {type(model).__name__} takes {read} inputs, this head produces {size}.",
+            "Use a head with its own lm_head.",
         )
     device = next((parameter.device for parameter in lm_head.parameters()), model.device)
     head.to(device=execution_device(model) if device.type == "meta" else device, dtype=model.dtype)

@@ -1,4 +1,4 @@
-"""Recycled tokens as a device graph: learning from a step, and drafting the next tree, in one launch."""
+"""Token recycling as a captured device graph: learn from a step and draft the next tree in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import WIDTHS, Captures, Shape, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, Shape, width_for
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.step import UnreadStep
 
@@ -20,10 +20,10 @@ from hf_specdec.verification.step import UnreadStep
 class CapturedRecycling:
     """Learning and drafting with one table, captured for each size of step and tree.
 
-    Threads take turns: their steps go through the same buffers.
+    Threads take turns because they share the buffers.
 
     Args:
-        backend: Of the table's device.
+        backend: The graph backend of the table's device.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
@@ -32,19 +32,19 @@ class CapturedRecycling:
     def advance(
         self, table: RecycledTokens, step: UnreadStep, previous: Tensor, budget: Budget
     ) -> tuple[Draft, Tensor] | None:
-        """Learn from a step and draft behind what it keeps.
+        """Learn from a step and draft the next tree.
 
         Args:
-            table: Written to and read.
-            step: What was verified and what is kept of it.
+            table: The table to update, then read.
+            step: The step, as decided on the device.
             previous: `[B]` tokens before the step's roots.
-            budget: Of the draft.
+            budget: Budget of the draft.
 
         Returns:
-            The draft, and the tokens `[B]` before its roots; None for a tree wider than any graph.
+            The draft and the tokens `[B]` before its roots; None if the step's tree is wider than any captured shape.
         """
         (rows, num_nodes), length = step.draft.tree.tokens.shape, step.acceptance.path.shape[1]
-        if num_nodes > WIDTHS[-1]:
+        if num_nodes > CAPTURED_WIDTHS[-1]:
             return None
         width, length = width_for(num_nodes), width_for(length)
         log_probs, ids = table.candidates(step.verification.logits)
@@ -60,12 +60,12 @@ class CapturedRecycling:
 
 
 class _Recycling(Shape):
-    """Learning from steps of some size, and drafting within a budget.
+    """Buffers and computation for one size of step and one budget.
 
     Args:
-        table: Written to and read; a graph holds its address.
-        budget: Of the draft.
-        rows, width, length: Of the step: rows, nodes, and nodes of a path.
+        table: The table to update, then read; a captured graph holds its address.
+        budget: Budget of the draft.
+        rows, width, length: Batch size, padded number of nodes, and padded length of the path.
     """
 
     def __init__(self, table: RecycledTokens, budget: Budget, rows: int, width: int, length: int) -> None:
@@ -80,7 +80,7 @@ class _Recycling(Shape):
             self._log_probs = torch.zeros(rows, width, candidates, dtype=torch.float32, device=device)
 
     def fill(self, step: UnreadStep, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
-        """Give it a step."""
+        """Copy a step into the buffers."""
         tree, kept = step.draft.tree, step.acceptance
         num_nodes, length = tree.num_nodes, kept.path.shape[1]
         self._tokens[:, :num_nodes] = tree.tokens
@@ -97,7 +97,7 @@ class _Recycling(Shape):
         self._previous.copy_(previous)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `Shape.compute`."""
         tree = TokenTree(self._tokens, self._parents)
         previous = learn(self._table, tree, self._log_probs, self._ids, self._path, self._previous)
         draft = recycle(self._table, previous, self._roots, self._budget)

@@ -1,9 +1,9 @@
-"""Draft-model drafting: a small model with the target's tokenizer writes ahead, as a tree or as a sampled chain.
+"""Draft-model drafting: a small model with the target's tokenizer drafts a tree or a sampled chain.
 
 Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
-chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for how trees grow. The assistant is run as a `Target` of its own:
-masks, windows, padding, ragged rows and recurrent states are those of `verification/`. Emitted tokens are committed to
-its cache with the next draft, what it drafts is verified there level by level and forgotten.
+chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for trees. The assistant runs as a second `Target`, so its masks,
+windows, padding, ragged rows and recurrent states are handled by `verification/`. Emitted tokens are committed to its
+cache at the next draft; drafted nodes are appended level by level, then rolled back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.transformers_private import supports_logits_to_keep
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.growth import Level, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -30,32 +31,31 @@ from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 RESERVED_SLOTS = 512
-"""Of the assistant's cache, behind the text."""
+"""Free slots kept after the text in the assistant's cache."""
 DEFAULT_NUM_STEPS = 5
-"""Every step is one forward of the assistant; what the literature drafts with models a tenth of the target's size."""
+"""Each step is one forward of the assistant; common in the literature for assistants a tenth of the target's size."""
 DEFAULT_TOP_K = 1
-"""A chain: its forwards are over one token, the cheapest there are. A wider tree costs no further forward, but wider
-ones, of both models: it pays where a forward's width is free, as on an accelerator at small batches."""
+"""A chain, whose forwards process one token each. A tree needs no more forwards, but wider ones, of both models: it
+pays if width is free, as on an accelerator at small batch sizes."""
 DEFAULT_NUM_NODES = 16
-"""Of a tree, where `top_k` asks for one."""
+"""Nodes of a tree, if `top_k` is greater than 1."""
 
 
 class DraftModelDrafter(Drafter):
     """Drafts with a small causal language model that has the target's tokenizer.
 
-    Config fields: `num_steps` (default 5, or as deep as a chain of `num_draft_tokens` is), `top_k` (1, a chain),
-    `num_draft_tokens` (a chain's length and the root; 16 where `top_k` asks for a tree), `tree` (None or `"dynamic"`).
-    An assistant that takes no branches (a recurrent state) drafts chains, whatever `top_k` is, and reads row by row a
-    batch whose rows go at their own pace. Where the text outgrows the assistant's `max_position_embeddings`, nothing
-    is drafted.
+    Config fields: `num_steps` (default 5, or `num_draft_tokens - 1` for a chain), `top_k` (default 1, a chain),
+    `num_draft_tokens` (default: `num_steps + 1` for a chain, 16 for a tree), `tree` (None or `"dynamic"`). An
+    assistant that cannot verify trees (recurrent state) drafts chains for any `top_k`, and processes a batch row by
+    row if its rows may keep different numbers of tokens. Nothing is drafted beyond its `max_position_embeddings`.
 
-    The answer depends on the assistant only where it samples: then it has the same distribution, but a seed does not
-    give plain `generate()`'s tokens. The assistant is left as it is, and need not be attached.
+    With `sample=True` the output has the target's distribution, but a seed does not reproduce plain `generate()`'s
+    tokens; otherwise the output does not depend on the assistant. The assistant is not modified and may be unattached.
 
     Args:
-        assistant: Any decoder-only transformers model that verifies trees or chains, on any device.
-        sample: Draw a chain from the assistant's own softmax (of the raw logits over the target's tokens) and tell
-            what it was drawn from, for `"rejection"` and `"block"`. False drafts the likeliest tokens.
+        assistant: Any decoder-only transformers model that can verify trees or chains, on any device.
+        sample: Draw a chain from the assistant's softmax (of raw logits over the target's vocabulary) and return the
+            distributions, for acceptance by `"rejection"` or `"block"`. False drafts the most likely tokens.
     """
 
     method = "draft_model"
@@ -64,20 +64,27 @@ class DraftModelDrafter(Drafter):
         self.assistant, self.sample = assistant, sample
         self._facts: TargetFacts | None = None
 
+    @classmethod
+    def reuse(cls, known: Drafter | None, assistant: PreTrainedModel, *, sample: bool) -> DraftModelDrafter:
+        """Return `known` if it drafts with this assistant in the same way, otherwise a new drafter."""
+        if isinstance(known, cls) and known.assistant is assistant and known.sample == sample:
+            return known
+        return cls(assistant, sample=sample)
+
     def __repr__(self) -> str:
         name = getattr(self.assistant, "name_or_path", "") or "this process"
         return f"DraftModelDrafter({type(self.assistant).__name__} of {name}{', sample=True' if self.sample else ''})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy's assistant is another model: nothing was found out about it yet."""
+        """Drop the facts: a copy's assistant is another model object."""
         return {**self.__dict__, "_facts": None}
 
     @property
     def facts(self) -> TargetFacts:
-        """What the probe finds out about the assistant, anew where it is not made as it was.
+        """Facts about the assistant; it is probed again if it has changed.
 
         Raises:
-            UnsupportedModelError: It verifies neither trees nor chains.
+            UnsupportedModelError: The assistant can verify neither trees nor chains.
         """
         facts = self._facts
         if facts is None or facts.fingerprint != Fingerprint.of(self.assistant):
@@ -85,33 +92,33 @@ class DraftModelDrafter(Drafter):
         return facts
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Compare the vocabularies, and probe the assistant.
+        """Compare the vocabulary sizes and probe the assistant.
 
         Raises:
-            DrafterMismatchError: The assistant is the target itself, or has fewer tokens.
-            UnsupportedModelError: The assistant verifies neither trees nor chains.
+            DrafterMismatchError: The assistant is the target itself, or has a smaller vocabulary.
+            UnsupportedModelError: The assistant can verify neither trees nor chains.
         """
         if self.assistant is model:
             raise DrafterMismatchError(
                 f"The assistant is the target itself, the same {type(model).__name__} object.",
-                "Give a smaller model with the same tokenizer.",
+                "Pass a smaller model with the same tokenizer.",
             )
         _ = self.facts
         size, wanted = _num_embeddings(self.assistant), int(text_config(model).vocab_size)
         if size < wanted:
             raise DrafterMismatchError(
                 f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}: the "
-                "assistant of 'draft_model' needs the target's tokenizer, so that token ids mean the same.",
-                "Give an assistant of the same model family. For one with another tokenizer use transformers' "
-                "universal assisted decoding: model.generate(..., assistant_model=..., tokenizer=..., "
+                "assistant of 'draft_model' must have the target's tokenizer.",
+                "Pass an assistant of the same model family. For another tokenizer, use transformers' universal "
+                "assisted decoding: model.generate(..., assistant_model=..., tokenizer=..., "
                 "assistant_tokenizer=...) without `speculative`.",
             )
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """The whole tree or chain.
+        """Return the size of the whole tree or chain.
 
         Raises:
-            InvalidConfigError: A tree of given nodes, branches of a sampled chain, or more children than tokens.
+            InvalidConfigError: `tree` is fixed, a sampled chain would branch, or `top_k` exceeds the vocabulary.
         """
         if config.tree not in (None, "dynamic"):
             raise InvalidConfigError(
@@ -122,7 +129,7 @@ class DraftModelDrafter(Drafter):
         if self.sample and (top_k > 1 or config.tree is not None):
             raise InvalidConfigError(
                 f"DraftModelDrafter(sample=True) draws a chain, got tree={config.tree!r} and top_k={config.top_k}.",
-                "Leave both None, or make the drafter with sample=False.",
+                "Leave both None, or create the drafter with sample=False.",
             )
         vocabulary = _num_embeddings(self.assistant)
         if top_k > vocabulary:
@@ -134,11 +141,11 @@ class DraftModelDrafter(Drafter):
         return _trimmed(tree if self.facts.supports_trees else tree.chain)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session that has yet to read the prompt; its first `propose` does.
+        """Start a session; its first `propose` reads the prompt.
 
         Raises:
-            UnsupportedGenerationError: A prompt of embeddings without ids, or an assistant whose layers get no cache.
-            UnsupportedModelError: The assistant has changed, and now verifies neither trees nor chains.
+            UnsupportedGenerationError: The prompt has no token ids, or the assistant's layers get no cache.
+            UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
         """
         if context.input_ids.shape[1] == 0:
             raise UnsupportedGenerationError(
@@ -146,8 +153,7 @@ class DraftModelDrafter(Drafter):
             )
         if drops_cache(self.assistant):
             raise UnsupportedGenerationError(
-                "Gradient checkpointing in train mode takes the key-value cache away from the assistant's layers, and "
-                "drafting needs it.",
+                "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
                 "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
             )
         return _DraftModelSession(self, target, context, self.limits(config))
@@ -158,16 +164,16 @@ def _num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _trimmed(budget: Budget) -> Budget:
-    """The budget, with no more steps than there are nodes to show for them, and no more nodes than candidates."""
+    """Return the budget with no more steps than drafted nodes, and no more nodes than candidates."""
     num_steps = min(budget.num_steps, budget.num_nodes - 1)
     return growable(Budget(budget.num_nodes, num_steps, budget.top_k)) if num_steps > 0 else PLAIN_STEP
 
 
 class _Reader:
-    """The assistant over some rows of a batch: their text in its cache, and behind it what is being drafted.
+    """The assistant for some rows of a batch; its cache holds their text, followed by the nodes being drafted.
 
     Args:
-        target: The assistant, its cache empty.
+        target: The assistant, with an empty cache.
         prompt: `[R, P]` ids.
         mask: `[R, P]` long, 0 at padding.
         roots: `[R]` first emitted tokens.
@@ -183,12 +189,12 @@ class _Reader:
         self._drafted: TokenTree | None = None
 
     def add(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """More text, to be read before the next draft: `[R, P]` tokens, -1 behind each row's; how many each has."""
+        """Queue text for the next `read`: tokens `[R, P]`, padded with -1, and the number of tokens in each row."""
         self._pending.append(tokens.to(self._device))
         self._counts = [known + count for known, count in zip(self._counts, counts, strict=True)]
 
     def read(self) -> Tensor:
-        """Commit all text; logits `[R, V]` of what follows it. A row of which none is new keeps any."""
+        """Commit the queued text; return logits `[R, V]` after it, meaningless for rows without new text."""
         if self._prompt is not None:
             self._read_prompt(*self._prompt)
             self._prompt = None
@@ -197,9 +203,9 @@ class _Reader:
             tokens = torch.cat(self._pending, dim=-1)
             order = (tokens < 0).int().sort(dim=-1, stable=True).indices[:, :width]
             tokens = tokens.gather(1, order)
-            places = torch.arange(width, device=tokens.device)
-            logits = self._verify(TokenTree(tokens, places + ROOT_PARENT))
-            self._keep(tokens, torch.where(tokens >= 0, places, -1))
+            nodes = torch.arange(width, device=tokens.device)
+            logits = self._verify(TokenTree(tokens, nodes + ROOT_PARENT))
+            self._keep(tokens, torch.where(tokens >= 0, nodes, -1))
             last = ((tokens >= 0).sum(-1) - 1).clamp(min=0)
             self._last = logits.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
         self._pending, self._counts = [], [0] * len(self._counts)
@@ -207,12 +213,12 @@ class _Reader:
         return self._last
 
     def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-        """Logits `[R, K, V]` after drafted nodes, the next level of the tree.
+        """Append a level of drafted nodes; return the logits `[R, K, V]` after them.
 
         Args:
             tokens: `[R, K]`.
-            parents: `[R, K]` places among all nodes of this draft, -1 where they follow the text.
-            depth: Of the nodes; 1 follows the text.
+            parents: `[R, K]` indices among all nodes of this draft, -1 directly after the text.
+            depth: Depth of the nodes, 1 directly after the text.
         """
         known = 0
         if self._drafted is not None:
@@ -223,13 +229,13 @@ class _Reader:
         return self._verify(self._drafted, known)
 
     def forget(self) -> None:
-        """Take what was drafted out of the cache again."""
+        """Remove the drafted nodes from the cache."""
         if self._drafted is not None:
             self._target.rollback(self._drafted.num_nodes)
             self._drafted = None
 
     def _verify(self, tree: TokenTree, known: int = 0) -> Tensor:
-        # an id beyond the embedding is one that the target's own configuration does not count: a placeholder
+        # ids beyond the assistant's embedding also exceed the target's config.vocab_size: they are placeholders
         ids = tree.tokens.clamp(0, self._largest_id)
         tree = TokenTree(ids, tree.parents, max_depth=tree.max_depth)
         return self._target.extend(tree, known).to(self._device)
@@ -237,12 +243,12 @@ class _Reader:
     def _read_prompt(self, ids: Tensor, mask: Tensor) -> None:
         model = self._target.model
         inputs = first_inputs(model, mask, self._target.cache)
-        if model._supports_logits_to_keep():
+        if supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
         self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
 
     def _keep(self, tokens: Tensor, path: Tensor) -> None:
-        """Commit the nodes of the chain that was verified, see `Acceptance.path`."""
+        """Commit the nodes `path` of the verified chain, see `Acceptance.path`."""
         nodes = tuple(tuple(range(count)) for count in self._counts)
         kept = Acceptance(path, tokens, tokens[:, -1], nodes, nodes, (tokens.shape[1] - 1,) * len(tokens))
         self._target.commit(TokenTree(tokens, torch.arange(tokens.shape[1], device=path.device) + ROOT_PARENT), kept)
@@ -252,7 +258,7 @@ class _DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
         self._sample, self._roots = drafter.sample, context.roots
-        # a chain's cache takes rows of one length only
+        # a chain's cache requires rows of equal length
         together = facts.supports_trees or target.lockstep
         self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
         ids, padding = context.input_ids, context.padding
@@ -261,7 +267,7 @@ class _DraftModelSession(DraftSession):
             _Reader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids[rows], mask[rows], context.roots[rows])
             for rows in self._rows
         ]
-        self._longest = ids.shape[1] + 1  # no row has more tokens
+        self._longest = ids.shape[1] + 1  # upper bound of the tokens in a row
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)
         head, self._vocab_size = target.model.get_output_embeddings(), int(text_config(target.model).vocab_size)
         self._width = int(getattr(head, "out_features", self._vocab_size))  # V of the target's logits
@@ -289,24 +295,24 @@ class _DraftModelSession(DraftSession):
         self._roots = acceptance.next_token
 
     def _grow_tree(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
-        """The likeliest tokens, level by level; logits `[R, V]` after the roots."""
+        """Grow a tree of the most likely tokens; `logits` `[R, V]` follow the roots."""
         width = budget.top_k
 
         def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-            first = (depth - 2) * width  # of the level above among the expanded nodes
+            first = (depth - 2) * width  # index of the level above among the expanded nodes
             parents = parent_index + first if depth > 1 else torch.full_like(parent_index, ROOT_PARENT)
             return self._score(reader.extend(tokens, parents, depth), width)
 
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """The best children of K nodes, of logits `[R, K, V]`."""
-        # at most 0 also after rounding: no child may score above its parent
+        """Return the best children of K nodes with logits `[R, K, V]`."""
+        # rounding could give values above 0, but no child may score above its parent
         log_probs = logits[..., : self._vocab_size].float().log_softmax(-1).clamp(max=0)
         return Level(logits, *log_probs.topk(top_k, dim=-1))
 
     def _draw_chain(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
-        """A chain of drawn tokens, with what each was drawn from; logits `[R, V]` after the roots."""
+        """Draw a chain and keep the distribution of each draw; `logits` `[R, V]` follow the roots."""
         tokens, drawn_from, log_probs = [roots[:, None]], [], [torch.zeros_like(roots[:, None], dtype=torch.float32)]
         for depth in range(1, budget.num_steps + 1):
             probs = logits[:, : self._vocab_size].float().softmax(-1)
@@ -316,7 +322,7 @@ class _DraftModelSession(DraftSession):
             log_probs.append(probs.gather(1, token).log().clamp(max=0))
             if depth < budget.num_steps:
                 logits = reader.extend(token, torch.full_like(token, depth - 2), depth)[:, 0]
-        drawn_from.append(torch.zeros_like(drawn_from[0]))  # nothing was drawn after the last
+        drawn_from.append(torch.zeros_like(drawn_from[0]))  # no draw after the last node
         chain = torch.cat(tokens, dim=-1)
         parents = torch.arange(ROOT_PARENT, budget.num_steps, device=chain.device).expand_as(chain)
         tree = TokenTree(chain, parents, torch.stack(drawn_from, dim=1), max_depth=budget.num_steps)
@@ -324,7 +330,7 @@ class _DraftModelSession(DraftSession):
 
 
 def _joined(drafts: Sequence[Draft], device: torch.device) -> Draft:
-    """Drafts of one shape for some rows each, as one of all rows."""
+    """Concatenate drafts of equal shape along the rows."""
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         present = [part.to(device) for part in parts if part is not None]

@@ -1,17 +1,15 @@
-"""Hybrid drafting: one tree of what several drafters would draft, cut where a further node no longer pays.
+"""Hybrid drafting: merge what several drafters would draft into one tree, as large as its expected gain pays for.
 
-Sources that can be asked edge by edge (`CandidateSession`) cost next to nothing and are always heard; a head costs a
-forward per level, and is asked where that has paid so far. Every edge is worth what edges of its class have been worth
-(`calibration.py`); the tree takes the likeliest nodes (`candidates.py`) and is as wide as pays by the costs of a step
-(`Budget.costs`), down to a plain step. All of it is counted whether or not a source's drafts were taken, so a text
-that changes its nature brings back what had stopped paying.
+Sources that answer edge by edge (`DraftSession.has_candidates`) cost almost nothing and are queried in every step. A
+head costs one forward per level and is queried only if queries have paid in similar situations
+(`control/merge_policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import log
 from typing import Any
 
@@ -20,122 +18,75 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.control.head_schedule import SMOOTHING, HeadSchedule, QueryStats
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.calibration import Calibration
-from hf_specdec.drafters.candidates import (
-    CachedCandidates,
-    Candidates,
-    Merged,
-    StopRule,
-    Width,
-    best_width,
-    merge,
-)
-from hf_specdec.drafters.foreign import limits_of, start_session
+from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.merge_policy import MergePolicy
+from hf_specdec.control.tree_width import Width
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.candidates import CachedCandidates, Candidates, MergedTree, merge
+from hf_specdec.drafters.checked import limits_of, start_session
 from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.tree import stack_trees
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
 
 MAX_NODES = 64
-"""Of the merged tree, root included, where the config names no other number."""
-HEARING = 0.05
-"""Share of plain steps' time in which sources are heard while nothing they say pays."""
-PATIENCE = 8
-"""Plain steps in a row before which they do not rest."""
-LONGEST_REST = 8
-"""Steps after which they are heard again in any case."""
+"""Default largest merged tree, root included."""
 MAX_STEPS = 48
+"""Default largest depth."""
 MAX_CHILDREN = 8
-ASKED_NODES = 32
-"""Nodes that a head is asked for; the merged tree takes the best of them."""
-
-FIRST_DRAFTS = (10.0, 5.0)
-"""Expected and accepted drafts with which a model begins: what no text has shown yet is half believed."""
-
-
-class LearnedStats:
-    """What merged drafting has learned with a model: kept across calls, the answers do not depend on it.
-
-    Attributes:
-        calibration: How often edges come true.
-        asking: When to ask a source, by its name and the number of rows.
-    """
-
-    def __init__(self) -> None:
-        self.calibration = Calibration()
-        self.asking: dict[tuple[str, int], HeadSchedule] = {}
-        self._came: dict[int, tuple[float, float]] = {}  # expected and accepted drafts, by the number of rows
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of all of it."""
-        return copy.deepcopy(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Know what a copy tells, for whoever shares this object; None is nothing."""
-        vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
-
-    def trust(self, rows: int) -> float:
-        """Of the tokens that trees of so many rows were expected to bring, the share that came."""
-        expected, accepted = self._came.get(rows, FIRST_DRAFTS)
-        return (accepted + 1) / (expected + 1)
-
-    def count_step(self, rows: int, expected: float, accepted: int) -> None:
-        """What a step's trees were expected to bring beyond a token per row, and what they brought."""
-        before = self._came.get(rows, FIRST_DRAFTS)
-        self._came[rows] = ((1 - SMOOTHING) * before[0] + expected, (1 - SMOOTHING) * before[1] + accepted)
+"""Default largest number of children per node."""
+HEAD_NODES = 32
+"""Nodes that a head drafts; the merged tree takes the best of them."""
 
 
 class HybridDrafter(Drafter):
-    """Merges the drafts of several drafters. Takes any model that its parts take.
+    """Merges the drafts of several drafters. Works with any model that its parts work with.
 
-    Config fields: `methods` names the parts (default: what is loaded, `prompt_lookup` and `token_recycling`),
-    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) bound the merged tree.
+    Config fields: `methods` names the parts (default: the loaded drafters, `prompt_lookup` and `token_recycling`),
+    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree.
 
     Args:
         parts: Drafters by name.
-        experience: What was learned before; None starts anew.
+        learned: What earlier calls have learned; None starts empty.
     """
 
     method = "hybrid"
 
-    def __init__(self, parts: Mapping[str, Drafter], experience: LearnedStats | None = None) -> None:
+    def __init__(self, parts: Mapping[str, Drafter], learned: LearnedStats | None = None) -> None:
         if not parts:
             raise InvalidConfigError("A hybrid drafter needs at least one part, got none.", "Name some in `methods`.")
-        self._parts, self.experience = dict(parts), experience or LearnedStats()
+        self._parts, self.learned = dict(parts), learned or LearnedStats()
 
     def __repr__(self) -> str:
         return f"HybridDrafter({', '.join(self._parts)})"
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that are merged."""
+        """The merged drafters."""
         return tuple(self._parts.values())
+
+    def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
+        """Return the same drafter with changed parts; what it has learned is shared."""
+        return HybridDrafter({name: change(part) for name, part in self._parts.items()}, self.learned)
 
     def state_dict(self) -> Any:
         """See `Drafter.state_dict`."""
-        return self.experience.state_dict(), {name: part.state_dict() for name, part in self._parts.items()}
+        return self.learned.state_dict(), {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Any) -> None:
         """See `Drafter.load_state_dict`."""
-        experience, learned = state or (None, dict.fromkeys(self._parts))
-        self.experience.load_state_dict(experience)
+        learned, of_parts = state or (None, dict.fromkeys(self._parts))
+        self.learned.load_state_dict(learned)
         for name, part in self._parts.items():
-            part.load_state_dict(learned[name])
-
-    def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
-        """The same drafter, its experience shared, with other forms of its parts."""
-        return HybridDrafter({name: change(part) for name, part in self._parts.items()}, self.experience)
+            part.load_state_dict(of_parts[name])
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]
-        """What any of the parts reads."""
+        """The needs of all parts, and step costs to choose the tree's width."""
         layers = dict.fromkeys(layer for part in self.parts for layer in part.needs.feature_layers)
-        return Needs(tuple(layers), any(part.needs.prompt_logits for part in self.parts))
+        return Needs(tuple(layers), any(part.needs.prompt_logits for part in self.parts), step_costs=True)
 
     def bind(self, model: PreTrainedModel) -> None:
         """Bind every part."""
@@ -143,32 +94,32 @@ class HybridDrafter(Drafter):
             part.bind(model)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """The merged tree at its largest."""
+        """Return the largest merged tree."""
         if config.tree is not None:
             raise InvalidConfigError(
                 f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
-        for name, part in self._parts.items():  # what one of them refuses is refused before any work
+        for name, part in self._parts.items():  # an invalid part is refused before any work
             limits_of(part, _part_config(part, name), name)
         num_nodes = config.num_draft_tokens or MAX_NODES
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session over sessions of the parts."""
+        """Start a session over sessions of the parts."""
         sources = []
         for name, part in self._parts.items():
             part_config = _part_config(part, name)
             session = start_session(part, target, context, part_config, name)
             sources.append(Source(name, session, limits_of(part, part_config, name)))
-        return _HybridSession(sources, self.experience, context)
+        return _HybridSession(sources, self.learned, context)
 
 
 def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
-    """A part's own settings, with more candidates where it takes the number."""
+    """Return a part's config, with more nodes if the part takes the number."""
     try:
-        wide = SpeculativeConfig(part.method, num_draft_tokens=ASKED_NODES)
+        wide = SpeculativeConfig(part.method, num_draft_tokens=HEAD_NODES)
         limits_of(part, wide, name)
     except InvalidConfigError:  # its tree is given
         return SpeculativeConfig(part.method)
@@ -176,210 +127,154 @@ def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
 
 
 class _HybridSession(DraftSession):
-    def __init__(self, sources: Sequence[Source], experience: LearnedStats, context: DraftContext) -> None:
-        self._sources, self._experience = sources, experience
+    def __init__(self, sources: Sequence[Source], learned: LearnedStats, context: DraftContext) -> None:
+        self._free = [source for source in sources if source.session.has_candidates]
+        self._heads = [source for source in sources if not source.session.has_candidates]
         self._roots = context.roots
-        self._going = list(range(len(context.roots)))  # rows that have not ended
+        self._active = list(range(len(context.roots)))  # rows that have not ended
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
-        self._heard: dict[str, list[Candidates]] = {}  # of the sources that were heard or asked in this step, by row
-        self._plain_steps = 0  # in a row, in which all were heard
-        self._resting = 0  # plain steps to come, in which nobody is heard
-        self._free_seconds = 0.0  # of hearing and telling the free sources, a moving average
+        self._candidates: dict[str, Sequence[Candidates]] = {}  # of this step, by source, per row
         self._launches = context.launches
-        self._without: Width | None = None  # what this step expects without heads
         self._queries = Queries(context.roots.device)
-        self._asked: list[
-            tuple[QueryStats, Width, Width]
-        ] = []  # whose worth this step will show: without it, and with it
-        self._expected: float | None = None  # tokens of this step's tree beyond one per row, before trust
-        self._expected_drafts, self._accepted_drafts = 0.0, 0
+        on_cpu = context.roots.device.type == "cpu"
+        self._learned = learned
+        self._policy = MergePolicy(learned, context.step_costs, len(context.roots), reads_are_free=on_cpu)
 
     # ------------------------------------------------------------------------------------------- proposing
 
     def propose(self, budget: Budget) -> Draft:
-        if self._resting and budget.costs is not None:
-            self._resting, self._expected = self._resting - 1, None
+        if not self._policy.begin_step():
             return Draft.plain(self._roots)
         begin = time.perf_counter()
-        trees = self._merge(budget, self._free_seconds)
-        heard = time.perf_counter() - begin
-        width = self._without = self._width(trees, budget, self._free_seconds)
-        for source in self._sources:
-            if source.is_free:
-                continue
-            answer = self._answer(source, budget, width)
+        self._candidates = {
+            source.name: list(map(CachedCandidates, source.session.candidates)) for source in self._free
+        }
+        trees = self._merge(budget)
+        free_seconds = time.perf_counter() - begin
+        width = self._policy.choose_width(_path_probs(trees), budget.num_nodes)
+        self._policy.expect(width)
+        head_seconds = 0.0
+        for head in self._heads:
+            answer = self._answer(head, budget, width)
             if answer is None:
                 continue
-            self._heard[source.name] = list(answer.found)
-            source.asked, begin = source.asked + 1, time.perf_counter()
-            spent, worth = width.seconds - self._cost(budget, width), answer.worth
-            trees = self._merge(budget, spent + (answer.seconds if answer.usual else worth.seconds))
+            self._candidates[head.name] = answer.candidates
+            head.num_queries, begin = head.num_queries + 1, time.perf_counter()
+            usual = answer.seconds if answer.usual else answer.stats.seconds
+            trees = self._merge(budget, head_seconds + usual)
             seconds = answer.seconds + time.perf_counter() - begin
-            source.seconds += seconds
+            head.query_seconds += seconds
             if not answer.usual:
-                seconds = worth.seconds if worth.asked else 0.0
-            wider = self._width(trees, budget, spent + seconds)
+                seconds = answer.stats.seconds if answer.stats.num_queries else 0.0
+            head_seconds += seconds
+            wider = self._policy.choose_width(_path_probs(trees), budget.num_nodes, head_seconds)
             if answer.usual:
-                self._asked.append((worth, width, wider))
+                self._policy.note_query(answer.stats, width, wider)
             width = wider
-        self._free_seconds += SMOOTHING * (heard - self._free_seconds) if self._free_seconds else heard
-        self._expected = sum(sum(tree.values[1 : width.num_nodes]) for tree in trees)
-        self._plain_steps = self._plain_steps + 1 if width.num_nodes == 1 else 0
-        if self._plain_steps > PATIENCE and budget.costs is not None:
-            self._resting = min(int(self._free_seconds / (HEARING * budget.costs[0])), LONGEST_REST)
+        self._policy.finish_draft(_path_probs(trees), width, free_seconds)
         return self._draft(trees, width.num_nodes)
 
-    def _merge(self, budget: Budget, spent: float) -> list[Merged]:
-        """The merged tree of every row that goes on; of a single one no further than can pay."""
-        prospect = None
-        if budget.costs is not None and len(self._going) == 1:
-            prospect = StopRule(budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
+    def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
+        """Merge the candidates of every active row; a single row's tree grows no further than can pay."""
+        trusts = [self._learned.trust(name) for name in self._candidates]
         return [
             merge(
-                self._tokens[row], self._candidates(row), self._experience.calibration.probability,
-                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k, prospect=prospect,
+                self._tokens[row], [candidates[row] for candidates in self._candidates.values()],
+                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
+                trusts=trusts, stop_rule=self._policy.stop_rule(budget.num_nodes, len(self._active), head_seconds),
             )
-            for row in self._going
+            for row in self._active
         ]  # fmt: skip
 
-    def _candidates(self, row: int) -> list[Candidates]:
-        for source in self._sources:
-            if isinstance(source.session, CandidateSession) and source.name not in self._heard:
-                self._heard[source.name] = list(map(CachedCandidates, source.session.candidates))
-        return [heard[row] for heard in self._heard.values()]
-
-    def _width(self, trees: Sequence[Merged], budget: Budget, spent: float) -> Width:
-        if budget.costs is None:
-            return Width(budget.num_nodes, float(len(trees)), float(len(trees)), 1.0)
-        return best_width(trees, budget.costs[: budget.num_nodes], spent, self._experience.trust(len(self._tokens)))
-
-    @staticmethod
-    def _cost(budget: Budget, width: Width) -> float:
-        return 0.0 if budget.costs is None else budget.costs[width.num_nodes - 1]
-
-    def _asking(self, source: Source, budget: Budget) -> HeadSchedule:
-        """What is known about asking a source for batches of this size."""
-        key, num_steps = (source.name, len(self._tokens)), min(source.limits.num_steps, budget.num_steps)
-        known = self._experience.asking.get(key)
-        if known is None or known.options[-1].num_steps != num_steps:
-            known = HeadSchedule(num_steps, stops_itself=self._roots.device.type == "cpu")
-            others = [asking for (name, _), asking in self._experience.asking.items() if name == source.name]
-            if others:
-                known.inherit(others[-1])
-            self._experience.asking[key] = known
-        return known
-
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Let the heads that are expected to pay draft for the next step; their trees are read with this step.
-
-        What the other sources will expect then is not known yet: what they expected in this step stands in for it.
-        """
-        wanted = list[Tensor]()
-        if self._without is None or self._resting:
-            return wanted
-        for source in self._sources:
-            if source.session.can_launch:
-                worth = self._chosen(self._asking(source, budget), budget, self._without)
-                if worth is not None:
-                    wanted += self._queries.launch(source, worth, budget, step)
-        return wanted
-
-    def _answer(self, source: Source, budget: Budget, without: Width) -> Answer | None:
-        """A head's draft for this step: launched in the last one, or made now if that is expected to pay."""
-        if self._launches and source.session.can_launch:
-            return self._queries.launched(source)
-        asking = self._asking(source, budget)
-        worth = self._chosen(asking, budget, without)
-        if worth is None:
+    def _answer(self, head: Source, budget: Budget, without: Width) -> Answer | None:
+        """Return a head's draft for this step: launched with the last step, or made now if that is expected to pay."""
+        if self._launches and head.session.can_launch:
+            return self._queries.launched(head)
+        schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
+        stats = self._policy.choose_query(schedule, without, len(self._active))
+        if stats is None:
             return None
-        stops = self._roots.device.type == "cpu" and budget.costs is not None
-        answer = self._queries.ask(source, worth, budget, asking.level_seconds * without.rate if stops else 0.0)
+        answer = self._queries.query(head, stats, budget, self._policy.min_level_probability(schedule, without))
         if answer.usual:
-            asking.time_levels(max(candidates.depth for candidates in answer.found), answer.seconds)
+            schedule.time_levels(max(candidates.depth for candidates in answer.candidates), answer.seconds)
         return answer
 
-    def _chosen(self, asking: HeadSchedule, budget: Budget, without: Width) -> QueryStats | None:
-        """The depth for which to query a head; None if querying is not expected to pay."""
-        return asking.options[-1] if budget.costs is None else asking.choose(without, len(self._going))
+    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+        """Let the heads that are expected to pay draft for the next step; their trees are read with this step."""
+        tensors = list[Tensor]()
+        for head in self._heads:
+            if head.session.can_launch:
+                schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
+                stats = self._policy.choose_launch(schedule, len(self._active))
+                if stats is not None:
+                    tensors += self._queries.launch(head, stats, budget, step)
+        return tensors
 
-    def _draft(self, trees: Sequence[Merged], num_nodes: int) -> Draft:
-        """The first nodes of every tree; rows that have ended draft nothing."""
-        if num_nodes == 1:
+    def _draft(self, trees: Sequence[MergedTree], num_nodes: int) -> Draft:
+        """Return the first nodes of every tree; ended rows draft nothing."""
+        widest = max((min(len(tree.tokens), num_nodes) for tree in trees), default=1)
+        if widest == 1:
             return Draft.plain(self._roots)
         rows: list[tuple[list[int], list[int]]] = [([token], [-1]) for token in self._tokens]
-        edges, heard = [[0.0] for _ in self._tokens], list(self._heard)
+        log_probs = [[0.0] * widest for _ in rows]
         sources: list[tuple[str, ...]] = [()] * len(rows)
-        for row, tree in zip(self._going, trees, strict=True):
+        names = list(self._candidates)
+        for row, tree in zip(self._active, trees, strict=True):
             rows[row] = tree.tokens[:num_nodes], tree.parents[:num_nodes]
-            edges[row] = [log(edge) for edge in tree.edges[:num_nodes]]
-            sources[row] = tuple(heard[source] for source in tree.sources[:num_nodes])
-        width = max(map(len, edges))
-        if width == 1:
-            return Draft.plain(self._roots)
-        padded = [row + [0.0] * (width - len(row)) for row in edges]
-        told = upload(padded, torch.float32, self._roots.device)
-        return Draft(stack_trees(rows, self._roots.device), told, sources=tuple(sources))
+            edges = [log(edge) for edge in tree.edge_probs[:num_nodes]]
+            log_probs[row][: len(edges)] = edges
+            sources[row] = tuple(names[source] for source in tree.sources[:num_nodes])
+        draft = Draft.from_rows(rows, self._roots.device)
+        uploaded = upload(log_probs, torch.float32, self._roots.device)
+        return replace(draft, log_probs=uploaded, sources=tuple(sources))
 
     # ------------------------------------------------------------------------------------------- learning
 
     def observe(self, step: Step) -> None:
         self._queries.receive(step.acceptance.launched or ())
         begin, emitted = time.perf_counter(), step.acceptance.emitted
-        for row in self._going:
-            self._replay(row, emitted[row])
-        self._count(step)
-        self._learn_worth(sum(map(len, emitted)), len(self._going))
-        for source in self._sources:
-            if source.is_free:
-                source.session.observe(step)
-        self._free_seconds += SMOOTHING * (time.perf_counter() - begin)
-        for source in self._sources:
-            if not source.is_free:
-                source.session.observe(step)
-        self._heard, self._roots = {}, step.acceptance.next_token
-        self._going = [row for row in self._going if emitted[row]]
-        for row in self._going:
+        for row in self._active:
+            self._count(row, emitted[row])
+        for source in self._free:
+            source.session.observe(step)
+        accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)
+        num_emitted = sum(map(len, emitted))
+        self._policy.observe(num_emitted, accepted, len(self._active), time.perf_counter() - begin)
+        for head in self._heads:
+            head.session.observe(step)
+        self._candidates, self._roots = {}, step.acceptance.next_token
+        self._active = [row for row in self._active if emitted[row]]
+        for row in self._active:
             self._tokens[row] = emitted[row][-1]
 
-    def _replay(self, row: int, emitted: Sequence[int]) -> None:
-        """Count what every source would have drafted at each position that is now committed."""
-        for source in self._candidates(row):
+    def _count(self, row: int, emitted: Sequence[int]) -> None:
+        """Count how often each source was right at the newly committed positions of a row."""
+        for name, candidates in self._candidates.items():
+            source = candidates[row]
             place = source.start
             for token in emitted:
-                for candidate in source.after(place):
-                    self._experience.calibration.count(candidate.kind, candidate.token == token)
+                children = source.after(place)
+                if children:
+                    expected = sum(child.probability for child in children)
+                    self._learned.count(name, expected, any(child.token == token for child in children))
                 place = source.follow(place, token)
                 if place is None:
                     break
 
-    def _learn_worth(self, came: int, rows: int) -> None:
-        """What came beyond what was expected of the free sources is the asked ones' merit, by what they told."""
-        if self._asked:
-            before, after = self._asked[0][1].tokens, self._asked[-1][2].tokens
-            for worth, without, with_it in self._asked:
-                told = with_it.tokens - without.tokens
-                share = told / (after - before) if after > before else 1 / len(self._asked)
-                worth.learn(without, with_it, share * (came - before), rows)
-        self._asked = []
-
-    def _count(self, step: Step) -> None:
-        accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)
-        if self._expected:
-            self._expected_drafts += self._expected
-            self._accepted_drafts += accepted
-            self._experience.count_step(len(self._tokens), self._expected, accepted)
-        self._expected = None
-
     def close(self) -> None:
         """Close the sessions of the parts."""
-        for source in self._sources:
+        for source in (*self._free, *self._heads):
             source.session.close()
 
     def report(self) -> dict[str, Any]:
-        """Who was asked and how often, what the trees were expected to bring, and what they brought."""
+        """Return how often each head was queried and for how long, and the expected and accepted drafts."""
         return {
-            "asked": {source.name: source.asked for source in self._sources if not source.is_free},
-            "asking_seconds": {source.name: source.seconds for source in self._sources if not source.is_free},
-            "heard": [source.name for source in self._sources if source.is_free],
-            "expected_drafts": self._expected_drafts, "accepted_drafts": self._accepted_drafts,
+            "queries": {head.name: head.num_queries for head in self._heads},
+            "query_seconds": {head.name: head.query_seconds for head in self._heads},
+            "free_sources": [source.name for source in self._free],
+            "expected_drafts": self._policy.expected_drafts, "accepted_drafts": self._policy.accepted_drafts,
         }  # fmt: skip
+
+
+def _path_probs(trees: Sequence[MergedTree]) -> list[list[float]]:
+    return [tree.path_probs for tree in trees]

@@ -1,4 +1,4 @@
-"""Sessions whose drafts can be launched before the host has read the step before, see `acceptance/pipelining.py`."""
+"""Sessions that can draft before the host has read the previous step, see `acceptance/pipelining.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_specdec.verification.step import Step, UnreadStep
 
 
 class LaunchingSession(DraftSession):
-    """A session that drafts from tensors on the device alone.
+    """Base of sessions that need only tensors on the device to draft.
 
-    A launched draft is what the next `propose` returns if it is given the same budget.
+    After `launch`, the next `propose` returns the launched draft if its budget is the same.
 
     Args:
         roots: `[B]` first emitted tokens.
@@ -28,21 +28,21 @@ class LaunchingSession(DraftSession):
     def __init__(self, roots: Tensor) -> None:
         self._roots = roots
         self._launched: tuple[Budget, Draft] | None = None
-        self._is_unread = False  # a draft was launched, and the host has not read its step yet
+        self._is_unread = False  # whether the host has not read the step of the launched draft
 
     @abstractmethod
     def _draft(self, budget: Budget) -> Draft:
-        """Draft behind everything that was followed."""
+        """Draft after all steps passed to `_follow`."""
 
     @abstractmethod
     def _follow(self, step: Step | UnreadStep) -> None:
-        """Take in what a step keeps."""
+        """Take in the accepted tokens of a step."""
 
     def _settle(self, acceptance: Acceptance) -> None:
-        """Correct what the host knows, now that it has read the last `UnreadStep`."""
+        """Correct the state on the host after it has read the last `UnreadStep`."""
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Draft for the next step; the host needs none of it."""
+        """See `DraftSession`; the host needs no tensors of the draft."""
         self._follow(step)
         self._roots = step.acceptance.next_token
         self._note_launched(budget, self._draft(budget))
@@ -71,7 +71,7 @@ class LaunchingSession(DraftSession):
 
 
 def features_of(step: Step | UnreadStep) -> Features:
-    """The features of a step's nodes, which the session's drafter asked for."""
+    """Return the features of a step's nodes; they exist if the drafter's `needs` include features."""
     if step.verification.features is None:
-        raise ValueError("this session needs the features of every verification")
+        raise ValueError("This session needs the target's features in every step, got none.")
     return step.verification.features

@@ -1,7 +1,7 @@
-"""Medusa drafting: every head ranks the tokens of one depth, and a static tree of ranks is filled in.
+"""Medusa drafting: each head ranks the tokens of one depth, and a static tree of ranks selects from them.
 
-Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.1.2. The heads run on the accepted node only: the
-reference runs them on every node of the tree and then looks at one.
+Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.1.2. The heads run on the last accepted node only; the
+reference implementation runs them on every node and uses one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DEFAULT_NUM_NODES = 24
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
-    Config fields: `tree` (`"static"` or choices; the heads' own, else the authors' for the model), and, to cut that
-    list down, `num_draft_tokens` (default: the heads' own, else 24), `num_steps` (depth) and `top_k` (children per
-    node).
+    Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else the authors' for the
+    model). `num_draft_tokens` (default: the heads' config, else 24), `num_steps` (depth) and `top_k` (children per
+    node) cut the default tree.
 
     Args:
-        heads: The heads; they are moved next to the target's lm_head when they are loaded for a model.
+        heads: The heads; `bind` moves them next to the target's lm_head.
     """
 
     method = "medusa"
@@ -49,27 +49,27 @@ class MedusaDrafter(Drafter):
         self.heads = heads.eval().requires_grad_(False)
 
     def __repr__(self) -> str:
-        return (
-            f"MedusaDrafter({self.heads.config.medusa_num_heads} heads of {self.heads.name_or_path or 'this process'})"
-        )
+        heads, name = self.heads.config.medusa_num_heads, self.heads.name_or_path or "this process"
+        return f"MedusaDrafter({heads} heads of {name})"
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Compare sizes, then move the heads next to the target's lm_head.
+        """Check the sizes, then move the heads next to the target's lm_head.
 
         Raises:
-            DrafterMismatchError: Another hidden size or vocabulary, or no lm_head.
+            DrafterMismatchError: The hidden size or vocabulary differs, or the target has no lm_head.
         """
         bind_head(self.heads, model)
 
     def choices(self, config: SpeculativeConfig) -> list[Choice]:
-        """The tree's nodes as ranks, those first that are worth most; a given list level by level.
+        """Return the tree's nodes as paths of ranks, most useful first; a tree set in `config` level by level.
 
         Raises:
-            InvalidConfigError: A dynamic tree, or one deeper than there are heads or wider than the vocabulary.
+            InvalidConfigError: The tree is dynamic, deeper than the number of heads, wider than the vocabulary, or
+                contradicts `num_draft_tokens` or `num_steps`.
         """
         own = self.heads.config
         if config.tree == "dynamic":
-            raise InvalidConfigError("Medusa's heads draft a static tree, got tree='dynamic'.", 'Use tree="static".')
+            raise InvalidConfigError("'medusa' drafts a static tree, got tree='dynamic'.", 'Use tree="static".')
         given = isinstance(config.tree, tuple)
         tree: Sequence[Any] = (
             config.tree if isinstance(config.tree, tuple) else own.tree or tree_for_model(own.base_model_name_or_path)
@@ -89,21 +89,21 @@ class MedusaDrafter(Drafter):
             ("num_steps", config.num_steps, max(map(len, paths))),
         ):
             if given and wanted not in (None, actual):
-                raise InvalidConfigError(f"The tree has {name} {actual}, got {name}={wanted}.", f"Leave {name} None.")
+                raise InvalidConfigError(f"The tree has {name}={actual}, got {name}={wanted}.", f"Do not set {name}.")
         if max(map(len, paths)) > own.medusa_num_heads:
             raise InvalidConfigError(
-                f"The tree is {max(map(len, paths))} deep, there are {own.medusa_num_heads} Medusa heads."
+                f"The tree has depth {max(map(len, paths))}, but there are only {own.medusa_num_heads} Medusa heads."
             )
         if max(map(max, paths)) >= (own.draft_vocab_size or own.vocab_size):
-            raise InvalidConfigError(f"The tree asks for rank {max(map(max, paths))}, beyond the draft vocabulary.")
+            raise InvalidConfigError(f"The tree uses rank {max(map(max, paths))}, which exceeds the draft vocabulary.")
         return paths
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """What the whole tree takes."""
+        """Return the size of the whole tree."""
         return limits_of(self.choices(config))
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session at the prompt's last feature."""
+        """Start a session with the hidden state of the prompt's last token."""
         return _MedusaSession(self.heads, target.model, context, self.choices(config))
 
 
@@ -112,7 +112,7 @@ class _RankTree:
     """A tree of ranks as index tensors."""
 
     parents: Tensor  # [N]
-    depths: Tensor  # [N - 1] of the drafted nodes, counted from 0
+    depths: Tensor  # [N - 1] of the drafted nodes, from 0
     ranks: Tensor  # [N - 1]
     top_k: int
     max_depth: int

@@ -1,8 +1,8 @@
-"""The static trees that the Medusa authors found for their models, as data.
+"""The static trees that the Medusa authors published for their models.
 
 Source: `medusa/model/medusa_choices.py` of FasterDecoding/Medusa (Apache-2.0). A word is a path of ranks, `"012"` is
-`(0, 1, 2)`; the words stand in the order in which they were found worth adding, so every beginning of a list is a
-tree, too. Stage 1 is Medusa-1 (heads alone), stage 2 Medusa-2.
+`(0, 1, 2)`. Words are in the order in which the authors' search added them, so every prefix of a list is a tree. Stage
+1 is Medusa-1 (heads alone), stage 2 Medusa-2.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ PAPER_TREES = tuple(_TREES)
 
 
 def paper_tree(name: str) -> list[Choice]:
-    """The choices of one tree, likeliest first.
+    """Return the choices of a tree, most useful first.
 
     Raises:
-        InvalidConfigError: There is no tree of that name.
+        InvalidConfigError: The name is unknown.
 
     Example: `paper_tree("zephyr_stage2")[:3]` is `[(0,), (0, 0), (1,)]`.
     """
     if name not in _TREES:
-        raise InvalidConfigError(f"There is no paper tree {name!r}.", f"There are {', '.join(PAPER_TREES)}.")
+        raise InvalidConfigError(f"Unknown paper tree {name!r}.", f"Choose from {', '.join(PAPER_TREES)}.")
     return [tuple(map(int, word)) for word in _TREES[name].split()]
 
 
 def tree_for_model(base_model: str | None) -> list[Choice]:
-    """The authors' tree for a model, by a part of its name; `mc_sim_7b_63` for any other, as in their code."""
+    """Return the authors' tree for a model, found by part of its name; default `mc_sim_7b_63`, as in their code."""
     names = [tree for part, tree in _BY_MODEL.items() if part in (base_model or "").lower()]
     return paper_tree(names[0] if names else "mc_sim_7b_63")

@@ -11,49 +11,44 @@ from torch import Tensor
 
 from hf_specdec.acceptance.pipelining import Stopwatch
 from hf_specdec.control.head_schedule import QueryStats
-from hf_specdec.drafters.base import CandidateSession, DraftSession
+from hf_specdec.drafters.base import DraftSession
 from hf_specdec.drafters.candidates import DraftedCandidates
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.one_time import one_time_work
 from hf_specdec.verification.step import UnreadStep
 
-FINE = 2.0**-20
-"""Unit in which log-probabilities travel to the host, beside integers."""
+LOG_PROB_UNIT = 2.0**-20
+"""Log-probabilities are sent to the host as integer multiples of this, in the same transfer as the tokens."""
 
 
 @dataclass(slots=True)
 class Source:
-    """A part's session, and what it did in this generation."""
+    """A part's session and its use in this generation."""
 
     name: str
     session: DraftSession
     limits: Budget
-    asked: int = 0
-    seconds: float = 0.0
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it is merged edge by edge, at almost no cost."""
-        return isinstance(self.session, CandidateSession)
+    num_queries: int = 0
+    query_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A head's draft as a source of one step."""
 
-    worth: QueryStats
-    found: list[DraftedCandidates]  # of each row
+    stats: QueryStats  # of the depth that was queried
+    candidates: list[DraftedCandidates]  # per row
     seconds: float
-    usual: bool  # whether its seconds are what such a draft usually costs
+    usual: bool  # False for a first draft and for one that captured or compiled something: its time is not typical
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
-    """A head's draft that was launched, and that the host has not read yet."""
+class _UnreadAnswer:
+    """A launched draft that the host has not read yet."""
 
     source: Source
-    worth: QueryStats
+    stats: QueryStats
     draft: Draft
     num_tensors: int
     usual: bool
@@ -64,83 +59,73 @@ class Queries:
     """The queries of one generation.
 
     Args:
-        device: Where drafts are made.
+        device: Device of the drafts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._unread: list[_Unread] = []  # launched in this step
-        self._answers: dict[str, Answer] = {}  # launched in the last step, by the source's name
+        self._unread: list[_UnreadAnswer] = []  # launched in this step
+        self._answers: dict[str, Answer] = {}  # launched in the last step, by source
 
-    def ask(self, source: Source, worth: QueryStats, budget: Budget, least: float) -> Answer:
-        """Let a head draft now, and read its tree.
+    def query(self, source: Source, stats: QueryStats, budget: Budget, min_level_probability: float) -> Answer:
+        """Draft now and read the tree.
 
         Args:
             source: The head.
-            worth: How deep it drafts.
-            budget: Of the step.
-            least: See `Budget.least`.
+            stats: The depth to draft.
+            budget: The step's.
+            min_level_probability: See `Budget`.
         """
         begin, before = time.perf_counter(), one_time_work()
-        draft = source.session.propose(_limits(source, worth, budget, least))
-        found = _candidates_of(source.name, draft, read(*_as_integers(draft)))
-        # the first draft includes reading the prompt, which is not what later ones cost
-        usual = source.asked > 0 and one_time_work() == before
-        return Answer(worth, found, time.perf_counter() - begin, usual)
+        draft = source.session.propose(_head_budget(source, stats, budget, min_level_probability))
+        candidates = _candidates(draft, read(*_as_integers(draft)))
+        usual = source.num_queries > 0 and one_time_work() == before  # the first draft reads the prompt
+        return Answer(stats, candidates, time.perf_counter() - begin, usual)
 
-    def launch(self, source: Source, worth: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
-        """Launch a head's draft for the next step; the tensors that the host must read of it."""
-        before, limits, stopwatch = one_time_work(), _limits(source, worth, budget, 0.0), Stopwatch(self._device)
+    def launch(self, source: Source, stats: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
+        """Launch a draft for the next step and return the tensors of it that the host must read."""
+        before, limits, stopwatch = one_time_work(), _head_budget(source, stats, budget), Stopwatch(self._device)
         with stopwatch:
             source.session.launch(step, limits)
             draft = source.session.propose(limits)
         tensors = _as_integers(draft)
-        usual = source.asked > 0 and one_time_work() == before
-        self._unread.append(_Unread(source, worth, draft, len(tensors), usual, stopwatch))
+        usual = source.num_queries > 0 and one_time_work() == before
+        self._unread.append(_UnreadAnswer(source, stats, draft, len(tensors), usual, stopwatch))
         return tensors
 
     def receive(self, lists: Sequence[list[list[int]]]) -> None:
-        """Take what the host has read of the drafts launched in this step, and forget older ones."""
+        """Take what the host has read of the drafts launched in this step; older answers are dropped."""
         unread, self._unread, remaining = self._unread, [], iter(lists)
         self._answers = {
-            query.source.name: Answer(
-                query.worth,
-                _candidates_of(query.source.name, query.draft, [next(remaining) for _ in range(query.num_tensors)]),
-                query.stopwatch.take(),
-                query.usual,
+            answer.source.name: Answer(
+                answer.stats,
+                _candidates(answer.draft, [next(remaining) for _ in range(answer.num_tensors)]),
+                answer.stopwatch.take(),
+                answer.usual,
             )
-            for query in unread
+            for answer in unread
         }
 
     def launched(self, source: Source) -> Answer | None:
-        """A head's draft that was launched with the last step; None if it was not queried."""
+        """Return the draft that was launched with the last step; None if there was no query."""
         return self._answers.get(source.name)
 
 
-def _limits(source: Source, worth: QueryStats, budget: Budget, least: float) -> Budget:
+def _head_budget(source: Source, stats: QueryStats, budget: Budget, min_level_probability: float = 0.0) -> Budget:
     limits = source.limits.chain if budget.top_k == 1 else source.limits
-    return replace(limits, num_steps=worth.num_steps, least=least)
+    return replace(limits, num_steps=stats.num_steps, min_level_probability=min_level_probability)
 
 
 def _as_integers(draft: Draft) -> list[Tensor]:
-    """A draft as integer tensors `[B, N]`, for one transfer."""
+    """Return a draft as integer tensors `[B, N]`, for one transfer."""
     tensors = [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
     if draft.log_probs is not None:
-        tensors.append((draft.log_probs.clamp(min=-100.0, max=0.0) / FINE).round().long())
-    if draft.bucket is not None:
-        tensors.append(draft.bucket)
+        tensors.append((draft.log_probs.clamp(min=-100.0, max=0.0) / LOG_PROB_UNIT).round().long())
     return tensors
 
 
-def _candidates_of(name: str, draft: Draft, lists: Sequence[list[list[int]]]) -> list[DraftedCandidates]:
-    """Every row's tree as a source, from what `_as_integers` gave and the host has read."""
+def _candidates(draft: Draft, lists: Sequence[list[list[int]]]) -> list[DraftedCandidates]:
+    """Return every row's tree as a source, from what `_as_integers` gave and the host has read."""
     tokens, parents, *others = lists
-    log_probs = [[FINE * units for units in row] for row in others.pop(0)] if draft.log_probs is not None else None
-    buckets = others.pop(0) if draft.bucket is not None else None
-    return [
-        DraftedCandidates(
-            name, tokens[row], parents[row], None if log_probs is None else log_probs[row],
-            None if buckets is None else buckets[row],
-        )
-        for row in range(len(tokens))
-    ]  # fmt: skip
+    log_probs = [[LOG_PROB_UNIT * units for units in row] for row in others[0]] if others else [None] * len(tokens)
+    return [DraftedCandidates(*row) for row in zip(tokens, parents, log_probs, strict=True)]

@@ -1,25 +1,27 @@
-"""Every way to draft, a row each: names, what it takes, and how its drafter is made.
+"""The registry of drafting methods: their names, what they need, and how their drafters are made.
 
-A package adds its own with `register`, or by an entry point of the group `hf_specdec.methods` that names a `Method`.
+A package adds methods with `register_drafter`, or with an entry point of the group `hf_specdec.methods` that refers to
+a `Method`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from transformers import PreTrainedModel
 
 from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
+from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
 from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
-from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
+from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -33,26 +35,28 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.verification.memory import persistent_tensors
 
 ENTRY_POINTS = "hf_specdec.methods"
-"""The group of entry points by which an installed package adds its methods."""
+"""Group of entry points through which an installed package adds methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to draft."""
+    """One drafting method."""
 
     name: str
-    make: Callable[..., Drafter]  # of a head or of another part where the method takes one, else of nothing
+    make: Callable[
+        ..., Drafter
+    ]  # called with a head, or with the part if the method needs one, otherwise with nothing
     aliases: tuple[str, ...] = ()
-    heads: tuple[type[DraftHead], ...] = ()  # the heads that it drafts with; () is training-free
-    part: str = ""  # what else its drafter is made of, such as "an assistant model"; "" is nothing
-    how_given: str = ""  # how a user gives that part, as an order
+    heads: tuple[type[DraftHead], ...] = ()  # classes of heads that it drafts with; () is training-free
+    part: str = ""  # another part that its drafter needs, such as "an assistant model"
+    how_given: str = ""  # how a user provides that part, as an imperative sentence
     native: Callable[[PreTrainedModel], Drafter] | None = (
-        None  # of what a model has in itself, where no head is loaded
+        None  # makes a drafter of the model's own parts, without a head
     )
 
     @property
     def requires(self) -> str | None:
-        """What has to be done first, as an order; None where nothing has, with a model that fits."""
+        """What the user must do first, as an imperative sentence; None if nothing."""
         if self.heads and self.native is None:
             return "call model.load_drafter(path_or_hub_id)"
         return self.how_given or None
@@ -61,43 +65,58 @@ class Method:
 _METHODS: dict[str, Method] = {}
 
 FREE = ("prompt_lookup", "token_recycling")
-"""What `"auto"` and `"hybrid"` merge with what is loaded: they cost next to nothing."""
+"""What `"auto"` and `"hybrid"` merge with the loaded drafters: they cost almost nothing."""
 
 
-def register(method: Method) -> Method:
-    """Add a method; its row is returned.
+def register_drafter(
+    name: str, make: Callable[..., Drafter], *, aliases: Sequence[str] = (),
+    heads: Sequence[type[DraftHead]] = (), part: str = "", how_given: str = "",
+    native: Callable[[PreTrainedModel], Drafter] | None = None,
+) -> Method:  # fmt: skip
+    """Add a drafting method, so that `speculative=name` finds it.
+
+    Args:
+        name: Name of the method.
+        make: Returns its drafter. Called with a loaded head if `heads` names its class, otherwise without arguments.
+        aliases: Further names.
+        heads: Classes of draft heads that it drafts with.
+        part: Another part that it needs, for error messages, such as "an assistant model".
+        how_given: How a user provides that part, as an imperative sentence.
+        native: Makes a drafter of the model's own modules if no head is loaded.
 
     Raises:
-        InvalidConfigError: One of its names, or one of its heads, is another method's.
+        InvalidConfigError: One of the names, or one of the heads, belongs to another method.
     """
+    return _add(Method(name, make, tuple(aliases), tuple(heads), part, how_given, native))
+
+
+def _add(method: Method) -> Method:
     for name in (method.name, *method.aliases):
         if name in COMBINED or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
-            raise InvalidConfigError(f"There is a method {name!r} already.", "Give yours another name.")
+            raise InvalidConfigError(f"There is already a method {name!r}.", "Choose another name.")
     for head in method.heads:
         if any(head in row.heads for row in _METHODS.values()):
-            raise InvalidConfigError(f"{head.__name__} is drafted with by another method.", "Subclass it.")
+            raise InvalidConfigError(f"Another method drafts with {head.__name__}.", "Use a subclass of it.")
     _METHODS[method.name] = method
     return method
 
 
-register(Method("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head)))
-register(Method("medusa", MedusaDrafter, heads=(MedusaHeads,)))
-register(Method("mtp", MtpDrafter, heads=(MtpHead,), native=MtpDrafter.native))
-register(Method("prompt_lookup", PromptLookupDrafter, aliases=("ngram",)))
-register(Method("token_recycling", TokenRecyclingDrafter))
-register(Method("last_logits", LastLogitsDrafter))
-register(Method("lookahead", LookaheadDrafter))
-register(Method("early_exit", EarlyExitDrafter))
-register(
-    Method(
-        "draft_model", DraftModelDrafter, part="an assistant model",
-        how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
-    )
+register_drafter("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head))
+register_drafter("medusa", MedusaDrafter, heads=(MedusaHeads,))
+register_drafter("mtp", MtpDrafter, heads=(MtpHead,), native=MtpDrafter.native)
+register_drafter("prompt_lookup", PromptLookupDrafter, aliases=("ngram",))
+register_drafter("token_recycling", TokenRecyclingDrafter)
+register_drafter("last_logits", LastLogitsDrafter)
+register_drafter("lookahead", LookaheadDrafter)
+register_drafter("early_exit", EarlyExitDrafter)
+register_drafter(
+    "draft_model", DraftModelDrafter, part="an assistant model",
+    how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
 )  # fmt: skip
 
 
 def methods() -> Mapping[str, Method]:
-    """Every method by name, those of installed packages included."""
+    """Return every method by name, including those of installed packages."""
     _load_entry_points()
     return dict(_METHODS)
 
@@ -109,16 +128,16 @@ def _load_entry_points() -> None:
         if not isinstance(method, Method):
             raise InvalidConfigError(
                 f"The entry point {entry.name!r} of {ENTRY_POINTS} is a {type(method).__name__}, not a Method.",
-                "Let it name a hf_specdec.drafters.registry.Method.",
+                "It must refer to a hf_specdec.drafters.registry.Method.",
             )
-        register(method)
+        _add(method)
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """The method or registered drafter that a name means, without its aliases; `"auto"` and `"hybrid"` stay.
+    """Return the method or registered drafter of a name, with aliases resolved; `"auto"` and `"hybrid"` are kept.
 
     Raises:
-        InvalidConfigError: There is none.
+        InvalidConfigError: Unknown name.
     """
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
@@ -131,7 +150,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
 
 
 def drafter_of(head: DraftHead) -> Drafter:
-    """A drafter that drafts with this head.
+    """Return a drafter for this head.
 
     Raises:
         DrafterMismatchError: No method drafts with such a head.
@@ -140,27 +159,27 @@ def drafter_of(head: DraftHead) -> Drafter:
         if type(head) in method.heads:
             return method.make(head)
     raise DrafterMismatchError(
-        f"No method drafts with a {type(head).__name__}.", "Register one: hf_specdec.drafters.registry.register(...)."
+        f"No method drafts with a {type(head).__name__}.", "Register one with hf_specdec.register_drafter(...)."
     )
 
 
 def choose_drafter(
     config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
-    experience: LearnedStats,
+    learned: LearnedStats,
 ) -> Drafter:  # fmt: skip
-    """The drafter that a config means.
+    """Return the drafter of a config.
 
     Args:
-        config: Its `method` is the name of a registered drafter, of a method, or of several merged.
+        config: Its `method` names a registered drafter, a method, or several of them merged.
         model: The target.
         registered: Drafters of the model by name.
-        made: Drafters without a head that were made for the model before; a new one is put in.
-        experience: What merged drafting has learned with the model.
+        made: Drafters made earlier for methods without a head, by method; new ones are added.
+        learned: What merged drafting has learned with the model.
 
     Raises:
-        InvalidConfigError: Unknown name, or merged drafters merged again.
-        DrafterMismatchError: A method whose head is not loaded, or whose other part is missing.
-        UnsupportedModelError: The model's own parts are of a kind that does not draft here.
+        InvalidConfigError: Unknown name, or merged drafters to be merged again.
+        DrafterMismatchError: A head is not loaded, or another part is missing.
+        UnsupportedModelError: The model has no modules that this method drafts with.
     """
 
     def single(name: str) -> Drafter:
@@ -169,17 +188,17 @@ def choose_drafter(
     name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
     if name not in COMBINED or name in registered:
         return single(name)
-    loaded = [known for known, drafter in registered.items() if not isinstance(drafter, HybridDrafter)]
-    if name == AUTO and config.tree is not None and loaded:  # a tree is one drafter's
+    loaded = [known for known, drafter in registered.items() if not drafter.is_combined]
+    if name == AUTO and config.tree is not None and loaded:  # a given tree belongs to one drafter
         return single(loaded[0])
     names = config.methods or dict.fromkeys((*loaded, *FREE))
-    if any(part in COMBINED or isinstance(registered.get(part), HybridDrafter) for part in names):
-        raise InvalidConfigError(f"`methods` names what is merged, got {list(names)}.", "Name single methods.")
-    return HybridDrafter({part: single(part) for part in names}, experience)
+    if any(part in COMBINED or (part in registered and registered[part].is_combined) for part in names):
+        raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
+    return HybridDrafter({part: single(part) for part in names}, learned)
 
 
 def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
-    """A registered drafter, else one of that method, else one that needs no head."""
+    """Return a registered drafter, otherwise one of that method, otherwise one that needs no head."""
     by_method: dict[str, Drafter] = {}
     for drafter in registered.values():
         by_method.setdefault(drafter.method, drafter)
@@ -192,7 +211,7 @@ def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter]
     if row.requires is not None:
         part = "a head" if row.heads else row.part
         raise DrafterMismatchError(
-            f"speculative={name!r} needs {part}, and this model has none to draft with.",
+            f"speculative={name!r} needs {part}, and none is loaded for this model.",
             f"First {row.requires}.",
         )
     if name not in made:

@@ -1,8 +1,8 @@
-"""A growing text in which the longest repeated end, and what followed it, is found at once.
+"""Suffix automaton: finds the longest suffix of a growing text that occurred before, and what followed it.
 
 Source: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); used for drafting by SAM
-Decoding (https://arxiv.org/abs/2411.10666). A state stands for texts that end at the same places. Adding a token takes
-constant time on average, and the suffix link of the last state is the longest end of the text that occurred before.
+Decoding (https://arxiv.org/abs/2411.10666). A state represents substrings that end at the same positions. Appending a
+token takes amortized constant time. The suffix link of the last state is the longest suffix that occurred before.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 START = 0
-"""The state of the empty text, from which every match begins."""
+"""State of the empty text; every match starts here."""
 NO_STATE = -1
 
 
 class SuffixAutomaton:
-    """The suffix automaton of a token sequence.
-
-    At most two states per token, about 400 bytes each.
+    """The suffix automaton of a token sequence: at most two states per token, about 400 bytes each.
 
     Args:
         tokens: The text so far.
 
     Attributes:
-        following: Per state: the state that each next token leads to.
-        link: Per state: that of its longest end which also occurs elsewhere.
-        length: Per state: tokens of its longest text.
-        latest: Per state: how many tokens stood before the end of its latest occurrence; of the states of shorter
-            ends the one before, where they are more than `REFRESHED`.
+        following: Per state: maps each next token to the next state.
+        link: Per state: its suffix link, the state of its longest suffix that also ends elsewhere.
+        length: Per state: length of its longest substring.
+        latest: Per state: number of tokens up to the end of its latest occurrence. May be an earlier occurrence for
+            states more than `REFRESHED` suffix links away from the end of the text.
     """
 
     REFRESHED = 64
+    """Maximum states whose `latest` is updated per appended token; bounds the cost of appending."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.following: list[dict[int, int]] = [{}]
@@ -40,16 +39,16 @@ class SuffixAutomaton:
 
     @classmethod
     def of_corpus(cls, documents: Iterable[Iterable[int]]) -> SuffixAutomaton:
-        """Of many texts; a match never runs from one into the next."""
+        """Build the automaton of several texts; no match crosses from one into the next."""
         automaton = cls()
         for separator, document in enumerate(documents, start=1):
             automaton.extend(document)
-            automaton.extend([-separator])  # no token, and none twice
+            automaton.extend([-separator])  # unique and not a token id, so it never matches
         return automaton
 
     @property
     def matched(self) -> tuple[int, int]:
-        """The state and the length of the longest end of the text that occurred before; (0, 0) where none did."""
+        """State and length of the longest suffix of the text that occurred before; (0, 0) if none did."""
         state = max(self.link[self.last], START)
         return state, self.length[state]
 
@@ -59,7 +58,7 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest end of a matched text and one more token that occurs here, as a state and a length."""
+        """Append a token to a match; return state and length of the longest suffix of the result that occurs here."""
         while state > START and token not in self.following[state]:
             state = self.link[state]
             length = self.length[state]
@@ -68,7 +67,7 @@ class SuffixAutomaton:
         return START, 0
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """What followed a state's text: pairs of a token and the state after it, the latest occurrence first."""
+        """Return the tokens after a state's substrings, each with its next state, latest occurrence first."""
         found = [(token, after) for token, after in self.following[state].items() if token >= 0]
         if len(found) > 1:
             found.sort(key=lambda pair: self.latest[pair[1]], reverse=True)
@@ -87,7 +86,7 @@ class SuffixAutomaton:
             known = following[state][token]
             if length[known] == length[state] + 1:
                 link[new] = known
-            else:  # its longer texts did not end here: they keep the state, the shorter ones get one of their own
+            else:  # only its shorter substrings end here: split them off into a new state
                 shorter = self._add_state(dict(following[known]), length[state] + 1, link[known])
                 self.latest[shorter] = self.latest[known]
                 while state != NO_STATE and following[state].get(token) == known:

@@ -1,10 +1,10 @@
-"""Token recycling: what the target thought of following a token is kept, and drafted when the token comes again.
+"""Token recycling: store the target's best candidates after each token and draft them when the token recurs.
 
-Source: Luo et al., "Turning Trash into Treasure" (https://arxiv.org/abs/2408.08696). Every verified node leaves the
-best candidates of its logits in a table, also where it was not accepted. Different here: candidates keep their
-probabilities, so the tree grows where it is likely and tells how sure it is; the last two tokens are looked up before
-the last one (as in STAND, https://arxiv.org/abs/2506.04708); tokens of which nothing is known draft nothing; the rows
-of the accepted path are written last. All of it stays on the device.
+Source: Luo et al., "Turning Trash into Treasure" (https://arxiv.org/abs/2408.08696). The best candidates at every
+verified node are stored in a table, even if the node is rejected. Differences: candidates keep their probabilities,
+so the tree grows along likely paths and every node has a confidence; the last two tokens are looked up before the last
+one alone (as in STAND, https://arxiv.org/abs/2506.04708); nothing is drafted after unknown tokens; entries of the
+accepted path are written last. Everything stays on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_specdec.atomic import whole_file
 from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
+from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
@@ -42,29 +42,29 @@ DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
 WIDTH = 8
-"""Candidates that are kept per token."""
-MAX_PAIRS = 2**24
-"""Pairs of tokens that are remembered at most: some 2 GB with 8 candidates each."""
-MAX_HEADER_BYTES = 64 * 1024
-"""Of a stored table, which has half a dozen tensors."""
+"""Candidates stored per token."""
 PAIRS = 2**16
-"""Pairs of tokens that are remembered; a pair that falls on another's place takes it."""
-LEAST_LOG_PROB = -4.0
-"""Of those: less likely ones are not worth a thought."""
+"""Hash slots for pairs of tokens; a new pair overwrites the pair in its slot."""
+MAX_PAIRS = 2**24
+"""Limit on these slots: about 2 GB with 8 candidates each."""
+MAX_HEADER_BYTES = 64 * 1024
+"""Largest accepted safetensors header of a saved table, which has five tensors."""
+MIN_LOG_PROB = -4.0
+"""Candidates with lower log-probabilities are not offered to merged trees."""
 PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
-"""What a probability is worth in another place, where it was of the same two tokens, or of the last one alone."""
+"""Factors from a stored probability to the expected acceptance, if the last two tokens match or only the last one."""
 
 
 class TokenRecyclingDrafter(Drafter):
-    """Drafts what the target thought of before. Takes any model; what it has learned stays for the next calls.
+    """Drafts the target's own candidates from earlier occurrences of a token. Works with any model.
 
-    The answer never depends on what it has learned, only the speed does. Config fields: `num_draft_tokens` (default
+    The table is kept between calls; it affects the speed, never the output. Config fields: `num_draft_tokens` (default
     8), `num_steps` (4), `top_k` (4).
 
     Args:
-        width: Candidates kept per token.
-        pairs: Pairs of tokens that are remembered besides.
-        reads_prompt: Learn from the logits of the whole prompt, which costs their computation.
+        width: Candidates stored per token.
+        pairs: Hash slots for pairs of tokens.
+        reads_prompt: Also learn from the prompt, which requires the logits of all its positions.
     """
 
     method = "token_recycling"
@@ -74,12 +74,12 @@ class TokenRecyclingDrafter(Drafter):
         require_integer("pairs", pairs, 1, MAX_PAIRS)
         self._width, self._pairs = width, pairs
         self.needs = Needs(prompt_logits=reads_prompt)
-        self._kept: list[RecycledTokens | None] = [None]  # shared with the captured form of this drafter
+        self._kept: list[RecycledTokens | None] = [None]  # a list, to be shared with captured copies
         self._program: CapturedRecycling | None = None
 
     @property
     def table(self) -> RecycledTokens | None:
-        """What was learned; None before the drafter is bound to a model."""
+        """The learned table; None before the drafter is bound to a model."""
         return self._kept[0]
 
     @table.setter
@@ -87,31 +87,35 @@ class TokenRecyclingDrafter(Drafter):
         self._kept[0] = table
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """The tree; it is smaller where less is known."""
+        """Return the largest tree; trees are smaller while the table has few entries.
+
+        Raises:
+            InvalidConfigError: `tree` is set, or `top_k` exceeds the stored candidates.
+        """
         if config.tree is not None:
             raise InvalidConfigError(
-                f"The tree of 'token_recycling' follows from what it has learned, got tree={config.tree!r}.",
+                f"The tree of 'token_recycling' depends on what it has learned, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k instead.",
             )
         top_k = config.top_k or min(DEFAULT_TOP_K, self._width)
         if top_k > self._width:
             raise InvalidConfigError(
-                f"`top_k` {top_k} exceeds the {self._width} candidates that are kept per token.",
-                "Add a TokenRecyclingDrafter(width=...) to the model.",
+                f"`top_k` {top_k} exceeds the {self._width} candidates stored per token.",
+                "Add a TokenRecyclingDrafter with a larger `width` to the model.",
             )
         num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
         return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Make the table; what was learned of another vocabulary, or elsewhere, is forgotten."""
-        # some models embed more tokens than their configuration counts
+        """Create the table, unless there is one for this vocabulary size and device."""
+        # some models embed more tokens than config.vocab_size
         embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
         size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
         if self.table is None or self.table.vocab_size != size or self.table.keys.device != device:
             self.table = RecycledTokens(size, self._width, self._pairs, device)
 
     def reset(self) -> None:
-        """Forget what was learned."""
+        """Clear the table."""
         if self.table is not None:
             keys = self.table.keys
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
@@ -128,62 +132,62 @@ class TokenRecyclingDrafter(Drafter):
             self.table = state.clone()
 
     def save(self, path: str | Path) -> None:
-        """Write down what was learned, as safetensors.
+        """Save the table as safetensors.
 
         Raises:
-            InvalidConfigError: It has not been used with a model, or nothing can be written there.
+            InvalidConfigError: The drafter was never bound to a model, or the file cannot be written.
         """
         with whole_file(Path(path)) as partial:
             save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
 
     def load(self, path: str | Path) -> None:
-        """Take up what `save` wrote.
+        """Load a table written by `save`.
 
         Raises:
-            InvalidConfigError: It has not been used with a model.
-            CheckpointFormatError: A file of something else, or of other sizes.
+            InvalidConfigError: The drafter was never bound to a model.
+            CheckpointFormatError: The file is not such a table, or a table of other sizes.
         """
         mine = self._learned().tensors()
         with open_regular(Path(path), CheckpointFormatError) as file:
             header = os.fstat(file.fileno()).st_size - sum(tensor.nbytes for tensor in mine.values())
-        if not 0 < header <= MAX_HEADER_BYTES:  # before it is read: a header may hold millions of names
+        if not 0 < header <= MAX_HEADER_BYTES:  # checked before parsing: a header could hold millions of names
             raise CheckpointFormatError(
-                f"{path} holds no recycled tokens of this model's vocabulary and these sizes: it has another length."
+                f"{path} is not a token-recycling table for this vocabulary, `width` and `pairs`: its size differs."
             )
         try:
             with safe_open(path, framework="pt") as stored:
                 found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        except Exception as error:  # safetensors raises a class of its own for every kind of damage
-            raise CheckpointFormatError(f"{path} holds no recycled tokens: {error}.") from error
+        except Exception as error:  # safetensors raises many types for damaged files
+            raise CheckpointFormatError(f"{path} is not a token-recycling table: {error}.") from error
         layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
         if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} != layout:
             raise CheckpointFormatError(
-                f"{path} holds no recycled tokens of this model's vocabulary and these sizes.",
+                f"{path} is not a token-recycling table for this vocabulary, `width` and `pairs`.",
                 f"Expected tensors {layout}.",
             )
         ids = (found["ids"], found["pair_ids"])
         if any(bool(((tensor < 0) | (tensor >= self._learned().vocab_size)).any()) for tensor in ids):
-            raise CheckpointFormatError(f"{path} holds tokens that this model has not.")
-        if not all(bool((found[name] <= 0).all()) for name in ("log_probs", "pair_log_probs")):  # NaN is refused, too
-            raise CheckpointFormatError(f"{path} holds numbers that are not log-probabilities.")
+            raise CheckpointFormatError(f"{path} contains token ids outside this model's vocabulary.")
+        if not all(bool((found[name] <= 0).all()) for name in ("log_probs", "pair_log_probs")):  # also False for NaN
+            raise CheckpointFormatError(f"{path} contains values that are not log-probabilities.")
         for name, tensor in mine.items():
             tensor.copy_(found[name])
 
     def _learned(self) -> RecycledTokens:
         if self.table is None:
             raise InvalidConfigError(
-                "This TokenRecyclingDrafter has not been used with a model.", "Call model.add_drafter(drafter) first."
+                "This TokenRecyclingDrafter is not bound to a model.", "Call model.add_drafter(drafter) first."
             )
         return self.table
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session that learns from the prompt's logits where it was given them."""
+        """Start a session; it learns from the prompt's logits if the context has them."""
         table = self._learned()
         on_host = table.keys.device.type == "cpu"
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
 
     def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> TokenRecyclingDrafter:
-        """See `Drafter`; the two share what they learn."""
+        """See `Drafter.compiled`; the copy shares this drafter's table."""
         device = execution_device(model)
         if device.type not in GRAPH_BACKENDS:
             return self
@@ -203,7 +207,7 @@ class _RecyclingSession(LaunchingSession):
             table.write(before, ids, *table.candidates(context.logits), valid)
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """See `LaunchingSession`; captured, learning and drafting are one graph."""
+        """See `LaunchingSession.launch`; if captured, learning and drafting are one graph."""
         if self._program is None or budget.is_plain:
             return super().launch(step, budget)
         advanced = self._program.advance(self._table, step, self._previous, growable(budget))
@@ -223,7 +227,7 @@ class _RecyclingSession(LaunchingSession):
 
 
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):
-    """Where the table is on the host, it can be asked row by row."""
+    """Session with the table on the host, which also lists the candidates of each row."""
 
     @property
     def candidates(self) -> Sequence[Candidates]:
@@ -232,28 +236,26 @@ class _HostRecyclingSession(_RecyclingSession, CandidateSession):
 
 
 class RecycledCandidates(Candidates):
-    """What the table knows of the tokens after one row's root. A place is a token and the one before it (-1: none).
+    """Candidates after one row's root. A place is a pair (previous token, token); previous is -1 if unknown.
 
     Args:
-        table: On the host.
-        previous, token: The root and the token before it.
+        table: A table on the host.
+        previous, token: The token before the root, and the root.
     """
 
     def __init__(self, table: RecycledTokens, previous: int, token: int) -> None:
         self._table, self.start = table, (previous, token)
 
     def after(self, place: tuple[int, int]) -> Sequence[Candidate]:
-        """The best candidates of the pair, or of the token alone."""
+        """Return the best candidates after the pair, or after the token alone if the pair is unknown."""
         log_probs, ids, paired = self._table.row(*place)
         trusted = PAIR_TRUST if paired else TOKEN_TRUST
         return [
-            Candidate(
-                token, ("token_recycling", paired, min(rank, 3), confidence_class(log_prob)), trusted * exp(log_prob)
-            )
-            for rank, (token, log_prob) in enumerate(zip(ids, log_probs, strict=True))
-            if log_prob > LEAST_LOG_PROB
+            Candidate(token, trusted * exp(log_prob))
+            for token, log_prob in zip(ids, log_probs, strict=True)
+            if log_prob > MIN_LOG_PROB
         ]
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """The token and what stood before it."""
+        """Return the pair of the place's token and the new one."""
         return place[1], token

@@ -1,1 +1,1 @@
-"""One `generate()` call: the mixin, its options, and what attaching keeps with a model."""
+"""Speculative `generate()`: the mixin, its options, the decoding loop and the state attached to a model."""

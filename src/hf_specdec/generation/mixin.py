@@ -1,7 +1,6 @@
-"""`SpeculativeGenerationMixin`: hooks speculation into transformers' own `generate()`.
+"""`SpeculativeGenerationMixin`: adds speculative decoding to transformers' own `generate()`.
 
-`generate()` prepares everything as always; four of its inner methods are extended, and a call without
-`speculative` goes straight to the originals.
+Four internal methods of `generate()` are extended; a call without `speculative` uses the originals.
 """
 
 from __future__ import annotations
@@ -31,17 +30,19 @@ from hf_specdec.errors import (
 )
 from hf_specdec.generation import decode, options
 from hf_specdec.generation.plan import (
-    WithAssistant,
+    Request,
     controller_of,
     plan_call,
     plan_of,
     runs_with_others,
+    step_costs_of,
     warm_up,
     with_programs,
 )
-from hf_specdec.generation.state import STATE, SWAP, SpeculationState, register, release_programs, state_of
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, add_drafter, release_programs, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.transformers_private import has_unfinished, is_derived, pad_token_id, set_derived
 from hf_specdec.verification.cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
@@ -50,9 +51,9 @@ from hf_specdec.verification.probe import gate, inspect_target, reproducible
 
 
 class SpeculativeGenerationMixin:
-    """Adds `speculative=` to `generate()`, and the methods that load drafters.
+    """Adds `speculative=` to `generate()`, and methods to load drafters.
 
-    Use it on a loaded model, `SpeculativeGenerationMixin.attach(model)`, or as a base class before a transformers
+    Use it on a loaded model, `SpeculativeGenerationMixin.attach(model)`, or as the first base class of a transformers
     model class: `class SpecLlama(SpeculativeGenerationMixin, LlamaForCausalLM): ...`.
     """
 
@@ -60,13 +61,13 @@ class SpeculativeGenerationMixin:
 
     @staticmethod
     def attach(model: Any) -> Any:
-        """Make a loaded model speculative; the same object is returned, `isinstance` of its class and of the mixin.
+        """Add the mixin to a loaded model and return the same object. Attaching twice has no effect.
 
         Args:
-            model: A decoder-only transformers model, or a PEFT model around one. Attaching twice changes nothing.
+            model: A decoder-only transformers model, or a PEFT model around one.
 
         Raises:
-            UnsupportedModelError: The model cannot verify a tree of tokens; it is left as it was.
+            UnsupportedModelError: The model cannot verify a tree of tokens; it is not changed.
         """
         if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
             SpeculativeGenerationMixin.attach(model.get_base_model())
@@ -79,7 +80,7 @@ class SpeculativeGenerationMixin:
         with reproducible(model):
             check_plain_generate(model)
         state.facts = [inspect_target(model)]
-        try:  # whole or not at all, also where somebody interrupts it
+        try:  # all or nothing, also after an interrupt
             model.__dict__[STATE] = state
             model.__class__ = _speculative_class(base)
         except BaseException:
@@ -90,11 +91,11 @@ class SpeculativeGenerationMixin:
 
     @staticmethod
     def detach(model: Any) -> Any:
-        """Undo `attach`: the model is exactly what it was; its drafters are forgotten.
+        """Undo `attach` and drop the model's drafters.
 
         Raises:
-            UnsupportedModelError: The mixin is a base class of the model's own class, or another thread is generating
-                with the model.
+            UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating with
+                the model.
         """
         if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
             SpeculativeGenerationMixin.detach(model.get_base_model())
@@ -102,12 +103,12 @@ class SpeculativeGenerationMixin:
         if isinstance(model, SpeculativeGenerationMixin):
             if type(model) is not _speculative_class(type(model).__mro__[2]):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} has the mixin as a base class of its own.", "Only attach() can be undone."
+                    f"The mixin is a base class of {type(model).__name__}.", "Only attach() can be undone."
                 )
             with SWAP:
                 if state_of(model).is_running_elsewhere():
                     raise UnsupportedModelError(
-                        f"Another thread is generating with this {type(model).__name__}.", "Detach it afterwards."
+                        f"Another thread is generating with this {type(model).__name__}.", "Wait for it, then detach."
                     )
                 model.__class__ = type(model).__mro__[2]
                 model.__dict__.pop(STATE, None)
@@ -117,15 +118,15 @@ class SpeculativeGenerationMixin:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Same as transformers; registers the running call so that `detach` can refuse.
 
-        `cache=` is taken with every supported version of transformers, which calls it `past_key_values` before 5.24.
+        `cache=` works with every supported version of transformers, which calls it `past_key_values` before 5.24.
         """
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
         if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
-            kwargs["speculative"] = WithAssistant(kwargs["speculative"], kwargs.pop("assistant_model"))
+            kwargs["speculative"] = Request(kwargs["speculative"], kwargs.pop("assistant_model"))
         with SWAP:
             running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
-        if running is None:  # detached between the call and here
+        if running is None:  # detached by another thread since the call began
             return type(self).generate(self, *args, **kwargs)
         with running:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -134,7 +135,7 @@ class SpeculativeGenerationMixin:
 
     @property
     def drafters(self) -> dict[str, Drafter]:
-        """The registered drafters by name (a copy)."""
+        """Copy of the registered drafters by name."""
         return dict(state_of(self).drafters)
 
     @property
@@ -149,27 +150,26 @@ class SpeculativeGenerationMixin:
         """Load a head in any published layout, check it against this model and register it.
 
         Args:
-            repo_or_path: A local directory, a Hub id, or a head that is loaded or made already.
-            name: The name to call it by in `speculative=`; None is its method's name.
+            repo_or_path: A local directory, a Hub id, or a loaded head.
+            name: The head's name in `speculative=`; None uses the name of its method.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
-            verify: Try it on a few prompts and warn where its first drafted token is accepted less than one time in
-                ten: prompts of token ids `[1, P]`, or True for ones that this model makes up.
-            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...; another is a
-                `TypeError`.
+            verify: Try the head on a few prompts and warn if fewer than one in ten first drafted tokens are accepted:
+                prompts of token ids `[1, P]`, or True for prompts that this model generates.
+            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
 
         Raises:
-            CheckpointFormatError: The files are not a head's.
+            CheckpointFormatError: The files do not contain a draft head.
             DrafterMismatchError: The head was made for another model.
-            InvalidConfigError: Options of loading, with a head that is loaded.
+            InvalidConfigError: Loading options were given together with a loaded head.
         """
         if isinstance(repo_or_path, DraftHead):
             given = {**kwargs, **{k: v for k, v in (("revision", revision), ("token", token)) if v is not None}}
             if given:
                 raise InvalidConfigError(
-                    f"{', '.join(sorted(given))} tell how to load a head, and this {type(repo_or_path).__name__} is "
-                    "loaded already.",
-                    "Leave them out, or give its path or Hub id.",
+                    f"{', '.join(sorted(given))} are options for loading a head, but this "
+                    f"{type(repo_or_path).__name__} is already loaded.",
+                    "Leave them out, or pass its path or Hub id.",
                 )
             head = repo_or_path
         else:
@@ -185,20 +185,20 @@ class SpeculativeGenerationMixin:
         """Check a drafter against this model and register it.
 
         Args:
-            drafter: Any drafter, your own included.
-            name: The name to call it by; None is its method's name.
+            drafter: Any drafter, including your own.
+            name: Its name in `speculative=`; None uses the name of its method.
 
         Raises:
             DrafterMismatchError: It was made for another model, or is not a drafter.
         """
-        register(self, drafter, name)
+        add_drafter(self, drafter, name)
         return drafter
 
     def remove_drafter(self, name: str) -> Drafter:
-        """Forget a drafter and return it.
+        """Remove a drafter and return it.
 
         Raises:
-            DrafterMismatchError: There is none of that name.
+            DrafterMismatchError: There is no drafter of that name.
         """
         drafters = state_of(self).drafters
         if name not in drafters:
@@ -206,51 +206,51 @@ class SpeculativeGenerationMixin:
         return drafters.pop(name)
 
     def warmup(self, speculative: Any = "auto", *, batch_size: int = 1, prompt_length: int = 512) -> None:
-        """Do now what the first call of `generate()` with these settings would take its time for: compile, measure.
+        """Do the one-time work of the first `generate()` with these settings now: compile, capture, measure costs.
 
         Args:
-            speculative: As in `generate()`; `{"method": "auto", "compile": "compile"}`, say.
-            batch_size: Rows of the calls to come.
-            prompt_length: Tokens of their prompts, about.
+            speculative: As in `generate()`, for example `{"method": "auto", "compile": "inductor"}`.
+            batch_size: Batch size of later calls.
+            prompt_length: Approximate prompt length of later calls, in tokens.
 
         Raises:
             InvalidConfigError, DrafterMismatchError, UnsupportedGenerationError: As in `generate()`.
         """
         if batch_size < 1 or prompt_length < 1:
             raise InvalidConfigError(
-                f"batch_size and prompt_length are at least 1, got {batch_size}, {prompt_length}."
+                f"batch_size and prompt_length must be at least 1, got {batch_size} and {prompt_length}."
             )
         warm_up(self, speculative, rows=batch_size, context=prompt_length)
 
     def release_memory(self) -> None:
-        """Let go of graphs, their key-value memory and compiled programs; the next call makes what it needs anew."""
+        """Release graphs, their KV memory and compiled programs; the next call creates what it needs again."""
         release_programs(self)
 
     # ------------------------------------------------------------------------------------------- saving
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does; a default stored as `generation_config.speculative` is kept.
+        """Save as transformers does, and keep a default stored as `generation_config.speculative`.
 
-        transformers drops what a model's own configuration does not know where `generation_config.json` says that it
-        was made from it; with such a default it was not.
+        transformers drops unknown fields of a generation config that it derived from the model's config.
         """
         stored: Any = self.generation_config  # type: ignore[attr-defined]
         speculative = getattr(stored, "speculative", None)
         if speculative is None:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-        made_from = stored._from_model_config
-        stored._from_model_config, stored.speculative = False, SpeculativeConfig.storable(speculative)
+        derived, stored.speculative = is_derived(stored), SpeculativeConfig.storable(speculative)
+        set_derived(stored, False)
         try:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
         finally:
-            stored._from_model_config, stored.speculative = made_from, speculative
+            set_derived(stored, derived)
+            stored.speculative = speculative
 
     # ------------------------------------------------------------------------------------------- generate()'s hooks
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Carry `speculative` on this call's own copy of the configuration; nobody else's is written to."""
+        """Store `speculative` as a `Request` on this call's own copy of the generation config."""
         given = "speculative" in kwargs
         speculative = kwargs.pop("speculative", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
@@ -258,7 +258,10 @@ class SpeculativeGenerationMixin:
             speculative = getattr(prepared, "speculative", None)
             if speculative is None:
                 speculative = getattr(self.generation_config, "speculative", None)  # type: ignore[attr-defined]
-        prepared.speculative = None if speculative is False else speculative
+        if speculative is None or speculative is False:
+            prepared.speculative = None
+        else:
+            prepared.speculative = speculative if isinstance(speculative, Request) else Request(speculative)
         model: Any = self
         given = model_kwargs.get(cache_argument(model))
         if prepared.speculative is not None and given is not None:
@@ -268,20 +271,20 @@ class SpeculativeGenerationMixin:
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
-        """Refuse here, before any work, what speculation cannot keep."""
+        """Plan the call; refuse what cannot be combined with speculation, before any work."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
-        speculative = getattr(generation_config, "speculative", None)
-        if speculative is not None:
+        request: Request | None = getattr(generation_config, "speculative", None)
+        if request is not None:
             model: Any = self
             generation_config.speculative = plan_call(
-                model, speculative, generation_mode, generation_config, generation_mode_kwargs
+                model, request, generation_mode, generation_config, generation_mode_kwargs
             )
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Make the target, with a cache for the prompt, the answer and a tree."""
+        """Create the target with a cache for the prompt, the answer and one tree."""
         plan = plan_of(generation_config)
         if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -298,12 +301,12 @@ class SpeculativeGenerationMixin:
         if limit is not None and limit < needed:
             raise CacheCapacityError(
                 f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {limit}.",
-                "Raise it, or leave it None; or shorten the prompt or max_new_tokens.",
+                "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         plan = with_programs(plan, model)
-        if plan.runner is not None:  # costs are measured over the memory that this call will take
-            controller_of(plan, model, rows, max_cache_length, synced_gpus=runs_with_others())
+        if plan.runner is not None:  # measure costs before this call occupies the kept memory
+            step_costs_of(plan, model, rows, max_cache_length, synced_gpus=runs_with_others())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
@@ -339,20 +342,19 @@ class SpeculativeGenerationMixin:
         device = input_ids.device
         returns_dict = bool(generation_config.return_dict_in_generate)
         returns_cache = returns_dict or plan.target.is_adopted
-        pad_token_id = generation_config._pad_token_tensor
         transcript = Transcript(
             input_ids,
             logits_processor,
             stopping_criteria,
             max_length=generation_config.max_length,
             do_sample=generation_config.do_sample,
-            # bringing ragged rows to one length at the end would be a forward that other ranks do not run
+            # rows of different lengths would need a final forward that other ranks do not run
             lockstep=plan.target.lockstep
             or (synced_gpus and returns_cache)
             or options.in_lockstep(generation_config, logits_processor, stopping_criteria),
             keep_scores=returns_dict and bool(generation_config.output_scores),
             keep_logits=returns_dict and bool(generation_config.output_logits),
-            pad_token_id=0 if pad_token_id is None else int(pad_token_id),
+            pad_token_id=pad_token_id(generation_config),
         )
         call = decode.Call(
             target=plan.target,
@@ -364,7 +366,7 @@ class SpeculativeGenerationMixin:
             generation_config=generation_config,
             model_kwargs=model_kwargs,
             streamer=streamer,
-            has_unfinished=lambda finished: model._has_unfinished_sequences(finished, synced_gpus, device=device),
+            has_unfinished=lambda finished: has_unfinished(model, finished, synced_gpus, device),
             returns_cache=returns_cache,
             layer_outputs=plan.layer_outputs,
         )
@@ -378,7 +380,7 @@ class SpeculativeGenerationMixin:
 
 @functools.cache
 def _speculative_class(base: type) -> type:
-    """The subclass that `attach` swaps in; it keeps the name that transformers and pipelines go by."""
+    """Return the subclass that `attach` swaps in; it keeps the name that transformers and pipelines look at."""
     return type(
         base.__name__,
         (SpeculativeGenerationMixin, base),
@@ -388,7 +390,7 @@ def _speculative_class(base: type) -> type:
 
 
 def _reduce_attached(self: Any, protocol: int) -> tuple[Any, ...]:
-    """Pickle by base class: the swapped-in class has no importable name of its own."""
+    """Pickle by base class, since the swapped-in class cannot be imported by name."""
     return _new_attached, (type(self).__mro__[2],), self.__dict__
 
 

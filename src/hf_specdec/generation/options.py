@@ -1,6 +1,7 @@
-"""Which options of `generate()` speculation keeps; what it cannot keep is refused here, before any work.
+"""Checks of the options of `generate()`, made before any work.
 
-Nothing here changes anything.
+If speculation cannot support an option, a check raises `UnsupportedGenerationError`, which names the option, the
+reason and what to do. Nothing here has side effects.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",
     "video_grid_thw", "second_per_grid_ts",
 })  # fmt: skip
-"""Model inputs of which speculation knows what plain generate does with them after the prompt."""
+"""Model inputs whose values for generated tokens are known."""
 
 ROWWISE_PROCESSORS = frozenset({
     "EpsilonLogitsWarper",
@@ -51,29 +52,25 @@ ROWWISE_PROCESSORS = frozenset({
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
     "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
 })  # fmt: skip
-"""transformers' processors that depend on a row's own text alone: rows may be at different lengths, and a prefix may
-be tried that is not kept."""
+"""transformers' processors that depend only on the text of one row and keep no state: rows may differ in length, and
+prefixes may be evaluated and discarded."""
 
 CHUNKS_CONTINUE_CACHES = Version(transformers.__version__) >= Version("5.23")
-"""Whether transformers' chunked prefill knows that a cache may hold a part of the prompt."""
+"""Whether transformers' chunked prefill can continue a cache that already holds part of the prompt."""
 
-ASKS_KEPT_PREFIXES = ("auto", "greedy", "rejection")
-"""The acceptance rules that ask a processor about kept prefixes only, once each and in order."""
+KEPT_PREFIX_RULES = ("auto", "greedy", "rejection")
+"""Acceptance rules that call processors only with prefixes that are kept, once each and in order."""
 
 
 def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> rules.AcceptanceRule:
-    """The acceptance rule of a call.
-
-    Raises:
-        UnsupportedGenerationError: A rule that contradicts `do_sample`.
-    """
+    """Return the acceptance rule of a call; refuse one that contradicts `do_sample`."""
     do_sample = bool(generation_config.do_sample)
     name = config.acceptance
     if name == "auto":
         name = "rejection" if do_sample else "greedy"
     if (do_sample and name == "greedy") or (not do_sample and name in ("rejection", "block")):
         raise UnsupportedGenerationError(
-            f"acceptance={name!r} and do_sample={do_sample} ask for different things.", 'Use acceptance="auto".'
+            f"acceptance={name!r} cannot be combined with do_sample={do_sample}.", 'Use acceptance="auto".'
         )
     if name == "typical":
         return functools.partial(rules.typical, threshold=config.posterior_threshold, alpha=config.posterior_alpha)
@@ -81,259 +78,211 @@ def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> 
         top_p = generation_config.top_p
         if top_p is None or top_p >= 1:
             return rules.nucleus
-        # when sampling, the warpers have cut the nucleus out already
+        # when sampling, the warpers have already removed all other tokens
         return functools.partial(rules.nucleus, top_p=1.0 if do_sample else top_p)
     return {"greedy": rules.greedy, "rejection": rules.rejection, "block": rules.block}[name]
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Refuse generation modes and options that speculation does not keep.
-
-    Raises:
-        UnsupportedGenerationError: Naming the option, why, and what to do.
-    """
-    if "synced_gpus" not in mode_kwargs:  # transformers hands a loop of the user's own nothing but its own arguments
+    """Refuse unsupported generation modes and options."""
+    if "synced_gpus" not in mode_kwargs:  # transformers passes a custom loop only the loop's own arguments
         raise UnsupportedGenerationError(
-            "`custom_generate` replaces the decoding loop, so `speculative` could not be kept.",
+            "`custom_generate` replaces the decoding loop, so `speculative` would have no effect.",
             "Drop `custom_generate`, or pass speculative=None.",
         )
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedGenerationError(
-            f"`speculative` works with greedy decoding and sampling, not with {mode.value.replace('_', ' ')}.",
-            "Drop `speculative`, or the options that choose that mode (num_beams, assistant_model, ...).",
+            f"`speculative` supports greedy decoding and sampling, not {mode.value.replace('_', ' ')}.",
+            "Drop `speculative`, or the options that select this mode (num_beams, assistant_model, ...).",
         )
     chunk = config.prefill_chunk_size
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise UnsupportedGenerationError(
             f"`prefill_chunk_size` must be an integer >= 1, got {chunk!r}.",
-            "Leave it None to read the prompt at once.",
+            "Use None to process the prompt at once.",
         )
     if mode_kwargs.get("assistant_model") is not None:
         raise UnsupportedGenerationError(
-            "`assistant_model` goes with a `speculative` that the call itself is given.",
-            'Pass speculative="draft_model" as well, or speculative=None for transformers\' own assisted generation.',
+            "`assistant_model` is ambiguous if `speculative` is only stored in the generation config.",
+            'Also pass speculative="draft_model", or speculative=None for the assisted generation of transformers.',
         )
-    refused = {
-        "use_cache": (config.use_cache is False, "it needs the key-value cache"),
-        "cache_implementation": (
-            config.cache_implementation not in (None, "dynamic", "static"), "it has a static cache of its own"
-        ),
-    }  # fmt: skip
+    if config.use_cache is False:
+        raise UnsupportedGenerationError("`speculative` needs the KV cache, got use_cache=False.", "Drop one of them.")
+    if config.cache_implementation not in (None, "dynamic", "static"):
+        raise UnsupportedGenerationError(
+            f"`speculative` does not support cache_implementation={config.cache_implementation!r}.",
+            'Drop it, or use "dynamic" or "static".',
+        )
     if config.cache_implementation == "static":
         _check_attentions(config)
-    for name, (applies, why) in refused.items():
-        if applies:
-            raise UnsupportedGenerationError(
-                f"`{name}={getattr(config, name)!r}` cannot be kept with `speculative`: {why}.", "Drop one of them."
-            )
 
 
 def _check_attentions(config: GenerationConfig) -> None:
-    """Over a static cache transformers' attentions are as wide as the cache; speculation's are as wide as the text."""
+    """Refuse attentions over a static cache: they are as wide as the cache in transformers, as the text here."""
     if config.return_dict_in_generate and config.output_attentions:
         raise UnsupportedGenerationError(
-            "`output_attentions` over a static cache cannot be kept with `speculative`.", "Use a dynamic cache."
+            "`speculative` does not support `output_attentions` with a static cache.", "Use a dynamic cache."
         )
 
 
 def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse graphs on a device that has none.
-
-    Raises:
-        UnsupportedGenerationError: Naming the device.
-    """
+    """Refuse device graphs on a device that does not support them."""
     device = execution_device(model)
     if config.compile == "cuda_graph" and device.type not in GRAPH_BACKENDS:
         raise UnsupportedGenerationError(
-            f"compile={config.compile!r} needs a GPU, the model is on {device}.",
-            'Move the model to one; or use "compile", or "auto", which takes what the device has.',
+            f"compile={config.compile!r} needs a GPU, but the model is on {device}.",
+            'Move the model to a GPU, or use compile="inductor" or "auto".',
         )
 
 
 def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse more children per node than there are tokens.
+    """Refuse a `top_k` larger than the vocabulary.
 
     Raises:
-        InvalidConfigError: Naming both numbers.
+        InvalidConfigError: It is larger.
     """
     vocab_size = text_config(model).vocab_size
     if config.top_k is not None and config.top_k > vocab_size:
         raise InvalidConfigError(
-            f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.", "Use a smaller one."
+            f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.", "Use a smaller value."
         )
 
 
 def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
-    """Refuse model inputs of which it is not known how they go on after the prompt.
-
-    Raises:
-        UnsupportedGenerationError: Naming the inputs.
-    """
+    """Refuse model inputs whose values for generated tokens are unknown."""
     if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
-            "transformers reads all of `inputs_embeds` again with every chunk of prefill_chunk_size.",
+            "With `prefill_chunk_size`, transformers processes all of `inputs_embeds` again in every chunk.",
             "Drop one of them.",
         )
-    strange = sorted(
+    unknown = sorted(
         name
         for name, value in model_kwargs.items()
         if name not in KEPT_INPUTS and value is not None and not isinstance(value, bool | int | float | str)
     )
-    if strange:
+    if unknown:
         raise UnsupportedGenerationError(
-            f"The model inputs {', '.join(strange)} cannot be kept with `speculative`.", "Drop them or `speculative`."
+            f"`speculative` does not support the model inputs {', '.join(unknown)}.", "Drop them or `speculative`."
         )
 
 
 def check_cache(
     cache: Any, config: GenerationConfig, max_cache_length: int, layout: CacheLayout | None, rows: int
 ) -> int:
-    """The tokens that a handed-in cache holds.
+    """Return the number of tokens in a cache that the user passed; refuse a cache that cannot be continued.
 
     Args:
-        cache: What was handed in.
-        config: Of this call.
+        cache: The user's cache.
+        config: Generation config of the call.
         max_cache_length: Tokens of prompt and answer.
-        layout: Of the cache that the model fills; None if it verifies chains.
-        rows: Prompts, each as often as it is answered.
+        layout: Layout of the cache that the model fills; None if the model verifies chains only.
+        rows: Batch size, after `num_return_sequences`.
 
     Raises:
-        UnsupportedGenerationError: It is not a cache that can be continued, or another one is asked for, too.
-        CacheCapacityError: It is a static one, and too small for the answer.
+        CacheCapacityError: It is a static cache that is too small for the answer.
     """
     if config.cache_implementation is not None:
         raise UnsupportedGenerationError(
-            f"`cache_implementation={config.cache_implementation!r}` and `{CACHE_FIELD}` are two caches.",
-            "Drop one.",
+            f"`{CACHE_FIELD}` cannot be combined with `cache_implementation={config.cache_implementation!r}`.",
+            "Drop one of them.",
         )
     length = seen_tokens(cache)
     if layout is not None:
         check_fits(cache, layout, rows)
     if length and config.prefill_chunk_size is not None and not CHUNKS_CONTINUE_CACHES:
         raise UnsupportedGenerationError(
-            "In this version of transformers prefill_chunk_size reads the tokens of a handed-in cache twice.",
-            "Drop prefill_chunk_size, or update transformers to 5.23.",
+            f"In this version of transformers, `prefill_chunk_size` processes the tokens of `{CACHE_FIELD}` twice.",
+            "Drop `prefill_chunk_size`, or update transformers to 5.23 or newer.",
         )
     if isinstance(cache, StaticCache):
         _check_attentions(config)
     slots = min(layer.max_cache_len for layer in cache.layers) if isinstance(cache, StaticCache) else None
     if slots is not None and slots < max_cache_length:
         raise CacheCapacityError(
-            f"The cache handed in as `{CACHE_FIELD}` has {slots} slots, prompt and answer need {max_cache_length}.",
-            "Make it larger, or use a DynamicCache.",
+            f"The cache passed as `{CACHE_FIELD}` has {slots} slots; prompt and answer need {max_cache_length}.",
+            "Pass a larger one, or a DynamicCache.",
         )
     return length
 
 
 def check_adapter(model: PreTrainedModel) -> None:
-    """Refuse adapters that put a cache of their own in the place of speculation's.
-
-    Raises:
-        UnsupportedGenerationError: Prefix tuning (PEFT), which feeds its prefix as a filled cache.
-    """
-    wrapper = getattr(model.prepare_inputs_for_generation, "__self__", None)  # PEFT's, where prompts are learnt
+    """Refuse PEFT adapters that pass a learned prefix as a filled cache (prefix tuning, cartridges)."""
+    wrapper = getattr(model.prepare_inputs_for_generation, "__self__", None)  # the PEFT model, for prompt learning
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise UnsupportedGenerationError(
-            f"The adapter's {str(kind.value).lower().replace('_', ' ')} brings a cache of its own, so `speculative` "
-            "cannot be kept.",
+            f"`speculative` does not support {str(kind.value).lower().replace('_', ' ')}, which fills the KV cache.",
             "Use LoRA or prompt tuning, or disable the adapter.",
         )
 
 
 def check_training(model: PreTrainedModel) -> None:
-    """Refuse a model that checkpoints gradients in train mode: its layers are given no cache there.
-
-    Raises:
-        UnsupportedGenerationError: Saying how to switch either off.
-    """
+    """Refuse gradient checkpointing in train mode, in which transformers disables the cache."""
     if drops_cache(model):
         raise UnsupportedGenerationError(
-            "Gradient checkpointing in train mode takes the key-value cache away from the layers, and `speculative` "
-            "needs it.",
+            "Gradient checkpointing in train mode disables the KV cache, which `speculative` needs.",
             "Call model.eval() or model.gradient_checkpointing_disable() before generating.",
         )
 
 
 def check_device(input_ids: torch.Tensor, model: PreTrainedModel) -> None:
-    """Refuse a prompt that lies elsewhere than the model.
-
-    Raises:
-        UnsupportedGenerationError: Naming both devices.
-    """
+    """Refuse a prompt on another device than the model."""
     device = execution_device(model)
     if input_ids.device.type != device.type:
         raise UnsupportedGenerationError(
-            f"The prompt is on {input_ids.device}, the model takes its inputs on {device}.",
-            f'Move it with input_ids.to("{device}").',
+            f"The prompt is on {input_ids.device}, but the model needs its inputs on {device}.",
+            f'Use input_ids.to("{device}").',
         )
 
 
 def check_chain(config: GenerationConfig, chain_only_reason: str) -> None:
-    """Refuse a static cache for a model that verifies chains, which it does over a dynamic one.
-
-    Raises:
-        UnsupportedGenerationError: Naming why the model takes no tree.
-    """
+    """Refuse a static cache for a model that verifies chains only, which needs a dynamic cache."""
     if chain_only_reason and config.cache_implementation == "static":
         raise UnsupportedGenerationError(
-            f"This model takes no tree ({chain_only_reason}), so `speculative` runs over a dynamic cache, not "
-            f"cache_implementation={config.cache_implementation!r}.",
-            "Leave it out.",
+            f"This model cannot verify trees ({chain_only_reason}), and chains need a dynamic cache.",
+            'Drop cache_implementation="static".',
         )
 
 
 def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
-    """Refuse ranks in lockstep for models that run accepted tokens again: each rank at other times, all would wait.
-
-    Raises:
-        UnsupportedGenerationError: For a model with a recurrent state.
-    """
+    """Refuse `synced_gpus` for models that run accepted tokens again: ranks would wait for each other forever."""
     if synced_gpus and needs_replay:
         raise UnsupportedGenerationError(
-            "`synced_gpus` cannot be kept with `speculative` by a model with a recurrent state: the ranks would run "
+            "For a model with a recurrent state, `synced_gpus` cannot be combined with `speculative`: ranks would run "
             "different numbers of forwards.",
             "Drop one of them.",
         )
 
 
 def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> None:
-    """Refuse a prompt without tokens.
-
-    Raises:
-        UnsupportedGenerationError: Neither ids nor embeddings.
-    """
+    """Refuse a prompt without tokens or embeddings."""
     if input_ids.shape[1] == 0 and inputs_embeds is None:
-        raise UnsupportedGenerationError("The prompt is empty.", "Give at least one token, e.g. the BOS token.")
+        raise UnsupportedGenerationError("The prompt is empty.", "Pass at least one token, e.g. the BOS token.")
 
 
 def layer_outputs(config: GenerationConfig, *, chains_only: bool = False) -> dict[str, bool]:
-    """Which outputs per layer are to be returned.
-
-    Raises:
-        UnsupportedGenerationError: Attentions of a model that verifies chains over transformers' own cache.
-    """
+    """Return which outputs per layer to collect; refuse attentions of a model that verifies chains only."""
     wanted = {
         name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
     }
     if chains_only and wanted["attentions"]:
         raise UnsupportedGenerationError(
-            "`output_attentions` cannot be kept with `speculative` for a model that takes no tree.",
+            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
             "Drop one of them.",
         )
     return wanted
 
 
 def in_lockstep(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Whether the rows of a batch must go at one pace, so that everybody sees what plain generate shows them.
+    """Return whether all rows of a batch must emit the same number of tokens per step.
 
-    Processors and criteria that are not known to look at one row at a time (anyone's own, guidance, time
-    limits) are shown whole columns; outputs per token are whole columns, too.
+    Required by processors and criteria that may depend on several rows (custom ones, guidance, time limits), which
+    then get the same batches as in plain generate, and by outputs per token.
     """
     known_criteria: tuple[type, ...] = (EosTokenCriteria, MaxLengthCriteria)
     if any(isinstance(rule, EosTokenCriteria) for rule in criteria):
-        known_criteria = (*known_criteria, StopStringCriteria)  # without EOS a finished row goes on emitting tokens
+        known_criteria = (*known_criteria, StopStringCriteria)  # without EOS, finished rows continue to emit tokens
     return bool(
         not is_rowwise(processors)
         or any(type(rule) not in known_criteria for rule in criteria)
@@ -343,7 +292,7 @@ def in_lockstep(config: GenerationConfig, processors: LogitsProcessorList, crite
 
 
 def is_rowwise(processors: Iterable[object]) -> bool:
-    """Whether every processor depends on a row's own text alone."""
+    """Return whether every processor is one of `ROWWISE_PROCESSORS`."""
     return all(
         type(processor).__name__ in ROWWISE_PROCESSORS and type(processor).__module__.startswith("transformers.")
         for processor in processors
@@ -351,15 +300,11 @@ def is_rowwise(processors: Iterable[object]) -> bool:
 
 
 def check_processors(processors: LogitsProcessorList, config: SpeculativeConfig) -> None:
-    """Refuse processors with a memory for rules that ask about prefixes which are then not kept.
-
-    Raises:
-        UnsupportedGenerationError: Naming them.
-    """
-    if config.acceptance not in ASKS_KEPT_PREFIXES and not is_rowwise(processors):
+    """Refuse processors that may be stateful if the acceptance rule evaluates prefixes that may be discarded."""
+    if config.acceptance not in KEPT_PREFIX_RULES and not is_rowwise(processors):
         names = ", ".join(sorted(type(processor).__name__ for processor in processors if not is_rowwise([processor])))
         raise UnsupportedGenerationError(
-            f"acceptance={config.acceptance!r} tries prefixes that are not kept, which the logits processors {names} "
-            "may not take well.",
+            f"acceptance={config.acceptance!r} evaluates prefixes that may be discarded, which stateful logits "
+            f"processors do not support: {names}.",
             'Use acceptance="auto", or drop them.',
         )

@@ -1,4 +1,4 @@
-"""Hidden states and attentions per emitted token, in the shapes plain `generate()` returns them."""
+"""Hidden states and attentions of the emitted tokens, in the shapes of plain `generate()`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_specdec.verification.target import Verification
 
 
 class LayerOutputs:
-    """One entry per emitted token: first the whole prompt, then the node it was chosen at.
+    """Collects the layer outputs that each emitted token was chosen from: first the prompt's, then one node's each.
 
     Args:
-        config: The text decoder's, which says how far back the keys of each layer reach.
-        hidden_states, attentions: Which of the two to collect.
+        config: Config of the text decoder; gives each layer's sliding window.
+        hidden_states, attentions: Whether to collect them.
     """
 
     def __init__(self, config: Any, *, hidden_states: bool, attentions: bool) -> None:
@@ -28,16 +28,16 @@ class LayerOutputs:
 
     @property
     def hidden_states(self) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Per token and layer: `[B, P, D]` for the first, `[B, 1, D]` for every other; None if not asked for."""
+        """Per token and layer: `[B, P, D]` for the first token, `[B, 1, D]` for all others. None if not collected."""
         return tuple(self._hidden) if self._collects_hidden else None
 
     @property
     def attentions(self) -> tuple[tuple[Tensor | None, ...], ...] | None:
-        """Per token and layer: `[B, H, P, slots]`, then `[B, H, 1, slots]`; None if not asked for."""
+        """Per token and layer: `[B, H, P, slots]` for the first token, `[B, H, 1, slots]` for all others, or None."""
         return tuple(self._attentions) if self._collects_attentions else None
 
     def add_prompt(self, prefill: Verification) -> None:
-        """The first token's entry."""
+        """Add the entry of the first token."""
         if prefill.hidden_states is not None:
             self._hidden.append(prefill.hidden_states)
         if prefill.attentions is not None:
@@ -46,12 +46,12 @@ class LayerOutputs:
             )
 
     def add(self, verification: Verification, acceptance: Acceptance, start: int) -> None:
-        """The entries of one step's tokens.
+        """Add the entries of one step's tokens.
 
         Args:
-            verification: Of the tree.
-            acceptance: Its kept paths, of one length.
-            start: The slot of the root.
+            verification: Result of the tree's verify forward.
+            acceptance: Accepted paths; all rows have the same length.
+            start: Cache slot of the root.
         """
         if verification.hidden_states is None and verification.attentions is None:
             return
@@ -74,7 +74,7 @@ class LayerOutputs:
                 )
 
     def _within(self, layer: int, weights: Tensor | None) -> Tensor | None:
-        """Only the columns that the layer's keys have in transformers' own cache."""
+        """Keep the columns that transformers' own cache would hold for a sliding-window layer."""
         window = self._windows[layer] if layer < len(self._windows) else None
         if weights is None or window is None or weights.shape[-1] == weights.shape[-2]:
             return weights
@@ -82,6 +82,6 @@ class LayerOutputs:
 
 
 def _columns(weights: Tensor, slots: Tensor) -> Tensor:
-    """Weights `[B, H, S]` at slots `[B, L]`, as `[B, H, 1, L]`."""
+    """Gather the slots `[B, L]` of weights `[B, H, S]` into `[B, H, 1, L]`."""
     indices = slots.to(weights.device)[:, None].expand(-1, weights.shape[1], -1)
     return weights.gather(-1, indices)[:, :, None]

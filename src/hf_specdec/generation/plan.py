@@ -1,6 +1,7 @@
-"""What one `generate()` call will do, decided once and carried from hook to hook: `Plan`.
+"""`Plan`: what one `generate()` call will do, decided before any work.
 
-Everything that can be refused is refused here, before any work.
+Everything that cannot be supported is refused here. The mixin keeps the plan on the call's own copy of the generation
+config, where the `Request` was before.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from hf_specdec.acceptance.rules import AcceptanceRule, greedy
 from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
-from hf_specdec.control.costs import verify_seconds
+from hf_specdec.control.costs import StepCosts, verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.checked import limits_of
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.drafters.foreign import limits_of
-from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
@@ -37,7 +37,7 @@ from hf_specdec.generation.state import (
 )
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.graphs import PAYS_AFTER
+from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.plain import ordinary_tokens
@@ -46,42 +46,42 @@ from hf_specdec.verification.runners import ExecutionMode, Runner
 from hf_specdec.verification.target import Target
 
 ASSISTED = "draft_model"
-"""The method that drafts with an assistant model."""
+"""Name of the method that drafts with an assistant model."""
 
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = 2**31 - 1
-"""No text ends with it."""
+"""An id that no model emits, as the EOS of a rehearsal."""
 
 SHARED_NODES = 8
-"""Nodes of a merged tree where costs cannot decide."""
+"""Nodes of a merged tree if several processes must decide alike, so that measured costs cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
-class WithAssistant:
-    """What a call of `generate()` was given: `speculative=`, and the model to draft with."""
+class Request:
+    """The arguments of one `generate()` call: `speculative=` and the assistant model, if any."""
 
     speculative: Any
-    assistant: Any
+    assistant: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One call: who drafts, how much, by which rule it is accepted, and what is handed out."""
+    """One call: its drafter, the limits of its trees, the acceptance rule, and the outputs to collect."""
 
     config: SpeculativeConfig
     drafter: Drafter
-    limits: Budget  # no step of this call verifies more
+    limits: Budget  # largest tree of any step
     rule: AcceptanceRule
     facts: TargetFacts
-    layer_outputs: dict[str, bool]  # hidden_states, attentions: whether to collect them
-    runner: Runner | None = None  # what verifies instead of the model's own forward
-    target: Target | None = None  # as soon as the prompt's size is known
+    layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
+    runner: Runner | None = None  # verifies instead of the model's own forward
+    target: Target | None = None  # set once the size of the prompt is known
 
 
 def plan_call(
     model: PreTrainedModel,
-    speculative: Any,
+    request: Request,
     mode: GenerationMode,
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
@@ -90,24 +90,21 @@ def plan_call(
 
     Args:
         model: An attached model.
-        speculative: What the user gave.
-        mode, generation_config, mode_kwargs: What transformers made of the other arguments of `generate()`.
+        request: The user's arguments.
+        mode, generation_config, mode_kwargs: The other arguments of `generate()`, as transformers prepared them.
 
     Raises:
         InvalidConfigError: Invalid fields, or an unknown method.
-        DrafterMismatchError: A head that is not loaded, or is another model's.
-        UnsupportedGenerationError: Options that speculation cannot keep.
-        UnsupportedModelError: The model, as it is now, cannot verify drafted tokens.
+        DrafterMismatchError: A head that is not loaded, or belongs to another model.
+        UnsupportedGenerationError: Options that cannot be combined with speculation.
+        UnsupportedModelError: In its current state the model cannot verify drafted tokens.
     """
-    assistant = None
-    if isinstance(speculative, WithAssistant):
-        speculative, assistant = speculative.speculative, speculative.assistant
-    config, state = SpeculativeConfig.of(speculative), state_of(model)
+    config, state = SpeculativeConfig.of(request.speculative), state_of(model)
     options.check_mode(mode, generation_config, mode_kwargs)
     registered = state.drafters
-    if assistant is not None:
-        registered = {**registered, ASSISTED: _drafter_of(assistant, config, generation_config, state.made)}
-    drafter = choose_drafter(config, model, registered, state.made, state.experience)
+    if request.assistant is not None:
+        registered = {**registered, ASSISTED: _assisted(request.assistant, config, generation_config, state.made)}
+    drafter = choose_drafter(config, model, registered, state.made, state.learned)
     limits = _limits(drafter, config)
     options.check_top_k(config, model)
     options.check_runner(config, model)
@@ -128,31 +125,31 @@ def plan_call(
 
 
 def plan_of(generation_config: GenerationConfig) -> Plan | None:
-    """The call's plan; None for plain generation.
+    """Return the call's plan; None for plain generation.
 
     Raises:
-        UnsupportedModelError: The model's own `generate()` reached decoding without the checks of transformers'.
+        UnsupportedModelError: The model overrides `generate()` and skips the step in which speculation is planned.
     """
     plan: Any = getattr(generation_config, "speculative", None)
     if plan is not None and not isinstance(plan, Plan):
         raise UnsupportedModelError(
-            "This model's own generate() skips the steps of transformers' generate() in which speculation is planned.",
+            "This model overrides generate() and skips the steps of transformers in which speculation is planned.",
             "Pass speculative=None.",
         )
     return plan
 
 
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
-    """The plan with forwards in the form that it asks for: the last preparation, for it takes its time.
+    """Return the plan with compiled or captured forwards, as its config asks.
 
-    "auto" takes graphs where the device records them: they are made as it goes. A program takes a minute to make.
+    "auto" uses graphs if the device supports them, which are captured during generation; compiling takes a minute.
     """
     form = plan.config.compile
     if form == "none" or (form == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
         return plan
     layers = frozenset(plan.drafter.needs.feature_layers)
-    wanted: ExecutionMode = "compile" if form == "compile" else "cuda_graph"
-    runner = current_program(model, plan.facts, layers, wanted, asked=form != "auto")
+    wanted: ExecutionMode = "inductor" if form == "inductor" else "cuda_graph"
+    runner = current_program(model, plan.facts, layers, wanted, requested=form != "auto")
     rule = plan.rule
     if runner is not None and rule is greedy and execution_device(model).type in GRAPH_BACKENDS:
         rule = captured_rule(model)
@@ -160,32 +157,32 @@ def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:
-    """Do now what the first call with these settings would do: check, compile, measure.
+    """Do the one-time work of the first call with these settings: check, compile, measure.
 
     Args:
         model: An attached model.
         speculative: As in `generate()`.
-        rows: Of the batches to come.
-        context: Tokens of their prompts.
+        rows: Batch size of later calls.
+        context: Prompt tokens of later calls.
     """
     mode = GenerationMode.GREEDY_SEARCH
-    plan = plan_call(model, speculative, mode, model.generation_config, {"synced_gpus": False})
+    plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
     plan = with_programs(plan, model)
-    controller_of(plan, model, rows, context, synced_gpus=False)
-    if plan.runner is not None:  # as often as a graph is worth recording
+    step_costs_of(plan, model, rows, context, synced_gpus=False)
+    if plan.runner is not None:  # twice per size, after which a graph is captured
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
         if execution_device(model).type in GRAPH_BACKENDS:
             _rehearse(model, speculative, plan.limits, rows, context)
 
 
 def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: int, context: int) -> None:
-    """Generate a little behind two lengths, the longer one first: what drafts is recorded, too, and memory is made.
+    """Generate a few tokens after prompts of two lengths, the longer first, to capture graphs and allocate memory.
 
-    Nothing is learned from it.
+    Nothing learned from it is kept.
     """
     state = state_of(model)
     learned, last = state.state_dict(), state.last
-    new = (PAYS_AFTER + 2) * (limits.num_steps + 1)
+    new = (CAPTURE_AFTER + 2) * (limits.num_steps + 1)
     most = getattr(text_config(model), "max_position_embeddings", None) or context + new
     generate: Any = model.generate
     try:
@@ -201,31 +198,28 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
         state.last = last
 
 
-def _drafter_of(
+def _assisted(
     assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
 ) -> Drafter:
-    """The drafter of the call's assistant, the one of the last call where it is the same.
+    """Return the drafter of the call's assistant model; the last call's if the assistant is the same.
 
     Raises:
-        UnsupportedGenerationError: A method that drafts with no assistant.
+        UnsupportedGenerationError: The method does not draft with an assistant model.
     """
     if config.method not in (ASSISTED, *COMBINED):
         raise UnsupportedGenerationError(
-            f"`assistant_model` means nothing to speculative={config.method!r}.",
+            f"`assistant_model` has no effect with speculative={config.method!r}.",
             f'Use speculative={ASSISTED!r}, "hybrid" or "auto", or drop it.',
         )
     chain = config.top_k in (None, 1) and config.tree is None
     sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain
     sample = sample and config.acceptance in ("auto", "rejection", "block")
-    known = made.get(ASSISTED)
-    if isinstance(known, DraftModelDrafter) and known.assistant is assistant and known.sample == sample:
-        return known
-    made[ASSISTED] = DraftModelDrafter(assistant, sample=sample)
+    made[ASSISTED] = DraftModelDrafter.reuse(made.get(ASSISTED), assistant, sample=sample)
     return made[ASSISTED]
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
-    """The largest tree of any step: tiers may ask for deeper ones than the drafter's default."""
+    """Return the largest tree of any step; tiers may be deeper than the drafter's default."""
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
         return limits_of(drafter, config)
@@ -245,33 +239,48 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
 def _tiers(drafter: Drafter, config: SpeculativeConfig) -> AdaptiveConfig | None:
     if isinstance(config.adaptive, AdaptiveConfig):
         return config.adaptive
-    return AdaptiveConfig() if config.adaptive and not isinstance(drafter, HybridDrafter) else None
+    return AdaptiveConfig() if config.adaptive and not drafter.needs.step_costs else None
 
 
 def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool) -> Controller:
-    """What decides how much every step of this call drafts.
+    """Return the controller that sets the budget of every step.
 
     Args:
-        plan: The call's.
+        plan: The call's plan.
         model: An attached model.
-        rows: Of the batch.
+        rows: Batch size.
         context: Tokens of the prompt.
         synced_gpus: Whether other ranks run the same number of forwards.
     """
     tiers = _tiers(plan.drafter, plan.config)
     if tiers is not None:
         return TierController(tiers, plan.limits)
-    if not isinstance(plan.drafter, HybridDrafter) or plan.config.adaptive is False:
-        return FixedController(plan.limits)
-    if synced_gpus or runs_with_others():
-        logger.info("Several processes generate together: costs differ between them, so every step drafts the same.")
+    costs = step_costs_of(plan, model, rows, context, synced_gpus=synced_gpus)
+    if costs is not None:
+        return CostModelController(plan.limits, costs)
+    if plan.drafter.needs.step_costs and plan.config.adaptive is not False:  # several processes
         return FixedController(plan.limits.within(Budget(SHARED_NODES, plan.limits.num_steps, plan.limits.top_k)))
+    return FixedController(plan.limits)
+
+
+def step_costs_of(
+    plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool
+) -> StepCosts | None:
+    """Return the costs of a step, measured if unknown; None if the call's drafter or config does not use them.
+
+    Args:
+        plan, model, rows, context, synced_gpus: See `controller_of`.
+    """
+    if not plan.drafter.needs.step_costs or plan.config.adaptive is False or _tiers(plan.drafter, plan.config):
+        return None
+    if synced_gpus or runs_with_others():
+        logger.info("Several processes generate together and costs differ between them: every step drafts the same.")
+        return None
     widest, runner = plan.limits.num_nodes, plan.runner
-    costs = current_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=runner)
-    return CostModelController(plan.limits, costs)
+    return current_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=runner)
 
 
 def runs_with_others() -> bool:
-    """Whether this process is one of several that torch has joined: all must take the same decisions."""
+    """Whether torch.distributed runs several processes, which must all take the same decisions."""
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     return joined and torch.distributed.get_world_size() > 1

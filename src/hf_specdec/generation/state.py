@@ -1,6 +1,6 @@
-"""What attaching adds to a model, and how it is kept true while the model changes.
+"""The state that `attach` adds to a model, and how it follows changes of the model.
 
-One object in the model's `__dict__`, no parameter, buffer or module.
+It is one object in the model's `__dict__`; no parameter, buffer or module is added.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.control.costs import StepCosts
+from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.foreign import check_drafter
-from hf_specdec.drafters.hybrid import HybridDrafter, LearnedStats
+from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.compiling import make_runner
@@ -33,61 +33,61 @@ from hf_specdec.verification.probe import TargetFacts, check_features, inspect_t
 from hf_specdec.verification.runners import CaptureError, ExecutionMode, Runner, WeightsVersion
 
 STATE = "_speculation"
-"""The one entry this package keeps in a model's `__dict__`."""
+"""Name of the only entry that this package adds to a model's `__dict__`."""
 
 KEPT_FACTS = 4
-"""Findings of the probe that are kept: a model that goes back and forth (adapters, modes) is probed once for each."""
+"""Maximum number of cached probe results: a model that switches between adapters or modes is probed once for each."""
 
 KEPT_COSTS = 16
-"""Batch sizes, times models, of which it is kept what a step costs."""
+"""Maximum number of cached cost tables (one per model state, batch size and execution mode)."""
 
 logger = logging.getLogger(__name__)
 
 
 SWAP = threading.Lock()
-"""Held while a model's class is swapped back, and while a generation announces that it begins."""
+"""Held while a model's class is swapped back, and while a generation registers that it runs."""
 
 
 COMPILING = threading.Lock()
-"""Held while a program is looked for or made: one thread makes it, the others wait for it."""
+"""Held while a program is looked up or compiled: one thread compiles, the others wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptProgram:
-    """A model's verify forward in another form, or that it takes none, and what it was made of."""
+    """A compiled or captured verify forward, with the model state that it was built from."""
 
-    made_of: tuple[Fingerprint, WeightsVersion]
-    layers: frozenset[int]
-    runner: Runner | None
+    built_from: tuple[Fingerprint, WeightsVersion]
+    layers: frozenset[int]  # whose hidden states it returns
+    runner: Runner | None  # None: not possible for this model
 
     def serves(self, layers: frozenset[int]) -> bool:
-        """Whether it gives these hidden states, or there is none."""
+        """Whether it returns these hidden states; True also if no program is possible."""
         return self.runner is None or layers <= self.layers
 
 
 class SpeculationState:
-    """A model's drafters, what the probe found, who generates with it, and the last call's statistics."""
+    """A model's drafters, probe results, programs, running generations, and the last call's statistics."""
 
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
-        self.made: dict[str, Drafter] = {}  # training-free drafters, made when their method was first asked for
-        # the model that each drafter was last bound to
+        self.made: dict[str, Drafter] = {}  # training-free drafters, created on first use
+        # state of the model that each drafter was last bound to
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # latest first
-        self.experience = LearnedStats()  # of merged drafts
-        # by model, rows and what runs it, latest first
+        self.learned = LearnedStats()  # by merged drafting
+        # by model state, batch size and execution mode, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
-        self.rule: CapturedGreedy | None = None  # of models whose forward is captured
-        # drafters whose forwards are programs, and what these were made of
+        self.rule: CapturedGreedy | None = None  # for models with a captured forward
+        # compiled drafters, with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
         self.last: SpeculationStats | None = None
-        self._threads: Counter[int] = Counter()  # generations under way, by thread
+        self._threads: Counter[int] = Counter()  # running generations by thread
 
     def running(self) -> ExitStack:
-        """Note down that this thread generates, from now until the block ends."""
+        """Register a generation of this thread until the returned context manager exits."""
         thread = threading.get_ident()
         self._threads[thread] += 1
         stack = ExitStack()
@@ -95,42 +95,42 @@ class SpeculationState:
         return stack
 
     def is_running_elsewhere(self) -> bool:
-        """Whether another thread that lives is generating."""
+        """Whether another living thread is generating."""
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
     def state_dict(self) -> Any:
-        """A copy of what drafters have learned with the model."""
+        """Return a copy of what the drafters have learned with the model."""
         drafters = {**self.made, **self.drafters}
-        return self.experience.state_dict(), {name: drafter.state_dict() for name, drafter in drafters.items()}
+        return self.learned.state_dict(), {name: drafter.state_dict() for name, drafter in drafters.items()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Have all drafters know what they knew when a copy was made; those that came later know nothing."""
-        experience, learned = state
-        self.experience.load_state_dict(experience)
+        """Restore a copy made by `state_dict`; drafters added since are reset."""
+        of_merging, of_drafters = state
+        self.learned.load_state_dict(of_merging)
         for name, drafter in {**self.made, **self.drafters}.items():
-            drafter.load_state_dict(learned.get(name))
+            drafter.load_state_dict(of_drafters.get(name))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is another model: nothing was found out about it yet."""
+        """Keep drafters and statistics only: a copy is another model, which has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "experience": LearnedStats(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
+                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
 
 
 def state_of(model: Any) -> SpeculationState:
-    """The model's own, made where there is none yet."""
+    """Return the model's state, created if there is none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:
-    """What the probe found, anew where the model is not made as it was.
+    """Return the probe's result for the model; probe again if the model has changed.
 
     Raises:
-        UnsupportedModelError: As it is now, it cannot verify drafted tokens.
+        UnsupportedModelError: In its current state the model cannot verify drafted tokens.
     """
     state, now = state_of(model), Fingerprint.of(model)
     for facts in state.facts:
@@ -140,18 +140,18 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
     state.compiled.clear()
     if state.facts:
         changed = ", ".join(state.facts[0].fingerprint.differences(now))
-        logger.info("%s has changed since it was probed (%s): probing it again", type(model).__name__, changed)
+        logger.info("%s has changed since it was probed (%s); probing again.", type(model).__name__, changed)
     facts = inspect_target(model)
     state.facts = [facts, *state.facts][:KEPT_FACTS]
     return facts
 
 
-def register(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None:
-    """Bind a drafter to the model and keep it under a name; None is its method's.
+def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None:
+    """Bind a drafter to the model and keep it under a name; None is the name of its method.
 
     Raises:
         DrafterMismatchError: It was made for another model, or is not a drafter.
-        UnsupportedModelError: The model shows no hidden states to a drafter that reads them.
+        UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
     """
     check_drafter(drafter)
     state, now = state_of(model), Fingerprint.of(model)
@@ -161,10 +161,10 @@ def register(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None
 
 
 def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
-    """Bind a drafter to a model that is not made as it was when the drafter was bound last.
+    """Bind the drafter again if the model has changed since it was last bound.
 
     Raises:
-        DrafterMismatchError: It no longer fits: the vocabulary was resized, layers were taken out, ...
+        DrafterMismatchError: It no longer fits, for example after a resized vocabulary or removed layers.
     """
     bound = state_of(model).bound
     for part in drafter.parts:
@@ -175,15 +175,15 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
 def current_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> StepCosts:
-    """What a step over so many rows costs, measured where it is not known yet.
+    """Return the costs of a step; measure them if unknown.
 
     Args:
         model: An attached model.
-        facts: What the probe found.
-        rows: Of the batch.
+        facts: The result of the probe.
+        rows: Batch size.
         widest: Nodes of the largest tree.
         context: Tokens of the prompt.
-        runner: What runs its forward.
+        runner: Runs the forward.
     """
     state = state_of(model)
     form = next((form for form, kept in state.programs.items() if kept.runner is runner is not None), "none")
@@ -197,26 +197,26 @@ def current_costs(
 
 
 def current_program(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, *, asked: bool = True
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, *, requested: bool = True
 ) -> Runner | None:
-    """The model's verify forward in another form, made where there is none of these weights yet.
+    """Return the compiled or captured verify forward, created if none exists for the current weights.
 
     Args:
         model: An attached model.
-        facts: What the probe found.
-        layers: Whose hidden states this call's drafter reads.
+        facts: The result of the probe.
+        layers: Layers whose hidden states this call's drafter reads.
         form: See `make_runner`.
-        asked: Whether the user named it: then it is a warning that the model cannot take it.
+        requested: Whether the user asked for this mode: a failure is then logged as a warning.
 
     Returns:
-        None where it cannot, which is logged once: the model's own forward verifies then.
+        None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
     """
-    state, made_of = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
+    state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     depth = int(text_config(model).num_hidden_layers)
     layers = frozenset(canonical(layer, depth) for layer in layers)
     with COMPILING:
-        if any(kept.made_of != made_of for kept in state.programs.values()):
-            logger.info("%s has changed since its forward was compiled: its program is dropped", type(model).__name__)
+        if any(kept.built_from != built_from for kept in state.programs.values()):
+            logger.info("%s has changed since its forward was compiled; the program is dropped.", type(model).__name__)
             state.programs.clear()
             state.compiled.clear()
         known = state.programs.get(form)
@@ -224,12 +224,12 @@ def current_program(
             return known.runner
         others = (layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers)
         layers |= {canonical(layer, depth) for layer in others}
-        state.programs[form] = KeptProgram(made_of, layers, _made(model, facts, layers, form, asked))
+        state.programs[form] = KeptProgram(built_from, layers, _build(model, facts, layers, form, requested))
         return state.programs[form].runner
 
 
 def release_programs(model: Any) -> None:
-    """Let go of every program and graph of a model, and of the memory that is kept for them."""
+    """Release every program and graph of a model, and the memory kept for them."""
     state = state_of(model)
     with COMPILING:
         state.programs.clear()
@@ -238,7 +238,7 @@ def release_programs(model: Any) -> None:
 
 
 def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
-    """Greedy acceptance as graphs of the model's device, made if there is none yet."""
+    """Return greedy acceptance as graphs of the model's device, created if there is none."""
     state, device = state_of(model), execution_device(model)
     with COMPILING:
         if state.rule is None:
@@ -247,45 +247,47 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
 
 
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: ExecutionMode) -> Drafter:
-    """The drafter with its own forwards in another form, made where there is none of these weights yet.
+    """Return the drafter with its parts' forwards compiled or captured, created if none exist for the current weights.
 
     Args:
-        model: An attached model, whose own program is current.
-        drafter: Bound to it. What cannot take the form, which is logged once, stays as it is.
+        model: An attached model whose own program is current.
+        drafter: A bound drafter. A part that cannot be compiled, which is logged once, is kept as it is.
         form: See `make_runner`.
     """
-    if isinstance(drafter, HybridDrafter):
-        return drafter.with_parts(lambda part: compiled_drafter(model, part, form))
+    return drafter.with_parts(lambda part: _compiled_part(model, part, form))
+
+
+def _compiled_part(model: PreTrainedModel, drafter: Drafter, form: ExecutionMode) -> Drafter:
     kept = state_of(model).compiled.setdefault(drafter, {})
-    made_of = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
+    built_from = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
     with COMPILING:
         known = kept.get(form)
-        if known is None or known[0] != made_of:
+        if known is None or known[0] != built_from:
             try:
                 with persistent_tensors():
                     other = drafter.compiled(model, form)
             except CaptureError as error:
-                logger.warning("%r is not compiled: %s. Its own forward drafts.", drafter, error)
+                logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
                 other = drafter
-            known = kept[form] = made_of, None if other is drafter else other  # no value may hold its key alive
+            known = kept[form] = built_from, None if other is drafter else other  # a value must not keep its key alive
         return known[1] or drafter
 
 
-def _made(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, asked: bool
+def _build(
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, requested: bool
 ) -> Runner | None:
     name, begin = type(model).__name__, time.perf_counter()
-    if form == "compile":
-        logger.info("Compiling the forward of %s, once: this can take a minute", name)
+    if form == "inductor":
+        logger.info("Compiling the forward of %s; this takes about a minute, once per process.", name)
     try:
         runner = make_runner(model, facts, layers, form)
     except CaptureError as error:
-        how = "compiled" if form == "compile" else "captured"
-        level = logging.WARNING if asked else logging.INFO
-        logger.log(level, "%s is not %s: %s. Its own forward verifies the drafts.", name, how, error)
+        how = "compiled" if form == "inductor" else "captured"
+        level = logging.WARNING if requested else logging.INFO
+        logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
         return None
-    if form == "compile":
-        logger.info("Compiled the forward of %s in %.0f s", name, time.perf_counter() - begin)
+    if form == "inductor":
+        logger.info("Compiled the forward of %s in %.0f s.", name, time.perf_counter() - begin)
     return runner
 
 

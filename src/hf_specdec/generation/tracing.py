@@ -1,4 +1,4 @@
-"""Copy what one step drafted, verified and kept to the host, for plots (`SpeculativeConfig(trace=True)`)."""
+"""Record a decoding step on the host, for plots (`SpeculativeConfig(trace=True)`)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hf_specdec.verification.step import Step, StepSeconds
 
 
 def trace_step(step: Step, method: str, begin: float, seconds: StepSeconds) -> TracedStep:
-    """Read a step from the device. This takes several transfers, which a call without a trace does not make.
+    """Copy a step to the host; takes several transfers, which calls without a trace avoid.
 
     Args:
         step: The step.
-        method: Name of its drafter, the source of every node that names no other.
-        begin: Seconds since the prompt was read.
-        seconds: How long the step took.
+        method: Name of its drafter; the source of all nodes that have no other one.
+        begin: Seconds between the end of the prefill and the start of the step.
+        seconds: Duration of the step's stages.
     """
     draft, logits, acceptance = step.draft, step.verification.logits, step.acceptance
     tokens, parents = draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)
     best = logits.max(-1).indices.to(tokens.device)
     log_probs = logits.log_softmax(-1, dtype=torch.float32).to(tokens.device)
-    rows_of = torch.arange(len(tokens), device=tokens.device)[:, None]
-    of_nodes = log_probs[rows_of, parents.clamp(min=0), tokens].where(parents != ROOT_PARENT, 0.0)
+    row_indices = torch.arange(len(tokens), device=tokens.device)[:, None]
+    node_log_probs = log_probs[row_indices, parents.clamp(min=0), tokens].where(parents != ROOT_PARENT, 0.0)
     all_tokens, all_parents, choices = read(tokens, parents, best)
-    target_probs = of_nodes.exp().tolist()
+    target_probs = node_log_probs.exp().tolist()
     draft_probs = None if draft.log_probs is None else draft.log_probs.exp().tolist()
     rows = []
     for row, row_tokens in enumerate(all_tokens):
-        named = draft.sources[row] if draft.sources is not None else ()
+        sources = draft.sources[row] if draft.sources is not None else ()
         rows.append(
             TracedRow(
                 tokens=row_tokens,
@@ -38,7 +38,7 @@ def trace_step(step: Step, method: str, begin: float, seconds: StepSeconds) -> T
                 draft_probs=None if draft_probs is None else draft_probs[row],
                 target_probs=target_probs[row],
                 choices=choices[row],
-                sources=[*named, *[method] * (len(row_tokens) - len(named))],
+                sources=[*sources, *[method] * (len(row_tokens) - len(sources))],
                 path=list(acceptance.nodes[row]),
                 emitted=list(acceptance.emitted[row]),
             )

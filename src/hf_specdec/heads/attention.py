@@ -1,7 +1,7 @@
-"""The attention of a draft layer, and the three ways in which it is asked to attend.
+"""The attention of a draft layer, with three ways to attend.
 
-One set of projections serves inference, where keys lie in a cache, and training, where the same layer runs several
-times over one sequence. What differs is `attend`, a function `(query, key, value) -> output` that a caller passes.
+Inference reads keys from a cache; training runs the same layer several times over one sequence. Both use the same
+projections and pass a different function `attend(query, key, value) -> output`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.verification import kernels
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From query `[B, H, T, d]`, key and value `[B, G, T, d]` of T new entries to `[B, H, T, d]`; G divides H."""
+"""`attend(query [B, H, T, d], key [B, G, T, d], value [B, G, T, d]) -> [B, H, T, d]`; T new entries, G divides H."""
 
 QUERY_BLOCK = 256
-"""Queries whose scores are held at once while training on later steps."""
+"""Number of queries per checkpointed block in `AlignedAttention`; limits the memory of the scores."""
 
 WIDE = 512
-"""Queries per head above which keys are repeated instead of queries packed, whose mask would be the larger copy."""
+"""With more queries per head, keys are repeated instead of packing queries, whose mask would be the larger copy."""
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention with rotary positions; tensor names are Llama's and Qwen3's.
+    """Grouped-query attention with rotary positions; tensor names match Llama and Qwen3.
 
     Args:
-        config: Gives `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, and whether there are a
-            bias of all four projections (`attention_bias`) and norms of queries and keys (`qk_norm`).
-        input_size: Width of what it reads; 2D in EAGLE-3.
-        bias: Whether query, key and value projections have one although `attention_bias` is False.
+        config: Provides `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `attention_bias`
+            (bias of all four projections) and `qk_norm` (norms of queries and keys).
+        input_size: Width of the input; 2D in EAGLE-3.
+        bias: Add a bias to the query, key and value projections even if `attention_bias` is False.
     """
 
     def __init__(self, config: Any, input_size: int, bias: bool = False) -> None:
@@ -46,13 +46,13 @@ class DraftAttention(nn.Module):
             config.num_attention_heads % config.num_key_value_heads
         ):
             raise InvalidConfigError(
-                f"Attention needs num_attention_heads, num_key_value_heads and head_dim >= 1, the first a multiple of "
-                f"the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
+                f"num_attention_heads, num_key_value_heads and head_dim must be at least 1, and the first a multiple "
+                f"of the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
             )
         if config.num_hidden_layers != 1:
-            raise InvalidConfigError(f"A draft head has one layer, got num_hidden_layers={config.num_hidden_layers}.")
+            raise InvalidConfigError(f"num_hidden_layers must be 1, got {config.num_hidden_layers}.")
         if config.sliding_window is not None and config.sliding_window < 1:
-            raise InvalidConfigError(f"`sliding_window` is None or at least 1, got {config.sliding_window}.")
+            raise InvalidConfigError(f"sliding_window must be None or at least 1, got {config.sliding_window}.")
         self.head_dim = config.head_dim
         bias = bias or config.attention_bias
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -66,7 +66,7 @@ class DraftAttention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """`[B, T, input_size]` to `[B, T, D]`."""
+        """Return `[B, T, D]` for inputs `[B, T, input_size]`."""
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -79,16 +79,16 @@ class DraftAttention(nn.Module):
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Every entry sees itself and those before it."""
+    """Let every entry attend to itself and the entries before it."""
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
-    """Append the new entries to a cache of one layer, and attend to all it holds.
+    """Return a function that appends the new entries to a one-layer cache and attends to all of its entries.
 
     Args:
         cache: Any transformers cache.
-        mask: `[B, 1, T, S]` bool, True where attention is allowed; None is plain causal, for an empty cache.
+        mask: `[B, 1, T, S]` bool, True for visible entries; None means causal attention over an empty cache.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend by `kernels.attend`: with a mask and `enable_gqa`, SDPA takes cuDNN's kernel or writes out all scores."""
+    """Use `kernels.attend`; with a mask and `enable_gqa`, SDPA uses cuDNN's kernel or materializes all scores."""
     groups = query.shape[1] // key.shape[1]
     if query.shape[2] > WIDE and groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -113,15 +113,16 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> T
 
 
 class AlignedAttention:
-    """Attention of training's later steps, which shows an entry exactly what drafting shows it.
+    """Attention for multi-step training, where each entry sees exactly the entries it would see while drafting.
 
-    The layer runs k times over T entries. Step 0 is causal. Entry t of step j stands for a node j levels below the
+    The layer runs k times over T entries. Step 0 is causal. Entry t of step j corresponds to a node j levels below the
     last committed entry t-j, so it sees the entries of step 0 up to t-j, entry t-j+i of each step i between, and
-    itself: a causal triangle and j diagonals. No T x T tensor outlives a block of queries, in either direction.
+    itself: a causal triangle and j diagonals. Scores exist for one block of queries at a time, also in the backward
+    pass.
 
     Source: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840), HASS (https://arxiv.org/abs/2408.15766).
 
-    Example: T = 3, step 1: rows of what is seen, step 0 then step 1: 000|100, 100|010, 110|001.
+    Example: T = 3, step 1: visible entries of step 0 and step 1, by query: 000|100, 100|010, 110|001.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class AlignedAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One more step; its keys and values are kept for the next."""
+        """Attend in the next step; keys and values are kept for later steps."""
         groups = query.shape[1] // key.shape[1]
         step = len(self._keys)
         self._keys.append(key.repeat_interleave(groups, dim=1))
@@ -145,21 +146,21 @@ class AlignedAttention:
 
 
 def _attend_block(query: Tensor, begin: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> Tensor:
-    """The queries of one block at the newest step."""
+    """Attend with the queries `begin : begin + QUERY_BLOCK` of the latest step."""
     step, length = len(keys) - 1, query.shape[2]
     end = min(begin + QUERY_BLOCK, length)
     query = query[:, :, begin:end] * query.shape[-1] ** -0.5
     entries = torch.arange(length, device=query.device)
-    behind = entries[begin:end, None] - entries[:end]  # how far a key of step 0 lies behind its query
-    triangle = (query @ keys[0][:, :, :end].transpose(-1, -2)).masked_fill(behind < step, -torch.inf)
-    # the one entry of step i that each query sees; before the first there is none
-    places = [entries[begin:end] - (step - i) for i in range(1, step + 1)]
+    distance = entries[begin:end, None] - entries[:end]  # from each key of step 0 to each query
+    triangle = (query @ keys[0][:, :, :end].transpose(-1, -2)).masked_fill(distance < step, -torch.inf)
+    # index of the one entry of step i that each query sees; negative: no such entry
+    seen = [entries[begin:end] - (step - i) for i in range(1, step + 1)]
     diagonals = torch.stack([
-        (query * keys[i][:, :, place.clamp(min=0)]).sum(-1).masked_fill(place < 0, -torch.inf)
-        for i, place in enumerate(places, start=1)
+        (query * keys[i][:, :, index.clamp(min=0)]).sum(-1).masked_fill(index < 0, -torch.inf)
+        for i, index in enumerate(seen, start=1)
     ], dim=-1)  # fmt: skip
     weights = torch.cat([triangle, diagonals], dim=-1).float().softmax(-1).to(query.dtype)
     output = weights[..., :end] @ values[0][:, :, :end]
-    for i, place in enumerate(places, start=1):
-        output = output + weights[..., end + i - 1, None] * values[i][:, :, place.clamp(min=0)]
+    for i, index in enumerate(seen, start=1):
+        output = output + weights[..., end + i - 1, None] * values[i][:, :, index.clamp(min=0)]
     return output

@@ -1,6 +1,6 @@
-"""What every draft head is: a transformers model with a hot-token vocabulary, a card, and a way to the Hub.
+"""Base classes of draft heads: transformers models with an optional draft vocabulary, a model card and Hub upload.
 
-The heads are `eagle.py`, `eagle3.py`, `mtp.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
+The heads are in `eagle.py`, `eagle3.py`, `mtp.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hf_specdec.atomic import move_into, staging_directory
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
+from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.heads.schema import Rule, checked
 from hf_specdec.heads.vocabulary import HotTokens
 
@@ -32,19 +33,19 @@ HEAD = {repo!r}
 
 
 def generate(model, speculative=None, **kwargs):
-    """`model.generate(**kwargs)` with this repository's head; `speculative` may be anything that it may be there."""
+    """Call `model.generate(**kwargs)` with this repository's head, or with another `speculative=` method."""
     SpeculativeGenerationMixin.attach(model)
     if HEAD not in model.drafters:
         model.load_drafter(HEAD, name=HEAD)
     return model.generate(speculative=HEAD if speculative is None else speculative, **kwargs)
 '''
-"""The file that lets a head's repository be named in `custom_generate=`."""
+"""Content of `custom_generate/generate.py`, which makes a head's repository usable as `custom_generate=`."""
 
 
 def portable_name(name: str | None) -> str | None:
-    """A model's name as other machines know it: a Hub id. None for a path of this machine, and where there is none.
+    """Return the name if it can be a Hub id; None for a local path or an empty name.
 
-    Example: "org/model" stays, "/home/me/model" is None.
+    Example: `"org/model"` is returned, `"/home/me/model"` gives None.
     """
     if not name or name.startswith(("/", ".", "~")) or Path(name).is_absolute() or Path(name).exists():
         return None
@@ -52,30 +53,30 @@ def portable_name(name: str | None) -> str | None:
 
 
 class CheckedConfig:
-    """Mixin of a head's configuration, before transformers' class: what a file says is checked, or stays behind.
+    """Mixin that validates a head's config; must precede transformers' class in the bases.
 
     Attributes:
-        rules: What its fields may be.
+        rules: Allowed values by field name.
     """
 
     rules: ClassVar[Mapping[str, Rule]]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, from the fields of the schema alone: nothing else of a stranger's file gets there.
+        """Create the config as in transformers, from the fields in `rules` only; others are ignored.
 
         Raises:
-            InvalidConfigError: A value of the wrong type or out of range.
+            InvalidConfigError: A value has the wrong type or is out of range.
         """
         return super().from_dict(checked(config_dict, cls.rules), **kwargs)  # type: ignore[misc]
 
 
 class DraftHead(HotTokens, PreTrainedModel):
-    """Base of all heads.
+    """Base class of all heads.
 
     Attributes:
-        method: What it is called in `speculative=`.
-        layout: The layout that it was read from, see `checkpoints/layouts.py`.
+        method: Name for `speculative=`.
+        layout: Layout of the checkpoint that it was read from, see `checkpoints/layouts.py`.
     """
 
     base_model_prefix = ""
@@ -83,70 +84,70 @@ class DraftHead(HotTokens, PreTrainedModel):
     layout: str = NATIVE_LAYOUT
 
     def check_sizes(self, target_config: Any) -> None:
-        """Compare with the configuration of a target's text decoder, before its weights are loaded or anything is run.
+        """Check that the head fits a target, given the config of the target's text decoder.
 
         Raises:
-            DrafterMismatchError: Another hidden size or vocabulary, or too few layers.
+            DrafterMismatchError: The hidden size or vocabulary size differs, or the target has too few layers.
         """
         own = self.config
-        read = getattr(own, "target_hidden_size", None) or own.hidden_size
-        if own.vocab_size is None:  # Medusa heads without an lm_head say nothing of it
+        hidden_size = getattr(own, "target_hidden_size", None) or own.hidden_size
+        if own.vocab_size is None:  # unknown for Medusa heads without lm_heads
             own.vocab_size = target_config.vocab_size
-        for size, wanted in (("hidden_size", read), ("vocab_size", own.vocab_size)):
+        for size, wanted in (("hidden_size", hidden_size), ("vocab_size", own.vocab_size)):
             if getattr(target_config, size) != wanted:
                 raise DrafterMismatchError(
-                    f"This {type(self).__name__} is for a target of {size} {wanted}, this one "
-                    f"({type(target_config).__name__}) has {getattr(target_config, size)}.",
-                    f"It was trained for {own.base_model_name_or_path or 'another model'}: load it on that one.",
+                    f"This {type(self).__name__} needs a target with {size} {wanted}; the target's "
+                    f"{type(target_config).__name__} has {getattr(target_config, size)}.",
+                    f"Use it with the model it was trained for ({own.base_model_name_or_path or 'name unknown'}).",
                 )
 
     def num_forwards(self, num_steps: int) -> int:
-        """Forwards of the head that a tree so deep takes."""
+        """Return the number of head forwards for a tree of this depth."""
         return num_steps
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
-        """Logits of what one forward of drafting foresees; what a level of a tree costs is measured on it.
+        """Run one forward of the head and return its logits; used to measure the cost of drafting a tree level.
 
         Args:
             features: `[B, 1, D]`.
-            position: Of the token.
-            lm_head: The target's over the draft vocabulary, where it is shared.
+            position: Position of the token.
+            lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
         """
         raise NotImplementedError
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save as transformers does, whole or not at all, and write a model card where the directory has none.
+        """Save atomically, with transformers' arguments, and write a model card unless the directory has one.
 
         Args:
-            save_directory: Made where it is missing.
-            *args: As for every transformers model.
-            push_to_hub: Upload it as well, to `repo_id` or the directory's name.
-            **kwargs: As for every transformers model.
+            save_directory: Created if missing.
+            *args: As in transformers.
+            push_to_hub: Also upload the head, to `repo_id` or to a repository with the directory's name.
+            **kwargs: As in transformers.
         """
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         is_main, folder = kwargs.get("is_main_process", True), Path(save_directory)
-        with staging_directory(folder) as made:
-            super().save_pretrained(made, *args, **kwargs)
+        with staging_directory(folder) as staged:
+            super().save_pretrained(staged, *args, **kwargs)
             if is_main:
                 if not (folder / CARD_NAME).exists():
                     picture = RUN_PICTURE if (folder / RUN_PICTURE).exists() else None
-                    (made / CARD_NAME).write_text(model_card(self.config, self.method, picture=picture))
-                move_into(made, folder, first="config.json", stale=WEIGHT_PATTERNS)
+                    (staged / CARD_NAME).write_text(model_card(self.config, self.method, picture=picture))
+                move_into(staged, folder, first="config.json", stale=WEIGHT_PATTERNS)
         if is_main and push_to_hub:
             self.push_to_hub(repo_id, **upload, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
-        """Upload the head with its card, and a `custom_generate/generate.py` that names it.
+        """Upload the head with a model card and a `custom_generate/generate.py`.
 
-        transformers' own method writes a card of its own over any other; this one keeps what the repository has.
+        Unlike transformers' method, it does not overwrite the card of an existing repository.
 
         Args:
             repo_id: `name` or `owner/name`.
-            **kwargs: `token`, `private`, `revision`, `commit_message`, `commit_description`, `create_pr`, and what
-                `save_pretrained` takes, e.g. `max_shard_size`.
+            **kwargs: `token`, `private`, `revision`, `commit_message`, `commit_description`, `create_pr`, and
+                arguments of `save_pretrained`, e.g. `max_shard_size`.
         """
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
         upload.setdefault("commit_message", f"Upload {type(self).__name__}")
@@ -167,41 +168,41 @@ class DraftHead(HotTokens, PreTrainedModel):
 
 
 WEIGHT_PATTERNS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
-"""Files of weights that an earlier head may have left in a directory."""
+"""Weight files of an earlier head, which a save removes."""
 
 UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")
 
 
-class EagleFamilyHead(DraftHead):
-    """What EAGLE heads and MTP modules share: a view of the target's features, perhaps an embedding of their own."""
+class EagleFamilyHead(BaseDraftLayer, DraftHead):
+    """Base class of EAGLE heads and MTP modules, which read features of the target and embeddings of tokens."""
 
     method = "eagle"
 
     @property
     def target_hidden_size(self) -> int:
-        """Width of one of the target's features."""
+        """Hidden size of the target."""
         return int(getattr(self.config, "target_hidden_size", None) or self.config.hidden_size)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it reads, as transformers counts them; -1 is behind the final norm."""
+        """The target's hidden states that it reads, as indices of `hidden_states`; -1 is after the final norm."""
         return (-1,)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The features of a target `[..., layers * Dt]` as hidden states `[..., D]`: here as they are."""
+        """Map the target's features `[..., layers * Dt]` to hidden states `[..., D]`; here the identity."""
         return features
 
     def resolve_feature_layers(self, depth: int) -> None:
-        """Settle which layers of a target so deep are read, where that is still open."""
+        """Choose the feature layers for a target with `depth` layers, if the config has none."""
 
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """One forward while drafting: T new entries are appended to a cache of one layer.
+        """Run one forward while drafting, which appends T entries to the draft layer's cache.
 
         Args:
             token_embeddings, hidden, position_ids: As for `forward`.
-            cache: The draft layer's.
+            cache: Cache of one layer.
             mask: `[B, 1, T, S]` bool, see `attend_over`.
         """
         output: Tensor = self(token_embeddings, hidden, position_ids, attend_over(cache, mask))
@@ -214,32 +215,32 @@ class EagleFamilyHead(DraftHead):
         return logits
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `DraftHead.check_sizes`; settles which layers are read."""
+        """See `DraftHead.check_sizes`; also resolves the feature layers."""
         depth = target_config.num_hidden_layers
         self.resolve_feature_layers(depth)
         super().check_sizes(target_config)
         if max(self.feature_layers) > depth:
             raise DrafterMismatchError(
                 f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
-                "It was trained for a deeper model.",
+                "Use it with the model that it was trained for.",
             )
 
     def _make_embedding(self) -> None:
-        """The embedding, where the head has its own; called by the head's `__init__`."""
+        """Create the embedding if the head has its own."""
         if self.config.own_embedding:
             self.embed_tokens = torch.nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def embedding_for(self, model: PreTrainedModel) -> torch.nn.Module:
-        """Its own embedding, or the target's."""
+        """Return the head's own embedding, or else the target's."""
         own: torch.nn.Module = self.embed_tokens if self.config.own_embedding else model.get_input_embeddings()
         return own
 
     def share_embedding(self, model: PreTrainedModel) -> None:
-        """Drop an own embedding that is only a copy of the target's, as most published checkpoints have it."""
-        theirs = model.get_input_embeddings()
-        if not self.config.own_embedding or type(theirs) is not torch.nn.Embedding:
+        """Drop the head's own embedding if it equals the target's, as in most published checkpoints."""
+        embedding = model.get_input_embeddings()
+        if not self.config.own_embedding or type(embedding) is not torch.nn.Embedding:
             return
-        weight, own = theirs.weight, self.embed_tokens.weight
+        weight, own = embedding.weight, self.embed_tokens.weight
         if own.shape == weight.shape and not weight.is_meta and torch.equal(own.to(weight), weight):
             del self.embed_tokens
             self.config.own_embedding = False

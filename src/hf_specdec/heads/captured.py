@@ -1,8 +1,8 @@
-"""A draft layer as device graphs: reading what was committed, and growing a whole tree, each recorded once per shape.
+"""A draft layer whose work is captured as device graphs, once per shape: reading entries and growing whole trees.
 
-As in `verification/graphs.py` what crosses a graph's boundary lies in buffers that stay, and the layer's cache in
-memory that is kept from call to call; another call at the same moment drafts without graphs. A tree is one graph: all
-its levels with their masks and positions, and the choice of its nodes.
+As in `verification/graphs.py`, inputs and outputs are buffers that never move, and the layer's cache uses memory that
+later calls reuse; concurrent calls draft without graphs. A tree is grown by one graph, which contains all levels with
+their masks and positions, and the selection of nodes.
 """
 
 from __future__ import annotations
@@ -11,43 +11,45 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.config import Choice
-from hf_specdec.heads.captured_shapes import Advance, Advanced, Advancing, Growing, Growth, Layer, LayerForms, Reading
-from hf_specdec.heads.compiled import LayerInOtherForm
+from hf_specdec.heads.captured_shapes import Advance, CapturedLayer, Growth, GrowthInputs, InnerLayer, Reading
+from hf_specdec.heads.compiled import WrappedLayer
+from hf_specdec.heads.layer import AcceptedStep, AdvancedDraft, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import Plan, StaticLevels
+from hf_specdec.trees.growth import StaticLevels, TreeShape
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import WIDTHS, Captures, KeptMemory, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, KeptMemory, width_for
+from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.memory import bucket_of
 
 
-class GraphDraftLayer(LayerInOtherForm):
-    """A draft layer that reads, and grows trees, by graphs; everything else is its own.
+class GraphDraftLayer(WrappedLayer):
+    """A draft layer that reads entries and grows trees by graphs.
 
     Args:
-        inner: The layer.
-        lm_head: The target's, cut down to the draft vocabulary, where the layer shares it.
-        backend: Of its device.
+        inner: The layer to capture.
+        lm_head: The target's lm_head, restricted to the draft vocabulary, if the layer shares it.
+        backend: Graph backend of the layer's device.
     """
 
-    def __init__(self, inner: Layer, lm_head: nn.Module | None, backend: GraphBackend) -> None:
+    def __init__(self, inner: InnerLayer, lm_head: nn.Module | None, backend: GraphBackend) -> None:
         super().__init__(inner)
         self._inner, self._lm_head = inner, lm_head
         window, size = inner.config.sliding_window, inner.config.hidden_size
-        self._forms = LayerForms(inner, lm_head, inner.hot_token_ids, window, size)
+        self._captured = CapturedLayer(inner, lm_head, inner.hot_token_ids, window, size)
         self._memory = KeptMemory()
-        self._readings, self._growths = Captures(backend, "The draft layer"), Captures(backend, "Its trees")
-        self._steps = Captures(backend, "Its steps")
-        self._static: dict[tuple[Choice, ...], int] = {}  # a number for every static tree
+        self._readings, self._growths = Captures(backend, "The draft layer"), Captures(backend, "Tree growth")
+        self._steps = Captures(backend, "The drafting step")
+        self._static: dict[tuple[Choice, ...], int] = {}  # an index for every static tree, used in shape keys
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
         return self._inner.fuse(features)
 
-    def recorded(self) -> list[tuple[int, ...]]:
-        """The keys of everything that is a graph by now."""
-        return [key for recordings in (self._steps, self._readings, self._growths) for key in recordings.recorded()]
+    def captured_keys(self) -> list[tuple[int, ...]]:
+        """Return the keys of all captured shapes."""
+        return [key for captures in (self._steps, self._readings, self._growths) for key in captures.captured_keys()]
 
     def new_cache(self, reserve: int) -> TreeCache:
         """See `KeptMemory`."""
@@ -60,13 +62,13 @@ class GraphDraftLayer(LayerInOtherForm):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """See `EagleFamilyHead.read`; prompts, and what is wider than any graph, are read by the layer itself."""
+        """See `EagleFamilyHead.read`; prompts and inputs wider than any captured width run without a graph."""
         rows, num_entries, _ = token_embeddings.shape
-        if mask is None or num_entries > WIDTHS[-1] or not self._memory.owns(cache):
+        if mask is None or num_entries > CAPTURED_WIDTHS[-1] or not self._memory.owns(cache):
             return self._inner.read(token_embeddings, hidden, position_ids, cache, mask)
         assert isinstance(cache, TreeCache)
         (layer,) = cache.layers
-        if not layer.is_initialized:  # the first entries ever: they decide what memory there is
+        if not layer.is_initialized:  # the first forward allocates the memory
             return self._inner.read(token_embeddings, hidden, position_ids, cache, mask)
         begin, width = layer.end, width_for(num_entries)
         cache.store.make_room(begin + width)
@@ -81,81 +83,72 @@ class GraphDraftLayer(LayerInOtherForm):
         return output[:, :num_entries].clone()
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
-        """See `DraftLayer`; the lm_head is the one that it was made with."""
+        """See `DraftLayer`; uses the lm_head passed to the constructor."""
         return self._inner.score(hidden, self._lm_head)
 
-    def grow(self, growing: Growing, plan: Plan, cache: TreeCache, embedding: nn.Module) -> Draft | None:
-        """Grow a tree behind a cache that ends with the last committed entry, and leave that as it is.
-
-        Args:
-            growing: What from.
-            plan: Its shape; one that stops where levels promise too little reads the device.
-            cache: The layer's.
-            embedding: Of tokens, as the layer reads them.
-
-        Returns:
-            The draft; None where it has to grow without a graph.
-        """
-        stops = isinstance(plan, Budget) and plan.least > 0
-        if stops or not self._memory.owns(cache) or growing.roots.device != self.device:
+    def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
+        """See `BaseDraftLayer`."""
+        if not self._grows(tree_shape, start.roots, cache):
             return None
-        rows, start = len(growing.roots), cache.start
-        num_nodes, num_steps, num_entries, number = self._sizes(plan)
-        cache.store.make_room(start + num_entries)
-        bucket = min(bucket_of(start + num_entries), cache.capacity)
-        key = rows, num_nodes, bucket, num_steps, plan.top_k, number
+        rows, begin = len(start.roots), cache.start
+        num_nodes, num_steps, num_entries, number = self._sizes(tree_shape)
+        lengths = cache.lengths_on(self.device, rows)
+        first = lengths if start.padding is None else lengths - start.padding.counts
+        committed = committed_slots(lengths, begin, start.padding)
+        inputs = GrowthInputs(start.roots, start.last, first[:, None], lengths, committed)
+        cache.store.make_room(begin + num_entries)
+        bucket = min(bucket_of(begin + num_entries), cache.capacity)
+        key = rows, num_nodes, bucket, num_steps, tree_shape.top_k, number
         (layer,) = cache.layers
         shape = self._growths.shape(
             key,
             self._memory.moves,
-            lambda: Growth(self._forms, plan, layer, embedding, growing, (num_entries, bucket)),
+            lambda: Growth(self._captured, tree_shape, layer, embedding, inputs, (num_entries, bucket)),
         )
         assert isinstance(shape, Growth)
-        shape.fill(growing, start)
+        shape.fill(inputs, begin)
         log_probs, tokens, parents = (output.clone() for output in self._growths.run(shape))
         return Draft(TokenTree(tokens, parents, max_depth=num_steps), log_probs)
 
-    def advance(self, step: Advancing, plan: Plan, cache: TreeCache, embedding: nn.Module) -> Advanced | None:
-        """Read what a step keeps and grow the next tree, both in one graph; the host need not know what is kept.
-
-        The cache's lengths are exact on the device afterwards; on the host they count all P nodes as kept, see
-        `TreeCache.commit_unread`.
-
-        Args:
-            step: What is kept.
-            plan, cache, embedding: See `grow`.
-
-        Returns:
-            The draft; None if this must be done without a graph.
-        """
-        (rows, num_states, _), width = step.states.shape, step.path.shape[1]
-        stops = isinstance(plan, Budget) and plan.least > 0
-        elsewhere = step.roots.device != self.device or not self._memory.owns(cache)
+    def advance(
+        self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
+    ) -> AdvancedDraft | None:
+        """See `BaseDraftLayer`; both are done by one graph."""
         (layer,) = cache.layers
-        if stops or elsewhere or not layer.is_initialized or max(num_states, width) > WIDTHS[-1]:
+        if not layer.is_initialized or not self._grows(tree_shape, step.roots, cache):
             return None
-        num_states, width, start = width_for(num_states), width_for(width), cache.start
-        num_nodes, num_steps, num_entries, number = self._sizes(plan)
-        cache.store.make_room(start + width + num_entries)
-        bucket = min(bucket_of(start + width + num_entries), cache.capacity)
-        key = rows, num_nodes, bucket, num_steps, plan.top_k, number, num_states, width
+        states = step.features.of(self.feature_layers)
+        rows, num_states, width = len(states), states.shape[1], step.path.shape[1]
+        if max(num_states, width) > CAPTURED_WIDTHS[-1]:
+            return None
+        num_states, width, begin = width_for(num_states), width_for(width), cache.start
+        num_nodes, num_steps, num_entries, number = self._sizes(tree_shape)
+        cache.store.make_room(begin + width + num_entries)
+        bucket = min(bucket_of(begin + width + num_entries), cache.capacity)
+        key = rows, num_nodes, bucket, num_steps, tree_shape.top_k, number, num_states, width
+        sizes = num_states, width, num_entries, bucket
         shape = self._steps.shape(
             key,
             self._memory.moves,
-            lambda: Advance(self._forms, plan, layer, embedding, step, (*key[-2:], num_entries, bucket)),
+            lambda: Advance(self._captured, tree_shape, layer, embedding, states, sizes),
         )
         assert isinstance(shape, Advance)
-        lengths = cache.lengths_on(self.device, rows)
-        shape.fill(step, lengths)
+        shape.fill(step, states, cache.lengths_on(self.device, rows))
         integers, log_probs, last = self._steps.run(shape)
         integers = integers.clone()
         cache.append_unread(width, integers[:, -1])
         tree = TokenTree(integers[:, :num_nodes], integers[:, num_nodes:-1], max_depth=num_steps)
-        return Advanced(Draft(tree, log_probs.clone()), last)
+        return AdvancedDraft(Draft(tree, log_probs.clone()), last)
 
-    def _sizes(self, plan: Plan) -> tuple[int, int, int, int]:
-        """Nodes, levels and appended entries of a tree, and the number of a static one."""
-        if not isinstance(plan, StaticLevels):
-            return plan.num_nodes, plan.num_steps, plan.top_k * (plan.num_steps - 1), 0
-        number = self._static.setdefault(plan.choices, len(self._static)) + 1
-        return 1 + len(plan.choices), len(plan.steps), plan.num_entries, number
+    def _grows(self, tree_shape: TreeShape, roots: Tensor, cache: TreeCache) -> bool:
+        """Whether a tree can be grown by a graph."""
+        # stopping at unlikely levels reads from the device
+        stops_early = isinstance(tree_shape, Budget) and tree_shape.min_level_probability > 0
+        return not stops_early and roots.device == self.device and self._memory.owns(cache)
+
+    def _sizes(self, tree_shape: TreeShape) -> tuple[int, int, int, int]:
+        """Return the tree's nodes, levels and appended entries, and the index of a static tree (0 if dynamic)."""
+        if not isinstance(tree_shape, StaticLevels):
+            return tree_shape.num_nodes, tree_shape.num_steps, tree_shape.top_k * (tree_shape.num_steps - 1), 0
+        number = self._static.setdefault(tree_shape.choices, len(self._static)) + 1
+        return 1 + len(tree_shape.choices), len(tree_shape.steps), tree_shape.num_entries, number

@@ -1,4 +1,4 @@
-"""The model card of a head: what it is for, how to use it, how it was made, what it reached."""
+"""Model cards of heads: purpose, usage, training recipe and measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from huggingface_hub import ModelCardData
 
 CARD_NAME = "README.md"
 RUN_PICTURE = "training.png"
-"""Beside the card: what a training run looked like."""
+"""Plot of a training run, in the same directory as the card."""
 
 TITLES = {
     "hf_specdec_eagle": "EAGLE head",
@@ -19,19 +19,19 @@ TITLES = {
 
 
 def model_card(config: Any, method: str, repo: str | None = None, picture: str | None = None) -> str:
-    """The text of a card.
+    """Return the card of a head.
 
     Args:
-        config: The head's; `base_model_name_or_path`, `recipe` and `tau` are read.
-        method: What the head is called in `speculative=`.
-        repo: Its Hub id, where it is known.
-        picture: File beside the card that shows the training run, if there is one.
+        config: Config of the head; `base_model_name_or_path`, `recipe` and `tau` are used.
+        method: Name for `speculative=`.
+        repo: Hub id of the head, if known.
+        picture: Plot of the training run, relative to the card.
     """
     base = config.base_model_name_or_path
     parts = [
         _heading(config, [method, config.model_type.replace("_", "-")]),
-        "A draft head for speculative decoding with hf-specdec: generation gets "
-        "faster, the answer stays what the model alone would give.",
+        "A draft head for speculative decoding with hf-specdec: generation is faster, the output is that of the model "
+        "alone.",
         f"""```python
 from transformers import AutoModelForCausalLM
 from hf_specdec import SpeculativeGenerationMixin
@@ -43,7 +43,7 @@ model.generate(**inputs, speculative="{method}")
     ]
     if repo:
         parts.append(
-            "Where hf-specdec is installed, the target alone does too: "
+            "If hf-specdec is installed, a plain transformers model can use it too: "
             f'`model.generate(**inputs, custom_generate="{repo}", trust_remote_code=True)`.'
         )
     if config.tau:
@@ -51,30 +51,30 @@ model.generate(**inputs, speculative="{method}")
     if config.recipe:
         parts += ["## Training", _table(("", ""), config.recipe)]
     if picture:
-        parts.append(f"![Loss and accuracy over the steps of the run]({picture})")
+        parts.append(f"![Loss and accuracy by training step]({picture})")
     return "\n\n".join(parts) + "\n"
 
 
 def export_card(config: Any, format: str, readers: str) -> str:
-    """The text of a card for a head in an engine's layout.
+    """Return the card of a head in the layout of another engine.
 
     Args:
-        config: The head's.
-        format: The layout.
-        readers: Who reads it, and how.
+        config: Config of the head.
+        format: Name of the layout.
+        readers: Programs that read the layout, and how to use them.
     """
-    said = "A draft head for speculative decoding, converted by hf-specdec into the layout "
-    return "\n\n".join([_heading(config, [format]), f"{said}`{format}`.", readers]) + "\n"
+    summary = f"A draft head for speculative decoding, converted by hf-specdec to the layout `{format}`."
+    return "\n\n".join([_heading(config, [format]), summary, readers]) + "\n"
 
 
 def _heading(config: Any, tags: list[str]) -> str:
-    """The metadata and the title."""
+    """Return the metadata block and the title."""
     base, title = config.base_model_name_or_path, TITLES.get(config.model_type, "Draft head")
     known = base and "/" in base and not base.startswith(("/", ".", "~"))
     data = ModelCardData(
         library_name="hf-specdec", base_model=base if known else None, tags=["speculative-decoding", *tags]
     )
-    return f"---\n{data.to_yaml()}\n---\n\n# {title} for {base or 'a model that its config does not name'}"
+    return f"---\n{data.to_yaml()}\n---\n\n# {title} for {base or 'an unknown model'}"
 
 
 def _table(header: tuple[str, str], rows: dict[str, Any]) -> str:

@@ -1,11 +1,10 @@
-"""The EAGLE draft layer: one decoder layer that predicts the target's next feature from the last one.
+"""The EAGLE draft layer: one decoder layer that predicts the target's next hidden state from the current one.
 
 Source: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (ICML 2024,
 https://arxiv.org/abs/2401.15077); EAGLE-2 (https://arxiv.org/abs/2406.16858) uses the same weights.
 
-It knows neither trees nor the target: embeddings and features come in, features go out. The drafter
-(`drafters/eagle.py`) grows trees with it, `training/eagle.py` trains it; both call the same `forward`. EAGLE-3 answers
-to the same methods (`heads/eagle3.py`).
+The drafter (`drafters/eagle.py`) and the training (`training/eagle.py`) call the same `forward`, which maps embeddings
+and hidden states ("features" in the paper) to hidden states. EAGLE-3 (`heads/eagle3.py`) has the same methods.
 """
 
 from __future__ import annotations
@@ -24,27 +23,29 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
 from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
+from hf_specdec.transformers_private import model_name
 
 
 class EagleConfig(CheckedConfig, LlamaConfig):
-    """Configuration of an EAGLE-1/2 head: a one-layer Llama configuration and what is EAGLE's own.
+    """Configuration of an EAGLE-1/2 head: a one-layer Llama configuration with additional fields.
 
     Args:
-        bias: Whether `fc` has a bias. Published configs that lack the key have one.
-        qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` gives the output one too.
-        qk_norm: Whether queries and keys are normed (draft layers of Qwen3).
-        layernorms: Norms of the embedding, before attention and before the lm_head (speculators' HASS heads).
-        own_embedding: The head brings token embeddings; else it reads the target's.
-        sliding_window: Positions that the layer looks back, its own included; None is all.
-        draft_vocab_size: Size Vd of the hot-token vocabulary; None drafts over the target's whole vocabulary.
-            The ids are in the head's `d2t` buffer (FR-Spec, https://arxiv.org/abs/2502.14856).
-        base_model_name_or_path: The target this head was trained for.
-        num_steps: Default drafted depth; None leaves it to the drafter.
-        top_k: Default branching per expanded node.
-        num_draft_tokens: Default number of verified nodes per step, root included.
-        tree: `"dynamic"` or a list of choice paths.
-        recipe: How it was trained, for its model card.
-        tau: Tokens per target forward that it reached, by what was measured, for its model card.
+        bias: Whether `fc` has a bias; True if a published config lacks the key.
+        qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` includes the output.
+        qk_norm: Whether queries and keys are normalized, as in Qwen3.
+        layernorms: Whether there are norms of the embedding, before attention and before the lm_head (speculators'
+            HASS heads).
+        own_embedding: Whether the head has its own token embedding; otherwise it uses the target's.
+        sliding_window: Number of positions that the layer attends to, the current one included; None for all.
+        draft_vocab_size: Size Vd of the draft vocabulary, whose ids are in the buffer `d2t` (FR-Spec,
+            https://arxiv.org/abs/2502.14856); None for the target's whole vocabulary.
+        base_model_name_or_path: The target that this head was trained for.
+        num_steps: Default draft depth; None for the drafter's default.
+        top_k: Default number of children per expanded node.
+        num_draft_tokens: Default number of nodes verified per step, root included.
+        tree: `"dynamic"` or a list of paths.
+        recipe: Training settings, for the model card.
+        tau: Measured tokens per target forward, by data set, for the model card.
     """
 
     model_type = "hf_specdec_eagle"
@@ -68,15 +69,15 @@ class EagleConfig(CheckedConfig, LlamaConfig):
 
     @classmethod
     def for_target(cls, target_config: Any, **overrides: Any) -> EagleConfig:
-        """A head shaped like one decoder layer of the target (the paper's choice).
+        """Return the config of a head with the sizes of the target's decoder layers, as in the paper.
 
         Args:
-            target_config: The target's configuration; its text part is read.
-            **overrides: Fields of this class that shall differ, e.g. `intermediate_size`.
+            target_config: Config of the target; its text part is used.
+            **overrides: Fields with other values, e.g. `intermediate_size`.
 
         Raises:
-            InvalidConfigError: Fields that this class has not, values that mean nothing, or sizes that the target has
-                not (a state-space model knows no attention heads) and that are not given.
+            InvalidConfigError: A field is unknown, a value is invalid, or a size is missing: the target does not have
+                it (e.g. attention heads of a state-space model) and `overrides` neither.
         """
         general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
         own = [field.name for field in dataclasses.fields(cls) if field.name not in general]
@@ -88,25 +89,25 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         found = {name: _of_last_layer(text, name) for name in shared}
         fields = {name: value for name, value in found.items() if value is not None}
         fields = {**fields, "rope_parameters": _rotary_of(text), **overrides}
-        if "hidden_size" in fields:  # what models that do not say it have
+        if "hidden_size" in fields:  # the size in models without this field
             fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
         missing = [name for name in shared[:4] if name not in fields]
         if missing:
             raise InvalidConfigError(
-                f"{type(text).__name__} has no {', '.join(missing)} that a draft layer could be shaped by.",
-                f"Give {'it' if len(missing) == 1 else 'them'}: {cls.__name__}.for_target(config, {missing[0]}=...).",
+                f"{type(text).__name__} has no {', '.join(missing)}, which a draft layer needs.",
+                f"Pass {'it' if len(missing) == 1 else 'them'}: {cls.__name__}.for_target(config, {missing[0]}=...).",
             )
         for name in shared[:5]:
             if name in fields and (not isinstance(fields[name], int) or fields[name] < 1):
                 raise InvalidConfigError(f"`{name}` must be an integer >= 1, got {fields[name]!r}.")
-        # heads whose size is not hidden / heads cannot be stored in the published layout: EAGLE ignores head_dim
+        # not the target's head_dim: EAGLE's published layout has no such field and assumes hidden_size / heads
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-        fields.setdefault("base_model_name_or_path", portable_name(getattr(target_config, "_name_or_path", None)))
+        fields.setdefault("base_model_name_or_path", portable_name(model_name(target_config)))
         return cls(**{name: value for name, value in fields.items() if value is not None or name in overrides})
 
 
 def _of_last_layer(text_config: Any, name: str) -> Any:
-    """A field of the configuration, of the last layer where layers differ; None where there is none."""
+    """Return a field of the config, for the last layer if layers differ; None if missing."""
     varying = getattr(text_config, "per_layer_attributes", None) or ()
     if name in varying:
         text_config = text_config.per_layer_config[text_config.num_hidden_layers - 1]
@@ -115,9 +116,10 @@ def _of_last_layer(text_config: Any, name: str) -> Any:
 
 
 def _rotary_of(text_config: Any) -> dict[str, Any] | None:
-    """The target's rotary settings; of a hybrid target, which has some per kind of layer, those of full attention.
+    """Return the target's rotary settings; those of full attention if they differ by layer type.
 
-    None where it has none, or of a kind that depends on sizes of its own (sections of images, parts of a head).
+    None if there are none, or if draft layers do not support them (e.g. partial rotation). Fields that draft layers
+    do not have, such as `mrope_section`, are dropped.
     """
     settings = getattr(text_config, "rope_parameters", None) or {}
     nested = [value for value in settings.values() if isinstance(value, dict)]
@@ -128,7 +130,7 @@ def _rotary_of(text_config: Any) -> dict[str, Any] | None:
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer, in EAGLE's own checkpoints without the input norm; tensor names are Llama's."""
+    """A Llama decoder layer; without input norm unless `config.layernorms` is set, as in EAGLE's checkpoints."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -140,20 +142,18 @@ class EagleLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`."""
+        """Map `[B, T, D]` to `[B, T, D]`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
 
 class EagleHead(EagleFamilyHead):
-    """`f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`, with f the target's post-final-norm features.
+    """`f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`, where f are the target's hidden states after its final norm.
 
-    The embedding comes first in the concatenation, the layer has no input norm and its output is used raw:
-    `lm_head(f'[t+1])`, with the target's own lm_head, scores the token x[t+2]. With `layernorms` there are norms at
-    these three places; what goes one level deeper is the output before the last of them.
-
-    Tensor names are those of the published checkpoints (`yuhuili/EAGLE-*`).
+    `lm_head(f'[t+1])`, with the target's lm_head, scores the token x[t+2]; the next level uses f' instead of f. With
+    `layernorms`, the embedding, the layer's input and the input of the lm_head (but not of the next level) are
+    normalized. Tensor names are those of the published checkpoints (`yuhuili/EAGLE-*`).
     """
 
     shares_lm_head = True
@@ -179,17 +179,16 @@ class EagleHead(EagleFamilyHead):
         position_ids: Tensor,
         attend: Attend = attend_causally,
     ) -> Tensor:
-        """Predict the next features.
+        """Predict the next hidden states.
 
         Args:
-            token_embeddings: `[B, T, D]` the target's embeddings of x[t+1].
-            hidden: `[B, T, D]` what `fuse` made of the target's features f[t], or, below the first level, the
-                head's own output there.
-            position_ids: `[B, T]` the positions t of the features.
-            attend: How the layer attends, see `heads/attention.py`.
+            token_embeddings: `[B, T, D]` embeddings of x[t+1].
+            hidden: `[B, T, D]` output of `fuse` for f[t], or the head's output for t below the first level.
+            position_ids: `[B, T]` positions t.
+            attend: Attention function, see `heads/attention.py`.
 
         Returns:
-            `[B, T, D]` predicted features f[t+1].
+            `[B, T, D]` predicted f[t+1].
         """
         if self.config.layernorms:
             token_embeddings = self.embedding_layernorm(token_embeddings)
@@ -198,13 +197,13 @@ class EagleHead(EagleFamilyHead):
         return output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Logits `[..., Vd]` of the tokens after `hidden [..., D]`.
+        """Return the logits `[..., Vd]` for the head's output `[..., D]`.
 
         Args:
-            hidden: The head's output.
-            lm_head: The target's, over the draft vocabulary.
+            hidden: Output of the head.
+            lm_head: The target's lm_head over the draft vocabulary.
         """
         if lm_head is None:
-            raise ValueError("this head shares the target's lm_head: pass it")
+            raise ValueError("This head shares the target's lm_head: pass it.")
         logits: Tensor = lm_head(self.pre_lm_head_layernorm(hidden) if self.config.layernorms else hidden)
         return logits

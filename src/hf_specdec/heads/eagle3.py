@@ -1,8 +1,8 @@
-"""The EAGLE-3 draft layer: reads low, middle and high features of the target, and has an lm_head of its own.
+"""The EAGLE-3 draft layer, which reads low, middle and high hidden states of the target and has its own lm_head.
 
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
-(https://arxiv.org/abs/2503.01840), and its repository where the two differ: the paper's figure joins embedding and
-feature by a second linear layer, published weights have query, key and value read both side by side.
+(https://arxiv.org/abs/2503.01840). The published weights differ from the paper's figure: query, key and value read
+the concatenation of embedding and hidden state, without a second linear layer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.schema import EAGLE3, Rule
 
 PAPER_LAYERS = ("2", "L/2", "L-3")
-"""The hidden states that a head reads whose config names none, of a target of L layers."""
+"""Hidden states that a head reads if its config names none, for a target with L layers."""
 
 
 class Eagle3Config(EagleConfig):
-    """Configuration of an EAGLE-3 head: that of EAGLE, and what differs among published variants.
+    """Configuration of an EAGLE-3 head: that of EAGLE, with the differences between published variants.
 
     Args:
-        eagle_aux_hidden_state_layer_ids: Which of the target's hidden states are read, counted as transformers'
-            `hidden_states` (0 is the embedding, i the output of layer i-1), ascending. None are the paper's three,
-            2, L/2 and L-3 of a target of L layers, found when the head meets its target.
-        target_hidden_size: Width of the target's features where it is not `hidden_size`; None is `hidden_size`.
-        norm_before_residual: The residual around attention starts from the normed hidden (speculators), not the raw.
-        fc_norm: One RMSNorm per captured feature before `fc` (EAGLE-3.1).
-        norm_before_fc: One RMSNorm over all captured features before `fc` (speculators); not with `fc_norm`.
-        norm_output: What is recycled to the next level is the normed output (speculators), not the raw.
+        eagle_aux_hidden_state_layer_ids: Ascending indices of the target's `hidden_states` that are read (0 is the
+            embedding, i the output of layer i-1); None for the paper's 2, L/2 and L-3, resolved when the head is
+            loaded for a target with L layers.
+        target_hidden_size: Hidden size of the target; None if it is `hidden_size`.
+        norm_before_residual: Whether the residual around attention is the normalized hidden state (speculators).
+        fc_norm: Whether each hidden state has an RMSNorm before `fc` (EAGLE-3.1).
+        norm_before_fc: Whether one RMSNorm over all hidden states precedes `fc` (speculators); excludes `fc_norm`.
+        norm_output: Whether the next level reads the normalized output (speculators).
     """
 
     model_type = "hf_specdec_eagle3"
@@ -51,32 +51,35 @@ class Eagle3Config(EagleConfig):
 
     @classmethod
     def for_target(cls, target_config: Any, **overrides: Any) -> Eagle3Config:
-        """A head shaped like one decoder layer of the target, reading the paper's three features.
+        """Return the config of a head with the sizes of the target's decoder layers and the paper's feature layers.
 
         Args:
-            target_config: The target's configuration; its text part is read.
-            **overrides: Fields of this class that shall differ.
+            target_config: Config of the target; its text part is used.
+            **overrides: Fields with other values.
+
+        Raises:
+            InvalidConfigError: As for `EagleConfig.for_target`, or the target's number of layers is unknown.
         """
         depth = getattr(target_config.get_text_config(), "num_hidden_layers", None)
         if depth is None and "eagle_aux_hidden_state_layer_ids" not in overrides:
             raise InvalidConfigError(
-                f"{type(target_config).__name__} does not say how many layers the target has.",
-                "Give eagle_aux_hidden_state_layer_ids.",
+                f"{type(target_config).__name__} has no num_hidden_layers.",
+                "Pass eagle_aux_hidden_state_layer_ids.",
             )
         ids = paper_layers(depth or 0)
         return super().for_target(target_config, **{"eagle_aux_hidden_state_layer_ids": ids, **overrides})
 
 
 def paper_layers(depth: int) -> list[int]:
-    """The hidden states that the authors' code captures of a target of so many layers; fewer where it is tiny.
+    """Return the hidden states that the authors' code reads of a target with `depth` layers; fewer if it is tiny.
 
-    Example: 32 layers give 2, 16, 29.
+    Example: `paper_layers(32)` is `[2, 16, 29]`.
     """
     return sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the hidden state side by side."""
+    """A decoder layer whose attention reads the concatenation of embedding and hidden state."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(self, embeddings: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Two of `[B, T, D]` to `[B, T, D]`."""
+        """Map embeddings and hidden states `[B, T, D]` to hidden states `[B, T, D]`."""
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rotary, attend)
@@ -98,10 +101,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(EagleFamilyHead):
-    """`g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` where the target has been.
+    """`g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` for verified tokens.
 
-    `lm_head(norm(g'[t+1]))` scores the token x[t+2]; g' itself takes the place of g one level deeper. Tensor names
-    are those of the published checkpoints (`yuhuili/EAGLE3-*`).
+    `lm_head(norm(g'[t+1]))` scores the token x[t+2]; the next level uses g' instead of g. Tensor names are those of
+    the published checkpoints (`yuhuili/EAGLE3-*`).
     """
 
     shares_lm_head = False
@@ -113,21 +116,21 @@ class Eagle3Head(EagleFamilyHead):
         ids = config.eagle_aux_hidden_state_layer_ids
         if ids is not None and (not ids or sorted(set(ids)) != list(ids) or ids[0] < 0):
             raise InvalidConfigError(
-                f"An EAGLE-3 head needs ascending eagle_aux_hidden_state_layer_ids >= 0, got {ids}.",
-                "Eagle3Config.for_target(model.config) fills them in.",
+                f"`eagle_aux_hidden_state_layer_ids` must be ascending indices >= 0, got {ids}.",
+                "Eagle3Config.for_target(model.config) sets them.",
             )
         if config.fc_norm and config.norm_before_fc:
             raise InvalidConfigError("`fc_norm` and `norm_before_fc` exclude each other; both are set.")
-        size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
-        if read != size and not config.own_embedding:
+        size, target_size = config.hidden_size, config.target_hidden_size or config.hidden_size
+        if target_size != size and not config.own_embedding:
             raise InvalidConfigError(
-                f"An EAGLE-3 head of hidden_size {size} for a target of {read} needs its own embedding.",
+                f"A head with hidden_size {size} for a target with hidden_size {target_size} needs its own embedding.",
                 "Set own_embedding=True.",
             )
         count = len(ids or PAPER_LAYERS)
-        width = count * read
+        width = count * target_size
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(read, config.rms_norm_eps) for _ in range(count))
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(target_size, config.rms_norm_eps) for _ in range(count))
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.fc = nn.Linear(width, size, bias=config.bias)
@@ -141,33 +144,33 @@ class Eagle3Head(EagleFamilyHead):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Which of the target's hidden states it reads."""
+        """The target's hidden states that it reads."""
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             raise InvalidConfigError(
-                "This EAGLE-3 head does not say which layers it reads.",
-                "Call head.resolve_feature_layers(target's depth).",
+                "The layers that this EAGLE-3 head reads are not known yet.",
+                "Call head.resolve_feature_layers(num_hidden_layers of the target).",
             )
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
 
     def resolve_feature_layers(self, depth: int) -> None:
-        """Settle for the paper's layers of a target so deep, where the config names none.
+        """Use the paper's layers for a target with `depth` layers, if the config names none.
 
         Raises:
-            DrafterMismatchError: The target is not deep enough for three.
+            DrafterMismatchError: The target has too few layers for three different ones.
         """
         if self.config.eagle_aux_hidden_state_layer_ids is not None:
             return
         ids = paper_layers(depth)
         if len(ids) != len(PAPER_LAYERS):
             raise DrafterMismatchError(
-                f"This EAGLE-3 head reads {len(PAPER_LAYERS)} layers and names none; a target of {depth} layers has "
-                f"{ids} to offer.",
+                f"This EAGLE-3 head reads {len(PAPER_LAYERS)} layers that its config does not name, but a target with "
+                f"{depth} layers has only {ids}.",
                 "Set eagle_aux_hidden_state_layer_ids in its config.",
             )
         self.config.eagle_aux_hidden_state_layer_ids = ids
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Captured features `[..., layers * Dt]` of the target to hidden states `[..., D]` of this head."""
+        """Map the target's features `[..., layers * Dt]` to hidden states `[..., D]` of this head."""
         if self.config.fc_norm:
             chunks = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -186,11 +189,10 @@ class Eagle3Head(EagleFamilyHead):
         """Predict the next hidden states.
 
         Args:
-            token_embeddings: `[B, T, D]` the target's embeddings of x[t+1].
-            hidden: `[B, T, D]` what `fuse` made of the target's features of x[t], or, below the first level, the
-                head's own output there.
-            position_ids: `[B, T]` the positions t.
-            attend: How the layer attends, see `heads/attention.py`.
+            token_embeddings: `[B, T, D]` embeddings of x[t+1].
+            hidden: `[B, T, D]` output of `fuse` for x[t], or the head's output for t below the first level.
+            position_ids: `[B, T]` positions t.
+            attend: Attention function, see `heads/attention.py`.
 
         Returns:
             `[B, T, D]`.
@@ -199,6 +201,6 @@ class Eagle3Head(EagleFamilyHead):
         return self.norm(output) if self.config.norm_output else output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits `[..., Vd]` of the tokens after `hidden [..., D]`, by the head's own lm_head."""
+        """Return the logits `[..., Vd]` for the head's output `[..., D]`, by the head's own lm_head."""
         logits: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return logits

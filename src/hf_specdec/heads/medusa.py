@@ -1,7 +1,7 @@
-"""Medusa heads: each predicts one token further ahead from the target's last feature, all at once.
+"""Medusa heads: head k predicts the token k + 2 positions ahead from the target's last hidden state.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads"
-(https://arxiv.org/abs/2401.10774), section 2.1.1. It knows neither trees nor the target.
+(https://arxiv.org/abs/2401.10774), section 2.1.1.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
 from hf_specdec.heads.schema import MEDUSA, Rule, checked
+from hf_specdec.transformers_private import model_name
 
 
 class MedusaConfig(CheckedConfig, PreTrainedConfig):
     """Configuration of Medusa heads.
 
     Args:
-        hidden_size: The target's D.
-        vocab_size: The target's V; None, of heads that share its lm_head, is found when they meet it.
-        medusa_num_heads: K, tokens drafted beyond the root.
+        hidden_size: Hidden size D of the target.
+        vocab_size: Vocabulary size V of the target; None (only if the lm_head is shared) until a target is known.
+        medusa_num_heads: Number K of heads, the tokens drafted after the root.
         medusa_num_layers: Residual blocks per head; their weights are not tied.
-        shared_lm_head: Score with the target's own lm_head; else every head has one (bias-free).
-        draft_vocab_size: Size Vd of the hot-token vocabulary; None drafts over the target's whole vocabulary.
-        base_model_name_or_path: The target these heads were trained for.
-        num_draft_tokens: Default number of verified nodes per step, root included.
-        tree: A list of choice paths; None is the paper's.
-        recipe: How they were trained, for their model card.
-        tau: Tokens per target forward that they reached, by what was measured, for their model card.
+        shared_lm_head: Whether the target's lm_head is used; otherwise every head has its own, without bias.
+        draft_vocab_size: Size Vd of the draft vocabulary; None for the target's whole vocabulary.
+        base_model_name_or_path: The target that these heads were trained for.
+        num_draft_tokens: Default number of nodes verified per step, root included.
+        tree: A list of paths; None for the paper's tree.
+        recipe: Training settings, for the model card.
+        tau: Measured tokens per target forward, by data set, for the model card.
     """
 
     model_type = "hf_specdec_medusa"
@@ -65,14 +66,14 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target_config: Any, **overrides: Any) -> MedusaConfig:
-        """Heads for a target.
+        """Return the config of heads for a target.
 
         Args:
-            target_config: The target's configuration; its text part is read.
-            **overrides: Fields of this class that shall differ.
+            target_config: Config of the target; its text part is used.
+            **overrides: Fields with other values.
 
         Raises:
-            InvalidConfigError: Fields that this class has not, or values that mean nothing.
+            InvalidConfigError: A field is unknown or a value is invalid.
         """
         check_names(cls.__name__, overrides, list(inspect.signature(cls).parameters)[:-1])
         checked(overrides, cls.rules)
@@ -80,13 +81,13 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
         fields = {
             "hidden_size": text.hidden_size,
             "vocab_size": text.vocab_size,
-            "base_model_name_or_path": portable_name(getattr(target_config, "_name_or_path", None)),
+            "base_model_name_or_path": portable_name(model_name(target_config)),
         }
         return cls(**{**fields, **overrides})
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(W x + b)`; W and b start as zero, the block as the identity."""
+    """`x + SiLU(W x + b)`; W and b are initialized to zero, so that the block is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -95,15 +96,15 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
+        """Map `[..., D]` to `[..., D]`."""
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
 class MedusaHeads(DraftHead):
-    """Head k, counted from 0, predicts x[t+2+k] from the target's post-final-norm feature f[t].
+    """K heads; head k (from 0) predicts x[t+2+k] from the target's hidden state at t after its final norm.
 
-    Tensors: `heads.{k}.{l}.linear.weight [D, D]` and `.bias [D]` for every residual block l, and, unless the lm_head
-    is the target's, `heads.{k}.{L}.weight [Vd, D]` with L the number of blocks.
+    Tensors: `heads.{k}.{l}.linear.weight [D, D]` and `.bias [D]` for residual block l; without a shared lm_head also
+    `heads.{k}.{L}.weight [Vd, D]`, where L is the number of blocks.
     """
 
     method = "medusa"
@@ -113,13 +114,13 @@ class MedusaHeads(DraftHead):
         super().__init__(config)
         if min(config.medusa_num_heads, config.medusa_num_layers) < 1:
             raise InvalidConfigError(
-                f"Medusa needs at least one head and one layer, got medusa_num_heads={config.medusa_num_heads} and "
-                f"medusa_num_layers={config.medusa_num_layers}."
+                f"`medusa_num_heads` and `medusa_num_layers` must be at least 1, got {config.medusa_num_heads} and "
+                f"{config.medusa_num_layers}."
             )
         self.shares_lm_head = config.shared_lm_head
         size = config.draft_vocab_size or config.vocab_size or 0
         if not size and not config.shared_lm_head:
-            raise InvalidConfigError("Medusa heads with lm_heads of their own need a vocab_size, got None.")
+            raise InvalidConfigError("`vocab_size` must be set if `shared_lm_head` is False.")
         heads = []
         for _ in range(config.medusa_num_heads):
             head = nn.ModuleList(ResidualBlock(config.hidden_size) for _ in range(config.medusa_num_layers))
@@ -131,17 +132,17 @@ class MedusaHeads(DraftHead):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave every part as it was made: blocks are the identity, and `start_from` fills the lm_heads."""
+        """Keep the constructors' initialization (identity blocks); `start_from` sets the lm_heads."""
 
     def start_from(self, lm_head: nn.Module) -> None:
-        """Copy the target's lm_head, a linear map to V tokens, into every head that has its own."""
+        """Copy the target's lm_head into the heads, unless they share it."""
         if not self.config.shared_lm_head:
             rows = self.rows_of(lm_head)
             for head in self.heads:
                 list(head.children())[-1].load_state_dict({"weight": rows})
 
     def num_forwards(self, num_steps: int) -> int:
-        """One: all heads run at once."""
+        """Return 1: all heads run in one forward."""
         return 1
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
@@ -149,11 +150,11 @@ class MedusaHeads(DraftHead):
         return self(features, lm_head)
 
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits of every head.
+        """Return the logits of every head.
 
         Args:
-            features: `[..., D]` of the target.
-            lm_head: The target's over the draft vocabulary, where it is shared.
+            features: `[..., D]` hidden states of the target.
+            lm_head: The target's lm_head over the draft vocabulary, if it is shared.
 
         Returns:
             `[K, ..., Vd]`.
@@ -165,6 +166,6 @@ class MedusaHeads(DraftHead):
                 hidden = block(hidden)
             score = lm_head if self.config.shared_lm_head else parts[-1]
             if score is None:
-                raise ValueError("these heads share the target's lm_head: pass it")
+                raise ValueError("These heads share the target's lm_head: pass it.")
             logits.append(score(hidden))
         return torch.stack(logits)

@@ -1,9 +1,9 @@
-"""The MTP module: one decoder layer that goes on from the target's last feature, with norms on both of its inputs.
+"""The MTP module: one decoder layer on the target's last hidden state, with norms of both inputs.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.2, multi-token
-prediction. One module is applied again and again, each time on its own output, as "FastMTP" (Cai et al.,
-https://arxiv.org/abs/2509.18362) trains it and engines run it. Modules that come with a target, which are several and
-in its own architecture, are `heads/native_mtp.py`.
+prediction. One module is applied repeatedly to its own output, as in training by "FastMTP" (Cai et al.,
+https://arxiv.org/abs/2509.18362) and in inference engines. The modules of a target's checkpoint, which may be several
+and have the target's architecture, are in `heads/native_mtp.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_specdec.heads.schema import MTP, Rule
 
 
 class MtpConfig(EagleConfig):
-    """Configuration of an MTP module: that of an EAGLE head whose norms are always there.
+    """Configuration of an MTP module: that of an EAGLE head with norms.
 
     Args:
         bias: Whether `eh_proj` has a bias; published modules have none.
-        layernorms: True.
+        layernorms: Must be True.
     """
 
     model_type = "hf_specdec_mtp"
@@ -38,10 +38,10 @@ class MtpConfig(EagleConfig):
 
 
 class MtpHead(EagleFamilyHead):
-    """`h'[t+1] = norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, h the target's post-final-norm features.
+    """`h'[t+1] = norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, h being the target's last hidden states.
 
-    `lm_head(h'[t+1])`, with the target's own lm_head, scores the token x[t+2]; h' itself, behind its norm, takes the
-    place of h one level deeper. Names follow DeepSeek's checkpoints; embedding and lm_head are the target's.
+    h is taken after the target's final norm. `lm_head(h'[t+1])`, with the target's lm_head, scores the token x[t+2];
+    the next level uses h' instead of h. Tensor names are those of DeepSeek's checkpoints.
     """
 
     method = "mtp"
@@ -53,7 +53,7 @@ class MtpHead(EagleFamilyHead):
         super().__init__(config)
         if not config.layernorms:
             raise InvalidConfigError(
-                "An MTP module norms its inputs and its output, got layernorms=False.", "EagleHead has no such norms."
+                "An MTP module norms its inputs and its output, got layernorms=False.", "Use EagleHead instead."
             )
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = LlamaRMSNorm(size, eps)
@@ -73,28 +73,28 @@ class MtpHead(EagleFamilyHead):
         position_ids: Tensor,
         attend: Attend = attend_causally,
     ) -> Tensor:
-        """Predict the next features.
+        """Predict the next hidden states.
 
         Args:
-            token_embeddings: `[B, T, D]` the target's embeddings of x[t+1].
-            hidden: `[B, T, D]` the target's features h[t], or, below the first level, the module's own output there.
-            position_ids: `[B, T]` the positions t of the features.
-            attend: How the layer attends, see `heads/attention.py`.
+            token_embeddings: `[B, T, D]` embeddings of x[t+1].
+            hidden: `[B, T, D]` the target's h[t], or the module's output for t below the first level.
+            position_ids: `[B, T]` positions t.
+            attend: Attention function, see `heads/attention.py`.
 
         Returns:
-            `[B, T, D]` predicted features h[t+1], normed.
+            `[B, T, D]` predicted h[t+1], normalized.
         """
         mixed = self.eh_proj(torch.cat([self.enorm(token_embeddings), self.hnorm(hidden)], dim=-1))
         output: Tensor = self.norm(self.layers[0](mixed, self.rotary_emb(mixed, position_ids), attend))
         return output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Logits `[..., Vd]` of the tokens after `hidden [..., D]`.
+        """Return the logits `[..., Vd]` for the module's output `[..., D]`.
 
         Args:
-            hidden: The module's output.
-            lm_head: The target's, over the draft vocabulary.
+            hidden: Output of the module.
+            lm_head: The target's lm_head over the draft vocabulary.
         """
         if lm_head is None:
-            raise ValueError("an MTP module shares the target's lm_head: pass it")
+            raise ValueError("An MTP module shares the target's lm_head: pass it.")
         return lm_head(hidden)

@@ -1,8 +1,8 @@
-"""The MTP modules that a model's own checkpoint brings, as draft layers; transformers builds, loads and runs them.
+"""The MTP modules in a model's own checkpoint, used as draft layers; transformers builds, loads and runs them.
 
-Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.2; transformers'
-`MtpModel` and `MTPCandidateGenerator` for what goes in: the target's last hidden states behind its final norm, and the
-position of the token that is read, one more for every module.
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.2. The inputs are as
+in transformers' `MtpModel` and `MTPCandidateGenerator`: the target's hidden states after its final norm, and positions
+that increase by one per module.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
+from hf_specdec.heads.layer import BaseDraftLayer
+from hf_specdec.transformers_private import attention_name, unexpected_keys
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
 
-INSTEAD = "Load an MTP module that was trained for it (model.load_drafter(...)), or choose another method."
+ALTERNATIVES = "Load an MTP module that was trained for it (model.load_drafter(...)), or choose another method."
 
 
 @dataclass(frozen=True, slots=True)
 class NativeMtpConfig:
-    """What a drafter reads of a draft layer's configuration; a checkpoint says nothing of trees."""
+    """The fields of a draft layer's config that drafters use."""
 
-    num_layers: int  # modules; the k-th foresees the token k places ahead of the next
+    num_layers: int  # number of modules; module k (from 0) drafts x[t+2+k]
     hidden_size: int
     vocab_size: int
     sliding_window: int | None
-    num_steps: int | None  # as deep as there are modules, where there are several
+    num_steps: int | None  # number of modules; None (the drafter's default) if there is only one, which is repeated
     tree: str = "dynamic"
     top_k: None = None
     num_draft_tokens: None = None
     draft_vocab_size: None = None
 
 
-class NativeMtp:
-    """The MTP modules of one model.
-
-    Only its configuration is looked at when this is made; the weights are loaded by `bind`.
+class NativeMtp(BaseDraftLayer):
+    """The MTP modules of one model. The constructor reads the config only; `bind` loads the weights.
 
     Args:
-        model: The target, loaded from a checkpoint that has the modules.
+        model: The target, loaded from a checkpoint with MTP modules.
 
     Raises:
-        DrafterMismatchError: A model without such modules.
-        UnsupportedModelError: Modules that are not plain attention layers, or that transformers cannot build.
+        DrafterMismatchError: The model has no MTP modules.
+        UnsupportedModelError: The modules are not plain attention layers, or transformers cannot build them.
     """
 
     shares_lm_head = True
@@ -60,13 +61,13 @@ class NativeMtp:
 
     @property
     def device(self) -> torch.device:
-        """Where the modules run."""
+        """Device of the modules."""
         device: torch.device = self._first_parameter.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the modules' weights."""
+        """Dtype of the modules' weights."""
         dtype: torch.dtype = self._first_parameter.dtype
         return dtype
 
@@ -75,17 +76,17 @@ class NativeMtp:
         return self._modules.layers[0].eh_proj.weight
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Load the modules where that has not been done, and put them next to the model's lm_head.
+        """Load the modules unless they are loaded, and move them to the device of the model's lm_head.
 
         Raises:
-            DrafterMismatchError: Another model, no lm_head, or a checkpoint whose modules cannot be loaded.
-            UnsupportedModelError: As for a new one.
+            DrafterMismatchError: It is another model, has no lm_head, or the modules cannot be loaded.
+            UnsupportedModelError: As in the constructor.
         """
-        where = model.config.name_or_path
-        if where != self.where or _config_of(model) != self.config:
+        source = model.config.name_or_path
+        if source != self.where or _config_of(model) != self.config:
             raise DrafterMismatchError(
-                f"These MTP modules are those of {self.where}, this model is {where or 'another'}.",
-                "Make new ones: MtpDrafter.native(model).",
+                f"These MTP modules are those of {self.where}, this model is {source or 'another one'}.",
+                "Create new ones with MtpDrafter.native(model).",
             )
         lm_head = model.get_output_embeddings()
         if lm_head is None:
@@ -95,24 +96,28 @@ class NativeMtp:
         if self._modules is None:
             self._modules = _load(model, device)
         self._modules.tie_with_main_model(model)
-        for name in ("layers", "shared_post_norm"):  # embedding, lm_head and rotary positions are the model's
+        for name in ("layers", "shared_post_norm"):  # the rest (embedding, lm_head, rotary positions) is the model's
             part = getattr(self._modules, name, None)
             if part is not None:
                 part.eval().requires_grad_(False).to(device)
                 if self.dtype != model.dtype:
                     part.to(model.dtype)
 
+    def new_cache(self, reserve: int) -> TreeCache:
+        """See `BaseDraftLayer`; the cache has one layer per module."""
+        return TreeCache([None] * self.config.num_layers, capacity=0, reserve=reserve)
+
     def embedding_for(self, model: PreTrainedModel) -> nn.Module:
-        """The model's, without a norm that some models have in it."""
+        """Return the model's embedding, without the norm that some models include in it."""
         embedding: nn.Module = self._modules.embed_tokens
         return embedding
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features `[..., D]`, as they are."""
+        """Return the target's features `[..., D]` unchanged."""
         return features
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
-        """Logits `[..., V]` by the model's lm_head."""
+        """Return the logits `[..., V]` by the model's lm_head."""
         assert lm_head is not None
         logits: Tensor = lm_head(hidden)
         return logits
@@ -120,34 +125,34 @@ class NativeMtp:
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """The first module, see `read_layer`."""
+        """Run the first module, see `read_layer`."""
         return self.read_layer(0, token_embeddings, hidden, position_ids, cache, mask)
 
     def read_layer(
         self, layer: int, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache,
         mask: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """One forward of module k = `layer` over T new entries, which are appended to its layer of the cache.
+        """Run module k = `layer`, which appends T entries to its layer of the cache.
 
         Args:
-            layer: Which module, from 0.
-            token_embeddings: `[B, T, D]` of x[t+1+k].
-            hidden: `[B, T, D]` the target's features of x[t], or the output of the module before.
-            position_ids: `[B, T]` the positions t.
-            cache: With a layer for every module.
-            mask: `[B, 1, T, S]` bool, True where attention is allowed; None is plain causal, for an empty cache.
+            layer: Index of the module, from 0.
+            token_embeddings: `[B, T, D]` embeddings of x[t+1+k].
+            hidden: `[B, T, D]` the target's hidden states of x[t], or the output of the previous module.
+            position_ids: `[B, T]` positions t.
+            cache: Cache with one layer per module.
+            mask: `[B, 1, T, S]` bool, True for allowed pairs; None is causal, for an empty cache.
 
         Returns:
-            `[B, T, D]`, normed; lm_head scores x[t+2+k] by it.
+            `[B, T, D]`, normalized; lm_head of it scores x[t+2+k].
         """
         modules, length = self._modules, hidden.shape[1]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
-        if modules.config._attn_implementation == "eager":
+        if attention_name(modules.config) == "eager":
             mask = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         positions, rotary = position_ids + 1 + layer, None
         if modules.rotary_emb is not None:
-            per_layer = getattr(modules, "has_per_layer_rope", False)  # unknown to transformers 5.17
+            per_layer = getattr(modules, "has_per_layer_rope", False)  # not in transformers 5.17
             kind = {"layer_type": modules.config.layer_types[layer]} if per_layer else {}
             rotary = modules.rotary_emb(token_embeddings, position_ids=positions, **kind)
         output: Tensor = modules.layers[layer](
@@ -162,33 +167,34 @@ class NativeMtp:
 
 
 def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
-    """What is known of a model's modules without loading them."""
+    """Return the config of a model's modules, without loading them."""
     text, name = text_config(model), type(model).__name__
     count = getattr(text, "num_mtp_layers", None)
     if not count:
-        raise DrafterMismatchError(f"{name} has no MTP modules: its config's num_mtp_layers is {count}.", INSTEAD)
+        raise DrafterMismatchError(f"{name} has no MTP modules: its config's num_mtp_layers is {count}.", ALTERNATIVES)
     if not model.config.name_or_path:
         raise DrafterMismatchError(
-            f"This {name} was not loaded from a checkpoint, in which its MTP modules could be.",
-            f"Load it by from_pretrained(). {INSTEAD}",
+            f"This {name} was not loaded from a checkpoint, so its MTP modules cannot be loaded.",
+            f"Load it with from_pretrained(). {ALTERNATIVES}",
         )
-    if text._attn_implementation not in ("sdpa", "eager"):
+    if attention_name(text) not in ("sdpa", "eager"):
         raise UnsupportedModelError(
-            f"The MTP modules of {name} take masks, which its attention {text._attn_implementation!r} does not.",
+            f"The MTP modules of {name} need attention masks; its attention {attention_name(text)!r} does not "
+            "take them.",
             'Call model.set_attn_implementation("sdpa") first.',
         )
     try:
         types = getattr(model.config.get_mtp_config(), "layer_types", None) or ["full_attention"] * count
     except ValueError as error:
         raise UnsupportedModelError(
-            f"transformers cannot build the MTP modules of {name}: {error}", INSTEAD
+            f"transformers cannot build the MTP modules of {name}: {error}", ALTERNATIVES
         ) from error
     kinds = sorted(set(types[:count]))
     if kinds not in (["full_attention"], ["sliding_attention"]):
         raise UnsupportedModelError(
-            f"The MTP modules of {name} must all be of full_attention or all of sliding_attention, they are "
+            f"All MTP modules of {name} must have full_attention or all sliding_attention; they have "
             f"{', '.join(kinds)}.",
-            INSTEAD,
+            ALTERNATIVES,
         )
     return NativeMtpConfig(
         num_layers=count,
@@ -200,15 +206,16 @@ def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
 
 
 def _load(model: PreTrainedModel, device: torch.device) -> Any:
-    """The modules with the weights of the model's checkpoint, all of them."""
-    if not getattr(model, "_keys_to_ignore_on_load_unexpected", None):
-        raise UnsupportedModelError(f"transformers knows no names of MTP tensors for {type(model).__name__}.", INSTEAD)
+    """Build the modules with the weights of the model's checkpoint."""
+    if not unexpected_keys(model):
+        raise UnsupportedModelError(
+            f"transformers does not know the names of the MTP tensors of {type(model).__name__}.", ALTERNATIVES
+        )
     try:
         return MtpModel.from_pretrained(model, device_map={"": device})
-    except Exception as error:  # files, names and shapes: transformers has a class for each
+    except Exception as error:  # transformers raises many types, for files, names and shapes
         reason = " ".join(str(error).split())[:400]
         raise DrafterMismatchError(
             f"The MTP modules of {type(model).__name__} cannot be loaded from {model.config.name_or_path}: {reason}",
-            "The checkpoint must have them, as safetensors, under the names that transformers knows for this model. "
-            + INSTEAD,
+            f"The checkpoint must have them as safetensors, with the names that transformers expects. {ALTERNATIVES}",
         ) from error

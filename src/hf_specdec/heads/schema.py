@@ -1,8 +1,8 @@
-"""What a head's configuration may hold: a type and a range for every field, checked before anything is built from it.
+"""Types and ranges of all fields of a head's config, checked before anything is built from it.
 
-A configuration comes from a stranger. Only the fields of these tables pass on to transformers, each with a value that
-means something; a limit is far above what published heads have, and far below what would cost memory or hours.
-Strings are not numbers, numbers are not truth values.
+Configs are untrusted: only the fields in these tables are passed to transformers. The limits are far above published
+heads, and far below values that would exhaust memory or take hours. Types are strict: `"1"` is not a number, and 1 is
+not a bool.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from hf_specdec.errors import InvalidConfigError
 MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
 MAX_POSITIONS = 2**31 - 1
 MAX_PARTS = 128
-"""Medusa heads, blocks of one, hidden states that are read, layers."""
+"""Maximum number of Medusa heads, of blocks per head, and of feature layers."""
 MAX_TEXT = 500
 MAX_FACTS = 100
-"""Entries of a recipe or of measurements, for the card."""
+"""Maximum number of entries in `recipe` and `tau`, and in a list in them."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Rotary positions that draft layers have."""
+"""Types of rotary positions that draft layers support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one field may be."""
+    """The allowed values of a field."""
 
-    expected: str  # in words, for the error
+    expected: str  # description for error messages
     holds: Callable[[Any], bool]
 
     def check(self, name: str, value: Any) -> None:
-        """Raise `InvalidConfigError` where the value does not hold."""
+        """Raise `InvalidConfigError` unless the value is allowed."""
         if not self.holds(value):
             raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shown(value)}.")
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, cut short."""
+    """Return the repr of a value for an error message, shortened to 80 characters."""
     try:
         text = repr(value)
     except RecursionError:
-        return f"a {type(value).__name__} of many levels"
+        return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -60,27 +60,27 @@ def _is_number(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> Rule:
-    """An integer within bounds."""
+    """Allow integers within bounds, both included."""
     return Rule(f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most)
 
 
 def number(least: float, most: float) -> Rule:
-    """A finite number within bounds, both included."""
+    """Allow finite numbers within bounds, both included."""
     return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
 
 
 def one_of(*choices: str) -> Rule:
-    """One of some words."""
+    """Allow one of several strings."""
     return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(rule: Rule) -> Rule:
-    """The same, or null."""
+    """Allow null as well."""
     return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
 
 
 def list_of(rule: Rule, most: int) -> Rule:
-    """At most so many, at least one."""
+    """Allow lists of 1 to `most` entries."""
     return Rule(
         f"a list of at most {most}, each {rule.expected}",
         lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
@@ -107,8 +107,8 @@ def _is_tree(value: Any) -> bool:
 
 
 TREE = Rule(
-    f"'dynamic' or a list of paths of ranks: fewer than {MAX_NODES}, at most {MAX_STEPS} deep, ranks below "
-    f"{MAX_TOP_K}, every path's parent among them",
+    f"'dynamic' or a list of fewer than {MAX_NODES} paths of ranks, at most {MAX_STEPS} deep, with ranks below "
+    f"{MAX_TOP_K} and with every path's parent in the list",
     _is_tree,
 )  # fmt: skip
 
@@ -125,7 +125,7 @@ def _are_facts(value: Any) -> bool:
     )  # fmt: skip
 
 
-FACTS = Rule(f"at most {MAX_FACTS} names with numbers or short texts", _are_facts)
+FACTS = Rule(f"an object with at most {MAX_FACTS} numbers, short texts or lists of them", _are_facts)
 
 ROTARY: Mapping[str, Rule] = {
     "rope_type": one_of(*ROPE_TYPES),
@@ -140,7 +140,7 @@ ROTARY: Mapping[str, Rule] = {
     "beta_slow": number(1e-3, 1e6),
     "mscale": number(0, 1e3),
     "mscale_all_dim": number(0, 1e3),
-    "partial_rotary_factor": number(1, 1),  # draft layers turn whole heads
+    "partial_rotary_factor": number(1, 1),  # draft layers rotate all dimensions of a head
     "truncate": TRUTH,
 }
 """Fields of `rope_parameters` and `rope_scaling`; each may be null."""
@@ -172,7 +172,7 @@ LAYER: Mapping[str, Rule] = {
     "mlp_bias": TRUTH,
     "rope_parameters": ROPE,
 }
-"""What a Llama configuration says of one layer."""
+"""Fields of a Llama config that define a draft layer."""
 
 MEMORY: Mapping[str, Rule] = {
     "base_model_name_or_path": TEXT,
@@ -182,13 +182,13 @@ MEMORY: Mapping[str, Rule] = {
     "tree": TREE,
     "dtype": DTYPE,
 }
-"""What every head of ours remembers."""
+"""Fields that all our heads have."""
 
 EAGLE: Mapping[str, Rule] = {
     **LAYER, **MEMORY,
     "pad_token_id": TOKEN,
     "bos_token_id": TOKEN,
-    "eos_token_id": Rule("a token id, or some", lambda value: TOKEN.holds(value) or list_of(TOKEN, 100).holds(value)),
+    "eos_token_id": Rule("a token id or a list", lambda value: TOKEN.holds(value) or list_of(TOKEN, 100).holds(value)),
     **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "layernorms", "own_embedding"), TRUTH),
     "sliding_window": integer(1, MAX_POSITIONS),
     "draft_vocab_size": integer(1, MAX_VOCABULARY),
@@ -223,27 +223,27 @@ OTHERS: Mapping[str, Rule] = {
     "sliding_window": integer(1, MAX_POSITIONS),
     "use_sliding_window": TRUTH,
 }
-"""What is taken from third-party configurations, before it is theirs to interpret."""
+"""Fields that are read from the layer configs of third-party heads."""
 
 
 def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
-    """The fields that the rules know, each of which holds or is null. Any other field stays behind.
+    """Return the fields that have a rule, after checking them; null is always allowed and other fields are dropped.
 
     Raises:
-        InvalidConfigError: An invalid value, or sizes that contradict each other.
+        InvalidConfigError: A value is invalid, or sizes contradict each other.
 
     Example: `checked({"bias": True, "attn_implementation": "org/kernel"}, EAGLE)` is `{"bias": True}`.
     """
     known = {name: value for name, value in fields.items() if name in rules}
-    said = {name: value for name, value in known.items() if value is not None}
-    for name, value in said.items():
+    given = {name: value for name, value in known.items() if value is not None}
+    for name, value in given.items():
         rules[name].check(name, _listed(value))
-    heads, groups = said.get("num_attention_heads", 1), said.get("num_key_value_heads", 1)
+    heads, groups = given.get("num_attention_heads", 1), given.get("num_key_value_heads", 1)
     if heads % groups:
         raise InvalidConfigError(f"`num_key_value_heads` {groups} must divide `num_attention_heads` {heads}.")
-    if said.get("head_dim", 2) % 2:
-        raise InvalidConfigError(f"`head_dim` must be even, got {said['head_dim']}.")
-    top_k, steps = said.get("top_k", 1), said.get("num_steps", 1)
+    if given.get("head_dim", 2) % 2:
+        raise InvalidConfigError(f"`head_dim` must be even, got {given['head_dim']}.")
+    top_k, steps = given.get("top_k", 1), given.get("num_steps", 1)
     if top_k + (steps - 1) * top_k**2 > MAX_CANDIDATES:
         raise InvalidConfigError(
             f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {MAX_CANDIDATES} candidates."
@@ -252,9 +252,9 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
 
 
 def _listed(value: Any) -> Any:
-    """The same with lists for tuples, as a file would have it."""
+    """Replace tuples by lists, as JSON does."""
     return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 MAX_CANDIDATES = 2**20
-"""Of one drafted tree, before it is cut to `num_draft_tokens`."""
+"""Maximum number of candidates of one tree, before it is pruned to `num_draft_tokens`."""

@@ -1,6 +1,6 @@
-"""The hot-token vocabulary that a head may draft over: fewer tokens, a smaller lm_head.
+"""The draft vocabulary: a head may draft frequent ("hot") tokens only, with a smaller lm_head.
 
-Source: FR-Spec (https://arxiv.org/abs/2502.14856); stored as EAGLE-3 checkpoints store it, as offsets.
+Source: FR-Spec (https://arxiv.org/abs/2502.14856). Stored as offsets, as in EAGLE-3 checkpoints.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hf_specdec.errors import InvalidConfigError
 
 
 class HotTokens:
-    """Mixin of a head whose config has `draft_vocab_size`: target id = draft id + `d2t[draft id]`.
+    """Mixin for heads whose config has `draft_vocab_size`: target id = draft id + `d2t[draft id]`.
 
     Attributes:
-        shares_lm_head: Whether the target's lm_head scores what the head predicts; else it has its own.
+        shares_lm_head: Whether the head uses the target's lm_head; otherwise it has its own.
     """
 
     config: Any
@@ -25,73 +25,70 @@ class HotTokens:
     shares_lm_head: bool
 
     def _make_hot_tokens(self) -> None:
-        """The buffer, where the head has a vocabulary of its own; called by the head's `__init__`.
+        """Create the buffer `d2t` if the head has a draft vocabulary.
 
         Raises:
-            InvalidConfigError: It is larger than the target's.
+            InvalidConfigError: The draft vocabulary is empty or larger than the target's.
         """
         size, whole = self.config.draft_vocab_size, self.config.vocab_size
-        if size is not None and (size < 1 or (whole is not None and size > whole)):
+        if size is None:
+            return
+        if size < 1 or (whole is not None and size > whole):
             raise InvalidConfigError(
                 f"`draft_vocab_size` must be from 1 to the target's {whole} tokens, got {size}.",
-                "Leave it None to draft over all of them.",
+                "Use None for the whole vocabulary.",
             )
-        if size is not None:
-            offsets = torch.zeros(self.config.draft_vocab_size, dtype=torch.long)
-            self.register_buffer("d2t", offsets)  # type: ignore[attr-defined]
+        offsets = torch.zeros(size, dtype=torch.long)
+        self.register_buffer("d2t", offsets)  # type: ignore[attr-defined]
 
     @property
     def hot_token_ids(self) -> Tensor | None:
-        """Target ids of the draft vocabulary `[Vd]`, ascending; None where the head drafts over all of V."""
+        """Ascending target ids `[Vd]` of the draft vocabulary; None if it is the target's whole vocabulary."""
         if self.config.draft_vocab_size is None:
             return None
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def set_hot_token_ids(self, token_ids: Tensor) -> None:
-        """Store the draft vocabulary.
-
-        Args:
-            token_ids: `[Vd]` distinct target ids in ascending order.
-        """
+        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order."""
         self.d2t = token_ids.to(self.d2t) - torch.arange(len(token_ids), device=self.d2t.device)
 
     def use_hot_tokens(self, token_ids: Tensor) -> None:
-        """Draft over these tokens only, with a head that scores by the target's lm_head.
+        """Restrict a head that shares the target's lm_head to these tokens.
 
         Args:
-            token_ids: Target ids in any order (FR-Spec's lists are by frequency).
+            token_ids: Target ids in any order.
 
         Raises:
-            InvalidConfigError: Ids twice or beyond the vocabulary, or a head with an lm_head of its own.
+            InvalidConfigError: Ids are repeated or out of range, or the head has its own lm_head.
         """
         if not self.shares_lm_head:
             raise InvalidConfigError(
-                "This head has an lm_head of its own, whose rows are its draft vocabulary.",
-                "Hot tokens can be given to heads that share the target's lm_head.",
+                "This head has its own lm_head, which determines its draft vocabulary.",
+                "Hot tokens can be set only for heads that share the target's lm_head.",
             )
         ids = token_ids.to(torch.long).flatten().sort().values
-        size = self.config.vocab_size or 2**31  # unknown until the head meets its target
+        size = self.config.vocab_size or 2**31  # unknown until the head is loaded for a target
         if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] == ids[:-1]).any()):
-            raise InvalidConfigError(f"Hot tokens are distinct ids from 0 to {size - 1}, at least one.")
+            raise InvalidConfigError(f"Hot tokens must be one or more distinct ids from 0 to {size - 1}.")
         self.config.draft_vocab_size = len(ids)
         self._make_hot_tokens()
         self.set_hot_token_ids(ids)
 
     def rows_of(self, lm_head: nn.Module) -> Tensor:
-        """`[Vd, D]` what a linear map from features to V logits has for the draft vocabulary, quantised or not."""
+        """Return the rows `[Vd, D]` of a (possibly quantised) lm_head for the draft vocabulary."""
         rows, ids = linear_weight(lm_head, self.config.hidden_size), self.hot_token_ids
         return rows if ids is None else rows[ids.to(rows.device)]
 
 
 @torch.no_grad()
 def linear_weight(layer: nn.Module, in_features: int) -> Tensor:
-    """The matrix `[out, in]` of a linear layer, quantised or not, without its bias."""
+    """Return the weight `[out, in]` of a linear layer, which may be quantised."""
     weight = getattr(layer, "weight", None)
     if type(layer) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
         return weight.detach()
-    # whatever it is made of, its answer to the unit vectors is its matrix
+    # works for any quantisation: the outputs for the unit vectors are the columns of the weight
     example = next(layer.parameters())
     dtype = example.dtype if example.is_floating_point() else torch.float32
     units = torch.eye(in_features, dtype=dtype, device=example.device)
-    answers: Tensor = layer(units) - layer(torch.zeros_like(units[:1]))
-    return answers.T
+    columns: Tensor = layer(units) - layer(torch.zeros_like(units[:1]))
+    return columns.T

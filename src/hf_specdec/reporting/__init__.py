@@ -1,1 +1,1 @@
-"""What a call did: statistics, traces of steps, and the style of plots."""
+"""Statistics and traces of a generation, and the style of plots."""

@@ -1,7 +1,4 @@
-"""The colours and the look of every picture: one palette, on no background, readable on light pages and on dark ones.
-
-matplotlib is an optional dependency.
-"""
+"""Colours and style of all plots, readable on light and dark pages. matplotlib is an optional dependency."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PALETTE = ("#3D8FD9", "#E08A1E", "#2CA089", "#D6568C", "#8E7CC3", "#9A9A2E")
-"""Told apart by people who see red and green alike; three to one against white and against black."""
+"""Distinguishable with red-green colour blindness; contrast of at least 2.5 against white and 4 against black."""
 INK = "#808080"
-"""Of text and lines."""
+"""Colour of text and axes."""
 
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """What matplotlib draws inside looks like this."""
+    """Context manager: apply the package's style to matplotlib."""
     from matplotlib import interactive, is_interactive, rc_context, rcsetup
 
     settings = {
@@ -35,17 +32,17 @@ def plot_style() -> Iterator[None]:
     }  # fmt: skip
     with rc_context(settings):
         yield
-        # with its first figure a notebook's backend turns this on, and shows no later one where it is off again
-        shows_at_once = is_interactive()
-    interactive(shows_at_once)
+        # the first figure makes a notebook's backend interactive; rc_context would undo that and hide later figures
+        was_interactive = is_interactive()
+    interactive(was_interactive)
 
 
 @contextmanager
 def drawing() -> Iterator[Any]:
-    """`matplotlib.pyplot`, with this look for what is drawn inside.
+    """Context manager: import `matplotlib.pyplot` and apply the package's style.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
     """
     from matplotlib import pyplot
 
@@ -54,7 +51,7 @@ def drawing() -> Iterator[Any]:
 
 
 def save_plot(axes: Axes | Sequence[Axes], path: str | Path) -> None:
-    """Write the figure of some axes to a file, without a background, and forget it."""
+    """Save the figure of the given axes to a file and close it."""
     with drawing() as pyplot:
         first: Any = axes if hasattr(axes, "figure") else axes[0]
         first.figure.savefig(path, dpi=120, bbox_inches="tight")

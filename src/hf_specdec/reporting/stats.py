@@ -1,4 +1,4 @@
-"""What one speculative generation did and where its time went. Filled by `generation/decode.py` alone."""
+"""Statistics of one speculative `generate()` call; filled by `generation/decode.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
 
 
 def shown_tau(tau: float) -> str:
-    """For people: two digits, or a dash where no forward was counted."""
+    """Format tau with two decimals, or as a dash if no forward was counted."""
     return f"{tau:.2f}" if tau else "-"
 
 
@@ -27,17 +27,19 @@ def shown_tau(tau: float) -> str:
 class SpeculationStats:
     """Counts and seconds of one `generate()` call.
 
-    Seconds are wall-clock on the host; on an accelerator a stage's work may finish in a later stage, only
+    Seconds are wall-clock times on the host. On an accelerator a stage's work may finish during a later stage; only
     `total_seconds` is exact there.
 
     Args:
-        method: The drafter's name.
-        num_target_forwards: Verify forwards; the prefill is not counted.
+        method: Name of the drafter.
+        num_target_forwards: Verify forwards, without the prefill.
         num_generated_tokens: Emitted tokens of all rows.
-        num_drafted_tokens: Verified nodes of all unfinished rows; neither roots nor what pads a row's tree.
-        accepted_per_step: One list per row: accepted drafted tokens + 1 for each target forward the row took part in.
-        control: What decided how much was drafted, and what it decided.
-        trace: Every step, where `SpeculativeConfig(trace=True)` asked for it.
+        num_drafted_tokens: Verified nodes of all unfinished rows, without roots and padding.
+        accepted_per_step: Per row, the accepted drafted tokens + 1 of each target forward until the row ended.
+        control: How the tree size was chosen: the controller's name and decisions.
+        trace: All steps, if `SpeculativeConfig(trace=True)`.
+        prefill_seconds, draft_seconds, verify_seconds, accept_seconds, commit_seconds: Time per stage.
+        total_seconds: Time of the whole call.
     """
 
     method: str = ""
@@ -65,21 +67,21 @@ class SpeculationStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def move_seconds(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds that were timed with one stage for another one."""
+        """Move seconds from one stage to another."""
         for stage, change in ((source, -seconds), (target, seconds)):
             setattr(self, f"{stage}_seconds", getattr(self, f"{stage}_seconds") + change)
 
     @property
     def stage_seconds(self) -> tuple[float, float, float]:
-        """Seconds so far of drafting, of verifying, and of what follows in a step."""
+        """Seconds so far spent drafting, verifying, and accepting and committing."""
         return self.draft_seconds, self.verify_seconds, self.accept_seconds + self.commit_seconds
 
     def add_step(self, emitted: Iterable[int], drafted: Iterable[int]) -> None:
         """Count one target forward.
 
         Args:
-            emitted: Tokens of each row; a row that had ended before emitted none.
-            drafted: Drafted nodes of each row.
+            emitted: Number of emitted tokens per row; 0 for rows that had ended before.
+            drafted: Number of drafted nodes per row.
         """
         self.num_target_forwards += 1
         for row, (count, nodes) in enumerate(zip(emitted, drafted, strict=True)):
@@ -89,16 +91,17 @@ class SpeculationStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """tau: tokens per target forward and row, correction or bonus included, the prefill's first token excluded.
+        """Tau: tokens per target forward and row.
 
-        1.0 is plain decoding. The convention of the EAGLE papers and of Spec-Bench. 0.0 where no forward ran.
+        Includes the correction or bonus token, excludes the first token, which the prefill emits. 1.0 is plain
+        decoding; 0.0 if no forward ran. Same convention as the EAGLE papers and Spec-Bench.
         """
         steps = [length for row in self.accepted_per_step for length in row]
         return sum(steps) / len(steps) if steps else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Share of forwards that accepted at least 1, 2, ... drafted tokens; its sum is tau - 1."""
+        """Share of forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1."""
         steps = [length for row in self.accepted_per_step for length in row]
         return [sum(length > depth for length in steps) / len(steps) for depth in range(1, max(steps, default=1))]
 
@@ -108,7 +111,7 @@ class SpeculationStats:
         return self.num_generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field and property as plain values, JSON-serialisable."""
+        """Return all fields and derived values as JSON-serialisable values."""
         derived = ("mean_accepted_length", "acceptance_by_depth", "tokens_per_second")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -122,7 +125,7 @@ class SpeculationStats:
         )
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: what came, how deep it was accepted, where the time went."""
+        """Return an HTML table for notebooks: counts, acceptance by depth, time per stage."""
         shares = self.acceptance_by_depth
         stages = {"prompt": self.prefill_seconds, "draft": self.draft_seconds, "verify": self.verify_seconds,
                   "accept and commit": self.accept_seconds + self.commit_seconds}  # fmt: skip
@@ -135,7 +138,7 @@ class SpeculationStats:
         rows = {
             "tokens": f"{self.num_generated_tokens} in {self.num_target_forwards} target forwards",
             "tau": shown_tau(self.mean_accepted_length),
-            "tokens/s": f"{self.tokens_per_second:.1f}, {self.total_seconds:.2f} s in all",
+            "tokens/s": f"{self.tokens_per_second:.1f}, {self.total_seconds:.2f} s in total",
             "accepted, by depth": deep,
             "time": spent,
         }
@@ -146,7 +149,7 @@ class SpeculationStats:
         return f"<table><caption>{html.escape(self.method)}</caption>{body}</table>"
 
     def plot(self) -> Axes:
-        """Histogram of accepted lengths; needs matplotlib (`pip install hf-specdec[notebooks]`).
+        """Plot a histogram of the accepted lengths. Needs matplotlib (`pip install hf-specdec[notebooks]`).
 
         Returns:
             The matplotlib axes.
@@ -162,6 +165,6 @@ class SpeculationStats:
 
 
 def _bar(label: str, share: float, color: str) -> str:
-    """A line of HTML: a bar as long as the share, and what it says."""
+    """Return a line of HTML with a bar of length `share` and a label."""
     bar = f"display:inline-block;height:0.7em;width:{max(share, 0.0) * 12:.2f}em;background:{color};margin-right:0.4em"
     return f'<div style="white-space:nowrap"><span style="{bar}"></span>{html.escape(label)}</div>'

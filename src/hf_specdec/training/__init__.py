@@ -1,4 +1,4 @@
-"""Training of draft heads, thin over transformers' Trainer. It never imports the decoding loop."""
+"""Train draft heads with transformers' Trainer. This package does not import the decoding loop."""
 
 from hf_specdec.training.arguments import head_arguments
 from hf_specdec.training.conversations import (

@@ -1,4 +1,4 @@
-"""transformers' training arguments for a head, from the few that a command line asks for."""
+"""Build and check transformers' `TrainingArguments` for a head."""
 
 from __future__ import annotations
 
@@ -12,53 +12,52 @@ from transformers import TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import read_object, shortened
-from hf_specdec.training.processes import PATIENCE, processes
+from hf_specdec.training.processes import PROCESS_TIMEOUT, processes
 from hf_specdec.training.runs import check_processes
 
-LARGEST = 10**9
-"""No training argument means anything beyond it."""
+MAX_VALUE = 10**9
+"""Largest value accepted for any training argument."""
 
-LAST_SEED = 2**32 - 1
-"""numpy takes no larger one."""
+MAX_SEED = 2**32 - 1
+"""Largest seed that numpy accepts."""
 
 MAY_BE_NEGATIVE = {"max_steps": -1, "local_rank": -1}
-"""Where transformers has a meaning for -1."""
+"""Minimum of arguments for which -1 has a meaning in transformers."""
 
 POSITIVE = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "per_device_train_batch_size",
             "per_device_eval_batch_size", "gradient_accumulation_steps")  # fmt: skip
 
-NAMES_OF_FILES = ("accelerator_config", "fsdp_config", "deepspeed")
-"""They may name a file of JSON, which transformers reads."""
+JSON_ARGUMENTS = ("accelerator_config", "fsdp_config", "deepspeed")
+"""Arguments that may name a JSON file, which transformers reads."""
 
 WARM_UP = 0.03
-"""Share of a run in which the learning rate rises."""
+"""Fraction of the run during which the learning rate rises."""
 
-
-SAVED_EVERY = 100
-"""Optimiser steps between two checkpoints, and between two measurements on what is held out."""
+SAVE_STEPS = 100
+"""Optimiser steps between checkpoints, and between evaluations on held-out conversations."""
 
 
 def head_arguments(
     output: Path, more: Mapping[str, Any], *, held_out: bool = False, **fields: Any
 ) -> TrainingArguments:
-    """Arguments for the Trainer.
+    """Return arguments for the Trainer, with defaults for training a head.
 
     Args:
-        output: Where checkpoints and log go.
-        more: Further arguments; they win.
-        held_out: Measure on held-out conversations before every checkpoint, keep the best one, and end with it.
-        **fields: Of `TrainingArguments`.
+        output: Directory for checkpoints and the log.
+        more: Further `TrainingArguments`; they override `fields`.
+        held_out: Evaluate on held-out conversations before every checkpoint, and load the best checkpoint at the end.
+        **fields: `TrainingArguments` that override the defaults.
 
     Raises:
-        InvalidConfigError: Arguments that transformers refuses, or that mean nothing; FSDP in a single process.
+        InvalidConfigError: An argument is invalid or out of range, or FSDP is requested with a single process.
     """
-    processes()  # before transformers starts them with a patience of its own
+    processes()  # first: transformers would create the process group with its own settings
     given: dict[str, Any] = {
         "output_dir": str(output), "lr_scheduler_type": "cosine", "warmup_steps": WARM_UP, "adam_beta2": 0.95,
-        "max_grad_norm": 0.5, "logging_steps": 10, "save_steps": SAVED_EVERY, "save_total_limit": 2,
+        "max_grad_norm": 0.5, "logging_steps": 10, "save_steps": SAVE_STEPS, "save_total_limit": 2,
         "report_to": "none", "disable_tqdm": False, "train_sampling_strategy": "group_by_length",
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": int(PATIENCE.total_seconds()), "use_cpu": not torch.accelerator.is_available(),
+        "ddp_timeout": int(PROCESS_TIMEOUT.total_seconds()), "use_cpu": not torch.accelerator.is_available(),
         **fields, **more,
     }  # fmt: skip
     if held_out:
@@ -70,28 +69,28 @@ def head_arguments(
     _check_values(given)
     try:
         arguments = TrainingArguments(**given)
-    except Exception as error:  # transformers checks a few of them, and fails in many ways at others
-        raise InvalidConfigError(f"The training arguments cannot be used: {error!s:.400}.") from error
+    except Exception as error:  # transformers checks only some, and fails with any class on the others
+        raise InvalidConfigError(f"The training arguments are invalid: {error!s:.400}.") from error
     check_processes(arguments)
     return arguments
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """See that numbers are numbers, and that named files are files; transformers takes whatever it is given.
+    """Check the types and ranges of numbers and that named files are JSON objects; transformers does not.
 
     Raises:
-        InvalidConfigError: Naming the first argument that is something else.
+        InvalidConfigError: An argument is invalid; names the first one.
     """
     hints = typing.get_type_hints(TrainingArguments)
     for name, value in given.items():
         kinds = set(typing.get_args(hints.get(name))) or {hints.get(name)}
         if kinds <= {int, float, bool, type(None)}:
             _check_number(name, value, kinds)
-        if name not in NAMES_OF_FILES:
+        if name not in JSON_ARGUMENTS:
             continue
-        if not isinstance(value, str | dict | None):  # transformers would open, and close, the file of that number
+        if not isinstance(value, str | dict | None):  # transformers would open an integer as a file descriptor
             raise InvalidConfigError(
-                f"The training argument `{name}` must be a file or an object, got {shortened(value)}."
+                f"The training argument `{name}` must be the path of a JSON file or an object, got {shortened(value)}."
             )
         if isinstance(value, str) and not value.lstrip().startswith("{"):
             read_object(Path(value))
@@ -100,13 +99,12 @@ def _check_values(given: Mapping[str, Any]) -> None:
 def _check_number(name: str, value: Any, kinds: set[Any]) -> None:
     if (value is None and type(None) in kinds) or (isinstance(value, bool) and bool in kinds):
         return
-    least = MAY_BE_NEGATIVE.get(name, 0)
-    most = LAST_SEED if name in ("seed", "data_seed") else LARGEST
+    minimum = MAY_BE_NEGATIVE.get(name, 0)
+    maximum = MAX_SEED if name in ("seed", "data_seed") else MAX_VALUE
     number = isinstance(value, int | float if float in kinds else int) and not isinstance(value, bool)
-    if kinds & {int, float} and number and least <= value <= most and (value > 0 or name not in POSITIVE):
+    if kinds & {int, float} and number and minimum <= value <= maximum and (value > 0 or name not in POSITIVE):
         return
     what = "a number" if float in kinds else "an integer" if int in kinds else "true or false"
-    told = f", above 0 and up to {most}" if name in POSITIVE else f" from {least} to {most}"
-    raise InvalidConfigError(
-        f"The training argument `{name}` must be {what}{told if kinds & {int, float} else ''}, got {shortened(value)}."
-    )
+    if kinds & {int, float}:
+        what += f" above 0 and at most {maximum}" if name in POSITIVE else f" from {minimum} to {maximum}"
+    raise InvalidConfigError(f"The training argument `{name}` must be {what}, got {shortened(value)}.")

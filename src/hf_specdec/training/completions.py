@@ -1,7 +1,4 @@
-"""The answer of a server, validated: what the rest of the package reads is a `Completion` or was given up.
-
-It knows the body's format and nothing of HTTP.
-"""
+"""Validate the response bodies of OpenAI-compatible servers. HTTP is handled in `connections.py`."""
 
 from __future__ import annotations
 
@@ -14,42 +11,42 @@ from typing import Any, Literal, TypeGuard, cast
 from hf_specdec.errors import SpeculativeDecodingError
 
 MAX_NAME = 500
-"""Longest model name in characters; a path or a Hub id is shorter."""
+"""Maximum length of a model name in characters; paths and Hub ids are shorter."""
 
 MAX_SHOWN = 120
-"""Characters of a server's words that a message repeats."""
+"""Characters of a server's response shown in an error message."""
 
-SHORT = reprlib.Repr()
-"""Shows the beginning of large and deeply nested values."""
-SHORT.maxstring = SHORT.maxother = MAX_SHOWN
+SHORT_REPR = reprlib.Repr()
+"""Formats only the beginning of large or deeply nested values."""
+SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN
 
 REFUSALS = (400, 413, 422)
-"""HTTP statuses that concern the one prompt: malformed, too large, or longer than the context."""
+"""HTTP statuses that reject a single prompt (malformed, too large, longer than the context); others are failures."""
 
 
 class AnswerError(SpeculativeDecodingError):
-    """An answer that cannot be used.
+    """A server's answer that cannot be used.
 
     Args:
-        reason: One of few, to count by.
-        came: What the server sent; shown in one line and shortened.
-        is_answer: False if the request failed, which says something about the server and nothing about the prompt.
+        reason: Short category by which dropped answers are counted.
+        detail: What the server sent; shortened to one line.
+        is_answer: False if the request failed because of the server rather than the prompt.
     """
 
-    def __init__(self, reason: str, came: str = "", *, is_answer: bool = True) -> None:
-        super().__init__(f"{reason}: {one_line(came)}" if came else reason)
+    def __init__(self, reason: str, detail: str = "", *, is_answer: bool = True) -> None:
+        super().__init__(f"{reason}: {one_line(detail)}" if detail else reason)
         self.reason, self.is_answer = reason, is_answer
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What limits the answer to a request.
+class AnswerLimits:
+    """Limits of a valid answer.
 
     Attributes:
-        max_new_tokens: Tokens that were asked for.
-        vocab_size: Token ids are below it.
-        max_token_length: Characters of the longest token. Text of more characters than the tokens can spell is not
-            encoded: that would take time and memory without limit.
+        max_new_tokens: Maximum length that was requested.
+        vocab_size: Exclusive upper bound of token ids.
+        max_token_length: Length of the longest token in characters. Text longer than `max_new_tokens` such tokens is
+            rejected, to bound the cost of encoding it.
     """
 
     max_new_tokens: int
@@ -59,15 +56,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One valid answer.
+    """A valid answer.
 
     Attributes:
-        token_ids: If the server sends them, as vLLM does with `return_token_ids`.
-        text: Empty if the server sends token ids only.
-        num_prompt_tokens: Tokens that the server read.
-        num_tokens: Tokens that the server generated, by its own count; some servers leave the end token out.
-        finish_reason: Whether the model ended the answer or the limit did.
-        matched_stop: The token that ended it, if the server names it: vLLM's `stop_reason`, SGLang's `matched_stop`.
+        token_ids: Token ids, or None if the server sends only text; vLLM sends ids with `return_token_ids`.
+        text: Text, empty if the server sends only token ids.
+        num_prompt_tokens: The server's count of prompt tokens.
+        num_tokens: The server's count of generated tokens; some servers exclude the end token.
+        finish_reason: `"stop"` if the model ended the answer, `"length"` if it reached the limit.
+        matched_stop: The end token, if the server names it (vLLM: `stop_reason`, SGLang: `matched_stop`).
     """
 
     token_ids: tuple[int, ...] | None
@@ -79,15 +76,15 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """Whether the model came to an end by itself."""
+        """Whether the model ended the answer."""
         return self.finish_reason == "stop"
 
 
-def read_completion(body: bytes, asked: Asked) -> Completion:
-    """Read the body of a response of `/v1/completions`.
+def read_completion(body: bytes, limits: AnswerLimits) -> Completion:
+    """Parse and validate a response body of `/v1/completions`.
 
     Raises:
-        AnswerError: It is no JSON, or any part that is used has another type or an impossible value.
+        AnswerError: The body is not JSON, or a field that is used has a wrong type or an impossible value.
     """
     fields = _object(body)
     choices = fields.get("choices")
@@ -95,29 +92,29 @@ def read_completion(body: bytes, asked: Asked) -> Completion:
         raise _invalid("`choices` is not a list of one object", choices)
     choice, usage = choices[0], fields.get("usage")
     if not isinstance(usage, dict):
-        raise _invalid("no usage", usage)
+        raise _invalid("`usage` is not an object", usage)
     finish_reason = choice.get("finish_reason")
     if finish_reason not in ("stop", "length"):
         raise _invalid("`finish_reason` is neither stop nor length", finish_reason)
     num_tokens = _count(usage, "completion_tokens")
-    if num_tokens > asked.max_new_tokens:
-        raise AnswerError("more tokens than were asked for", str(num_tokens))
-    token_ids = _token_ids(choice.get("token_ids"), asked)
+    if num_tokens > limits.max_new_tokens:
+        raise AnswerError("more tokens than requested", str(num_tokens))
+    token_ids = _token_ids(choice.get("token_ids"), limits)
     return Completion(
         token_ids,
-        _text(choice.get("text"), asked, optional=token_ids is not None),
+        _text(choice.get("text"), limits, optional=token_ids is not None),
         _count(usage, "prompt_tokens"),
         num_tokens,
         cast(Literal["stop", "length"], finish_reason),
-        _matched_stop(choice, asked),
+        _matched_stop(choice, limits),
     )
 
 
 def read_model_names(body: bytes) -> list[str]:
-    """Read the body of a response of `/v1/models`: the names, each once.
+    """Parse a response body of `/v1/models` and return the distinct model names.
 
     Raises:
-        AnswerError: It is no JSON, or no list of objects with a printable `id`.
+        AnswerError: The body is not JSON, or not a list of objects with a printable `id`.
     """
     models = _object(body).get("data")
     if not isinstance(models, list):
@@ -126,25 +123,25 @@ def read_model_names(body: bytes) -> list[str]:
         name = model.get("id") if isinstance(model, dict) else None
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise AnswerError(
-                f"a model's `id` is not a printable name of at most {MAX_NAME} characters", SHORT.repr(model)
+                f"a model's `id` is not a printable name of at most {MAX_NAME} characters", SHORT_REPR.repr(model)
             )
     return list(dict.fromkeys(model["id"] for model in models))
 
 
 def one_line(text: str) -> str:
-    """The text in one line of at most `MAX_SHOWN` characters."""
+    """Shorten text to one line of at most `MAX_SHOWN` characters."""
     line = " ".join(text[: 2 * MAX_SHOWN].split())
     return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
 
 def _invalid(reason: str, value: Any) -> AnswerError:
-    return AnswerError(reason, SHORT.repr(value))
+    return AnswerError(reason, SHORT_REPR.repr(value))
 
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError) as error:  # ValueError also for bytes that are no text, and endless numbers
+    except (ValueError, RecursionError) as error:  # ValueError: also invalid UTF-8 and huge integers
         raise _invalid("not JSON", body) from error
     if not isinstance(fields, dict):
         raise _invalid("not a JSON object", body)
@@ -162,39 +159,39 @@ def _count(usage: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _token_ids(value: Any, asked: Asked) -> tuple[int, ...] | None:
-    """The ids; an empty list says as little as none at all."""
+def _token_ids(value: Any, limits: AnswerLimits) -> tuple[int, ...] | None:
+    """Return validated token ids; an empty list counts as missing, and the text is used instead."""
     if value is None or value == []:
         return None
     if not isinstance(value, list):
         raise _invalid("`token_ids` is not a list", value)
-    if len(value) > asked.max_new_tokens:
-        raise AnswerError("more tokens than were asked for", str(len(value)))
-    strange = [token for token in value if not _is_int(token, asked.vocab_size)]
-    if strange:
-        raise _invalid("`token_ids` are not ids of the tokenizer's vocabulary", strange)
+    if len(value) > limits.max_new_tokens:
+        raise AnswerError("more tokens than requested", str(len(value)))
+    invalid = [token for token in value if not _is_int(token, limits.vocab_size)]
+    if invalid:
+        raise _invalid("`token_ids` are not ids of the tokenizer's vocabulary", invalid)
     return tuple(value)
 
 
-def _text(value: Any, asked: Asked, *, optional: bool) -> str:
+def _text(value: Any, limits: AnswerLimits, *, optional: bool) -> str:
     if value is None and optional:
         return ""
     if not isinstance(value, str):
         raise _invalid("`text` is not a string", value)
-    if len(value) > asked.max_new_tokens * asked.max_token_length:
-        raise _invalid("more text than the tokens that were asked for can spell", value)
+    if len(value) > limits.max_new_tokens * limits.max_token_length:
+        raise _invalid("longer text than the requested tokens can produce", value)
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and no tokenizer reads
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can express but tokenizers reject
         raise _invalid("`text` is not Unicode", value) from error
     return value
 
 
-def _matched_stop(choice: Mapping[str, Any], asked: Asked) -> int | None:
-    """The end token; a string is a stop string, of which there are none in our requests."""
+def _matched_stop(choice: Mapping[str, Any], limits: AnswerLimits) -> int | None:
+    """Return the end token; strings are ignored because the requests set no stop strings."""
     for name in ("stop_reason", "matched_stop"):
         value = choice.get(name)
-        if _is_int(value, asked.vocab_size):
+        if _is_int(value, limits.vocab_size):
             return value
         if value is not None and not isinstance(value, str):
             raise _invalid(f"`{name}` is not a token of the tokenizer's vocabulary", value)

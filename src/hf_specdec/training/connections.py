@@ -1,7 +1,7 @@
-"""Requests to an OpenAI-compatible server, through the package `openai`, limited in time and size.
+"""Send requests to an OpenAI-compatible server with limits on time and response size.
 
-`openai` sends, retries and authenticates. It reads bodies of any size, and its timeouts start again with every byte,
-so both limits are set here.
+The package `openai` sends, retries and authenticates. It reads bodies of any size and restarts its timeout with every
+byte, so both limits are enforced here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.training.completions import MAX_SHOWN, REFUSALS, SHORT, AnswerError
+from hf_specdec.training.completions import MAX_SHOWN, REFUSALS, SHORT_REPR, AnswerError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -20,121 +20,124 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Largest body that is read. An answer of 100,000 tokens, with its text and the ids of prompt and answer, takes 2 MB;
-32 of these bodies at once take 256 MB."""
+"""Maximum response body in bytes. An answer of 100,000 tokens, with its text and the ids of prompt and answer, takes
+2 MB; 32 maximal bodies at once take 256 MiB."""
 
 MAX_ERROR_BYTES = 4096
-"""Bytes that are read of an error's body; only its message is shown."""
+"""Bytes read of an error response, of which only the message is shown."""
 
 CONNECT_SECONDS = 10.0
-"""A server that does not take a connection for so long is down."""
+"""Seconds after which a server that accepts no connection is considered down."""
 
-WHERE = "Give the root of its OpenAI-compatible interface, such as http://localhost:8000/v1."
+URL_HINT = "Give the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."
 
 
 class Connection:
-    """A server's address, and the limits of every request to it.
+    """Client for one server.
 
     Args:
-        url: Root of the protocol, such as `http://localhost:8000/v1`.
+        url: Base URL of the API, such as `http://localhost:8000/v1`.
         api_key: Sent as a bearer token.
-        timeout: Seconds from the first attempt of a request to the last byte of its answer, retries included.
-        num_requests: Requests in flight at once.
+        timeout: Seconds per request from the first attempt to the last byte of the response, retries included.
+        num_requests: Maximum number of concurrent requests.
 
     Raises:
-        InvalidConfigError: The package `openai` is missing, or `url` is not an address of a web server.
+        InvalidConfigError: The package `openai` is missing, or `url` is not an HTTP URL.
     """
 
     def __init__(self, url: str, api_key: str, timeout: float, num_requests: int) -> None:
         try:
-            import openai  # an optional dependency, used in this file alone
+            import openai  # an optional dependency, used only in this file
             from anyio.from_thread import start_blocking_portal  # openai depends on it
         except ImportError as error:
             raise InvalidConfigError(
-                "Distilling from a server needs the package openai.", "pip install 'hf-specdec[training]'."
+                "Distilling from a server needs the package openai.", "Run `pip install 'hf-specdec[training]'`."
             ) from error
         _check_url(url)
         if not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidConfigError("The API key has characters that HTTP cannot send.", "Was it copied as a whole?")
+            raise InvalidConfigError("The API key has characters that HTTP cannot send.", "Was it copied correctly?")
         self.url, self._timeout, self._num_requests = url, timeout, num_requests
-        self._portal = start_blocking_portal  # an event loop in a thread: notebooks run one in theirs
+        self._portal = start_blocking_portal  # an event loop in its own thread, since notebooks already run one
         self._status_error, self._timeouts = openai.APIStatusError, (TimeoutError, openai.APITimeoutError)
 
-        class Bounded(openai.DefaultAsyncHttpxClient):
-            """Reads every body as a whole, up to the limit, before `openai` sees the response."""
+        class LimitedClient(openai.DefaultAsyncHttpxClient):
+            """HTTP client that reads every body, up to the limit, before it returns the response."""
 
             async def send(self, request: Any, **options: Any) -> Any:
-                return await _bounded(await super().send(request, **{**options, "stream": True}))
+                return await _read_limited(await super().send(request, **{**options, "stream": True}))
 
         def client() -> AsyncOpenAI:
             return openai.AsyncOpenAI(
                 base_url=url,
                 api_key=api_key,
                 timeout=openai.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout)),
-                default_headers={"Accept-Encoding": "identity"},  # a compressed body can be small and endless
-                http_client=Bounded(follow_redirects=False),  # prompts go to this address and no other
+                default_headers={"Accept-Encoding": "identity"},  # a small compressed body can expand without limit
+                http_client=LimitedClient(follow_redirects=False),  # prompts must go only to the given URL
             )
 
         self._client = client
 
     def models(self, read: Callable[[bytes], Result]) -> Result:
-        """Ask for the list of models.
+        """Request the list of models.
 
         Args:
-            read: Reads the body; may raise `AnswerError`.
+            read: Parses the response body; may raise `AnswerError`.
 
         Raises:
-            AnswerError: No answer, or none that `read` takes.
+            AnswerError: The request failed, or `read` raised it.
         """
 
-        async def ask(client: AsyncOpenAI) -> list[Result | AnswerError]:
-            return [await self._answered(client.models.with_raw_response.list, {}, read)]
+        async def request(client: AsyncOpenAI) -> Result | AnswerError:
+            return await self._request(client.models.with_raw_response.list, {}, read)
 
-        return _or_raise(self._run(ask)[0])
+        answer: Result | AnswerError = self._run(request)
+        if isinstance(answer, AnswerError):
+            raise answer
+        return answer
 
     def complete(
         self, requests: Sequence[Mapping[str, Any]], read: Callable[[bytes], Result]
     ) -> list[Result | AnswerError]:
-        """Send requests for completions, `num_requests` at once.
+        """Request completions, up to `num_requests` at a time.
 
         Args:
-            requests: Arguments of `completions.create`.
-            read: Reads a body; may raise `AnswerError`.
+            requests: Arguments of `completions.create` per request.
+            read: Parses a response body; may raise `AnswerError`.
 
         Returns:
-            What `read` made of each answer, or why there is none.
+            The result of `read`, or the error, for each request.
         """
 
-        async def ask(client: AsyncOpenAI) -> list[Result | AnswerError]:
-            free = asyncio.Semaphore(self._num_requests)
+        async def request_all(client: AsyncOpenAI) -> list[Result | AnswerError]:
+            slots = asyncio.Semaphore(self._num_requests)
 
-            async def one(request: Mapping[str, Any]) -> Result | AnswerError:
-                async with free:
-                    return await self._answered(client.completions.with_raw_response.create, request, read)
+            async def request(arguments: Mapping[str, Any]) -> Result | AnswerError:
+                async with slots:
+                    return await self._request(client.completions.with_raw_response.create, arguments, read)
 
-            return await asyncio.gather(*map(one, requests))
+            return await asyncio.gather(*map(request, requests))
 
-        return self._run(ask) if requests else []
+        return self._run(request_all) if requests else []
 
-    def _run(self, ask: Callable[[AsyncOpenAI], Any]) -> Any:
+    def _run(self, work: Callable[[AsyncOpenAI], Any]) -> Any:
         async def with_client() -> Any:
             try:
-                made = self._client()
-            except Exception as error:  # the HTTP library reads addresses more strictly, and has its own error for it
-                raise _not_an_address(self.url) from error
-            async with made as client:
-                return await ask(client)
+                client = self._client()
+            except Exception as error:  # the HTTP library checks URLs more strictly and raises its own class
+                raise _invalid_url(self.url) from error
+            async with client:
+                return await work(client)
 
         with self._portal() as portal:
             return portal.call(with_client)
 
-    async def _answered(
-        self, send: Callable[..., Any], request: Mapping[str, Any], read: Callable[[bytes], Result]
+    async def _request(
+        self, send: Callable[..., Any], arguments: Mapping[str, Any], read: Callable[[bytes], Result]
     ) -> Result | AnswerError:
         try:
             async with asyncio.timeout(self._timeout):
-                response = await send(**request)
-        except Exception as error:  # of openai, of the HTTP library that it has changed, and of theirs
+                response = await send(**arguments)
+        except Exception as error:  # openai, its HTTP library and their dependencies raise many classes
             return self._failure(error)
         try:
             if response.status_code != 200:
@@ -144,12 +147,12 @@ class Connection:
             return error
 
     def _failure(self, error: Exception) -> AnswerError:
-        """Why a request has no answer, in a few words that can be counted."""
+        """Convert an exception to an `AnswerError` whose reason can be counted."""
         for cause in (error, error.__cause__):
-            if isinstance(cause, AnswerError):  # from `_bounded`; versions of openai before 3 wrap it
+            if isinstance(cause, AnswerError):  # from `_read_limited`; openai before version 3 wraps it
                 return cause
         if isinstance(error, self._timeouts):
-            return AnswerError(f"no whole answer within {self._timeout:g} s", is_answer=False)
+            return AnswerError(f"no complete answer within {self._timeout:g} s", is_answer=False)
         if isinstance(error, self._status_error):
             status = error.status_code
             return AnswerError(f"HTTP {status}", _message(error.body), is_answer=status in REFUSALS)
@@ -157,36 +160,30 @@ class Connection:
         return AnswerError(f"no connection ({type(cause).__name__})", str(cause), is_answer=False)
 
 
-def _or_raise(answer: Result | AnswerError) -> Result:
-    if isinstance(answer, AnswerError):
-        raise answer
-    return answer
-
-
 def _check_url(url: str) -> None:
-    """Refuse what is not an address of a web server.
+    """Check that a URL can name a server.
 
     Raises:
-        InvalidConfigError: No http or https, no host, a bad port, or characters that are in no address.
+        InvalidConfigError: The scheme is not http(s), the host is missing, or the port or a character is invalid.
     """
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an open bracket, a port that is no number
+    except ValueError:  # unbalanced brackets, or a port that is not a number
         valid = False
     if not valid or not url.isprintable() or " " in url:
-        raise _not_an_address(url)
+        raise _invalid_url(url)
 
 
-def _not_an_address(url: str) -> InvalidConfigError:
-    return InvalidConfigError(f"{url[:MAX_SHOWN]!r} is not the address of a server.", WHERE)
+def _invalid_url(url: str) -> InvalidConfigError:
+    return InvalidConfigError(f"{url[:MAX_SHOWN]!r} is not a valid server URL.", URL_HINT)
 
 
-async def _bounded(response: Any) -> Any:
-    """A response of the same class whose body has been read, with the headers that are needed.
+async def _read_limited(response: Any) -> Any:
+    """Read a response's body and return a response of the same class with only the headers that `openai` needs.
 
     Raises:
-        AnswerError: The body of an answer is larger than `MAX_BODY_BYTES`.
+        AnswerError: The body of a successful response is larger than `MAX_BODY_BYTES`.
     """
     is_error, body = response.status_code != 200, bytearray()
     if "location" in response.headers:
@@ -197,7 +194,7 @@ async def _bounded(response: Any) -> Any:
             if is_error and len(body) > MAX_ERROR_BYTES:
                 break
             if len(body) > MAX_BODY_BYTES:
-                raise AnswerError(f"more than {MAX_BODY_BYTES // 2**20} MiB")
+                raise AnswerError(f"response larger than {MAX_BODY_BYTES // 2**20} MiB")
     finally:
         await response.aclose()
     wait = response.headers.get("retry-after", "")
@@ -211,7 +208,7 @@ async def _bounded(response: Any) -> Any:
 
 
 def _message(body: Any) -> str:
-    """The message in the body of an error, or the body."""
+    """Return the message in the body of an error response, or the whole body if it has none."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
-    return message if isinstance(message, str) else SHORT.repr(message)
+    return message if isinstance(message, str) else SHORT_REPR.repr(message)

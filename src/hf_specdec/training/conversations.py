@@ -1,6 +1,6 @@
-"""Tokenised conversations: what `distill` writes and every trainer reads.
+"""Tokenized conversations, written by `distill` and read by every trainer.
 
-The loss mask says which tokens are the target's own answers: a head learns nothing from what users say.
+The loss mask marks the target's answers; heads are not trained on the user's tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Prompt and answer, or several of both, as the target read and wrote them."""
+    """Tokens of one or more prompts and answers, as the target read and wrote them."""
 
     input_ids: tuple[int, ...]  # [T]
     loss_mask: tuple[bool, ...]  # [T] True at answers
@@ -36,90 +36,85 @@ class Conversation:
 
     @classmethod
     def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Conversation:
-        """One prompt with its answer.
+        """Join one prompt with its answer.
 
         Example: prompt [5, 6], answer [7] has loss mask [False, False, True].
         """
         return cls((*prompt, *answer), (*(False for _ in prompt), *(True for _ in answer)))
 
     def opening(self, answer_tokens: int) -> Conversation:
-        """The same up to the first so many tokens of the last answer, with those of every answer in the loss.
+        """Restrict the loss to the first N tokens of every answer, and cut the text after the last of them.
 
-        Example: prompt [5, 6], answer [7, 8, 9], 2 answer tokens: [5, 6, 7, 8], the last two in the loss.
+        Example: prompt [5, 6], answer [7, 8, 9] and N = 2 give [5, 6, 7, 8] with the last two in the loss.
         """
         mask = opening_mask(torch.tensor(self.loss_mask, dtype=torch.bool, device="cpu"), answer_tokens)
         return Conversation(self.input_ids[: len(mask)], tuple(mask.tolist()))
 
 
 def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
-    """The first so many tokens of every answer, up to the last of them.
+    """Keep the first N tokens of every answer in the loss, and cut the mask after the last of them.
 
     Args:
         loss_mask: `[T]` True at answers.
         answer_tokens: N.
 
     Returns:
-        `[T']`: True at the first N tokens of every run of True; T' ends with the last one. Without answers all `[T]`.
+        `[T']` True at the first N tokens of every run of True, the last one at T' - 1; `[T]` if there is no answer.
 
-    Example: [False, True, True, True, False, True, False] with 2 gives [False, True, True, False, False, True].
+    Example: [False, True, True, True, False, True, False] with N = 2 gives [False, True, True, False, False, True].
     """
-    before = loss_mask.long().cumsum(0)
-    # what had been counted when the current answer began
-    begun = torch.where(loss_mask, 0, before).cummax(0).values
-    mask = loss_mask & (before - begun <= answer_tokens)
+    count = loss_mask.long().cumsum(0)
+    count_before = torch.where(loss_mask, 0, count).cummax(0).values  # [T] answer tokens before the current answer
+    mask = loss_mask & (count - count_before <= answer_tokens)
     return mask[: int(mask.nonzero()[-1]) + 1] if mask.any() else mask
 
 
 def load_rows(source: str | Path, *, split: str = "train") -> Iterable[dict[str, Any]]:
-    """Rows of a JSON-lines file (`.gz` too), of a directory that `distill` wrote, or of a `datasets` name.
-
-    Raises:
-        InvalidConfigError: See `read_rows`; while the rows are read.
-    """
+    """Yield the rows of a source; see `read_rows` for sources and errors."""
     return (row for _, row in read_rows(source, split=split))
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows of a distilled dataset; the file appears whole or not at all.
+    """Write rows of a distilled dataset atomically.
 
     Raises:
         InvalidConfigError: The `datasets` package is missing.
     """
     datasets, parquet = datasets_package(f"Writing {path}")
-    words = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     features = datasets.Features({
         "number": datasets.Value("int32"), "source": datasets.Value("string"), "model": datasets.Value("string"),
-        "temperature": datasets.Value("float32"), "messages": datasets.List(words),
+        "temperature": datasets.Value("float32"), "messages": datasets.List(message),
         "input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool")),
         "finish_reason": datasets.Value("string"),
     })  # fmt: skip
     columns = {name: [row[name] for row in rows] for name in features}
     table = datasets.Dataset.from_dict(columns, features=features).data.table
     with whole_file(path) as partial:
-        parquet.write_table(table, partial)  # what to_parquet does, without a progress bar per file
+        parquet.write_table(table, partial)  # same as Dataset.to_parquet, without a progress bar per file
 
 
 def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str = "train") -> list[Conversation]:
-    """Conversations to train on; rows without an answer teach nothing and are left out.
+    """Read conversations to train on, skipping rows without an answer.
 
     Args:
-        *sources: What `distill` wrote; or rows with `input_ids` and `loss_mask`, with `prompt_ids` and
-            `response_ids`, or with `messages` (then a tokenizer is needed, and each assistant turn is an answer).
-        tokenizer: For rows of text.
-        split: Of a dataset.
+        *sources: Directories written by `distill`, or sources of `read_rows` whose rows have `input_ids` and
+            `loss_mask`, `prompt_ids` and `response_ids`, or `messages` (every assistant turn is an answer).
+        tokenizer: Tokenizer with a chat template; required for rows with `messages`.
+        split: Split of a dataset.
 
     Raises:
-        InvalidConfigError: A row that is none of that.
+        InvalidConfigError: A source cannot be read, or a row has none of these fields.
     """
     found: list[Conversation] = []
     for source in sources:
         for place, row in read_rows(source, split=split):
             try:
-                talk = _conversation(row, tokenizer, place)
+                conversation = _conversation(row, tokenizer, place)
             except InvalidConfigError as error:
                 raise error if str(error).startswith(place) else InvalidConfigError(f"{place}: {error}") from error
-            if any(talk.loss_mask):
-                found.append(talk)
+            if any(conversation.loss_mask):
+                found.append(conversation)
     return found
 
 
@@ -133,12 +128,12 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
     raise InvalidConfigError(
         f"{place} is not a conversation; it has the fields {shortened(list(row))}.",
         "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
-        "`hf-specdec distill` makes such a dataset.",
+        "`hf-specdec distill` writes such a dataset.",
     )
 
 
 def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
-    """An answer is what a longer conversation's template adds to the one that asked for it."""
+    """Tokenize messages; an answer is what the chat template adds after the generation prompt that precedes it."""
     messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     mask: list[bool] = []
@@ -146,95 +141,97 @@ def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversati
         if message["role"] != "assistant":
             continue
         try:
-            asked, told = (
-                tokenizer.apply_chat_template(part, add_generation_prompt=prompt, return_dict=True)["input_ids"]
-                for part, prompt in ((messages[:index], True), (messages[: index + 1], False))
+            prompt, whole = (
+                tokenizer.apply_chat_template(part, add_generation_prompt=open_turn, return_dict=True)["input_ids"]
+                for part, open_turn in ((messages[:index], True), (messages[: index + 1], False))
             )
-        except Exception as error:  # a template is a program of the tokenizer's author
-            raise InvalidConfigError(f"The chat template does not take these messages: {error}.") from error
-        if told[: len(asked)] != asked or asked[: len(ids)] != ids:
+        except Exception as error:  # templates are third-party programs
+            raise InvalidConfigError(f"The chat template rejects these messages: {error}.") from error
+        if whole[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
             raise InvalidConfigError(
-                "The chat template rewrites earlier turns, so answers cannot be told from it.",
+                "The chat template rewrites earlier turns, so the tokens of the answers are unknown.",
                 "Give input_ids and loss_mask, as `hf-specdec distill` writes them.",
             )
-        mask += [False] * (len(asked) - len(ids)) + [True] * (len(told) - len(asked))
-        ids = told
+        mask += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
+        ids = whole
     return Conversation(tuple(ids), tuple(mask))
 
 
 def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None:
-    """See that a target knows every token, before it is given them.
+    """Check that every token is in the target's vocabulary.
 
     Raises:
-        InvalidConfigError: Naming the first conversation with another one.
+        InvalidConfigError: A token is not; names the first conversation with one.
     """
-    for number, talk in enumerate(conversations, start=1):
-        if talk.input_ids and max(talk.input_ids) >= vocab_size:
+    for number, conversation in enumerate(conversations, start=1):
+        if conversation.input_ids and max(conversation.input_ids) >= vocab_size:
             raise InvalidConfigError(
-                f"Conversation {number} has the token {max(talk.input_ids)}; the target has {vocab_size} tokens.",
-                "Give data that was tokenised for this target.",
+                f"Conversation {number} has the token id {max(conversation.input_ids)}; the target's vocabulary has "
+                f"{vocab_size} tokens.",
+                "Give data that was tokenized for this target.",
             )
 
 
-RUN_OF_TOKENS = 8
-"""Tokens in a row that are compared where conversations are told to be alike."""
+NGRAM_SIZE = 8
+"""Tokens per n-gram compared to find near-duplicates."""
 
 
 def drop_near_duplicates(
-    conversations: Sequence[Conversation], most_seen: float, besides: Sequence[Conversation] = ()
+    conversations: Sequence[Conversation], max_seen: float, held_out: Sequence[Conversation] = ()
 ) -> list[Conversation]:
-    """Leave out what earlier conversations have said already, and what goes round in itself.
+    """Drop conversations whose answers mostly repeat earlier answers or themselves.
 
     Args:
-        conversations: All; the first of those that are alike stays.
-        most_seen: Of an answer's runs of eight tokens, the share that may stand in answers that were kept, or have
-            stood in itself before.
-        besides: What is said elsewhere, in what is held out, say.
+        conversations: Conversations to filter; the first of several similar ones is kept.
+        max_seen: Largest fraction of the answers' 8-grams that may also occur in kept answers, in `held_out`, or
+            earlier in the same conversation.
+        held_out: Further conversations to compare with.
 
-    Example: of two equal conversations the second one is left out whatever the share, unless it is 1.
+    Example: the second of two equal conversations is dropped, unless `max_seen` is 1.
     """
-    kept, seen = [], {run for talk in besides for run in _runs(talk)}
-    for talk in conversations:
-        runs = _runs(talk)
-        fresh = set(runs) - seen
-        if not runs or len(runs) - len(fresh) <= most_seen * len(runs):
-            kept.append(talk)
-            seen |= fresh
+    kept, seen = [], {ngram for conversation in held_out for ngram in _ngrams(conversation)}
+    for conversation in conversations:
+        ngrams = _ngrams(conversation)
+        unseen = set(ngrams) - seen
+        if not ngrams or len(ngrams) - len(unseen) <= max_seen * len(ngrams):
+            kept.append(conversation)
+            seen |= unseen
     return kept
 
 
-def _runs(talk: Conversation) -> list[int]:
-    """A number for every run of tokens in its answers."""
+def _ngrams(conversation: Conversation) -> list[int]:
+    """Return the hashes of all n-grams within answers."""
+    ids, mask = conversation.input_ids, conversation.loss_mask
     return [
-        hash(talk.input_ids[start : start + RUN_OF_TOKENS])
-        for start in range(len(talk.input_ids) - RUN_OF_TOKENS + 1)
-        if all(talk.loss_mask[start : start + RUN_OF_TOKENS])
+        hash(ids[start : start + NGRAM_SIZE])
+        for start in range(len(ids) - NGRAM_SIZE + 1)
+        if all(mask[start : start + NGRAM_SIZE])
     ]
 
 
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Set some apart, at even distances, so that all sources have their share.
+    """Hold out conversations at even distances, so that every source is represented.
 
     Args:
-        conversations: All.
-        count: How many to set apart, at most.
+        conversations: All conversations.
+        count: Maximum number to hold out.
 
     Returns:
-        Those to train on, without copies of what is apart, and those apart.
+        Conversations to train on, without copies of held-out ones, and the held-out ones.
 
-    Example: of [a, b, c, d, e, f] two apart are [c, f].
+    Example: holding out two of [a, b, c, d, e, f] gives [c, f].
     """
     number = len(conversations)
     count = min(count, number)
-    apart = [conversations[number * (place + 1) // count - 1] for place in range(count)]
-    known = {talk.input_ids for talk in apart}
-    return [talk for talk in conversations if talk.input_ids not in known], apart
+    held_out = [conversations[number * (index + 1) // count - 1] for index in range(count)]
+    excluded = {conversation.input_ids for conversation in held_out}
+    return [conversation for conversation in conversations if conversation.input_ids not in excluded], held_out
 
 
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
-    """The `size` most frequent tokens of the answers, ascending; ties and gaps go to the lowest ids.
+    """Return the `size` most frequent tokens of the answers, in ascending order; ties are broken by the lowest id.
 
-    Low ids are the frequent ones in a BPE vocabulary, so they fill up what the data does not show.
+    If the answers have fewer distinct tokens, the lowest ids fill up: they are the most frequent in BPE vocabularies.
 
     Example: answers [7, 7, 9] with size 3 give [0, 7, 9].
     """

@@ -1,4 +1,4 @@
-"""Read training data: conversations, prompts and captured answers from local files."""
+"""Read and check rows of training data from local files and `datasets`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import open_regular, read_lines, read_list, read_records, shortened
 
-MOST_TOKENS = 2**31
-"""Token ids are below it: they are stored in 32 bits."""
+TOKEN_ID_LIMIT = 2**31
+"""Exclusive upper bound of token ids, which are stored in 32 bits."""
 
 ROWS_AT_ONCE = 256
-"""Of a parquet file."""
+"""Rows of a parquet file read at a time."""
 
 Row = dict[str, Any]
 
 
 def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str, Row]]:
-    """Rows of a JSON-lines file (`.gz` too), a text file (a prompt per line), a parquet or JSON file, a directory that
-    `distill` wrote, or a `datasets` name; each with its place, for errors.
+    """Yield each row of a source with its location (file and line or row) for error messages.
+
+    Args:
+        source: A `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
+            `distill`, or a `datasets` name.
+        split: Split of a `datasets` name.
 
     Raises:
-        InvalidConfigError: Nothing of that kind, a damaged file, or the `datasets` package is missing.
+        InvalidConfigError: The source does not exist or is damaged, or the `datasets` package is missing.
     """
-    path = existing(source)
+    path = existing_path(source)
     if path is not None and path.is_file() and path.suffix == ".txt":
         yield from ((f"{path}, line {number}", {"prompt": line.strip()}) for number, line in read_lines(path))
     elif path is not None and ".jsonl" in path.suffixes and not path.is_dir():
@@ -38,7 +42,7 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str
             yield from _rows_of_dataset(source, path, split, *package)
         except InvalidConfigError:
             raise
-        except Exception as error:  # datasets raises a dozen kinds for one thing: it is not there or not readable
+        except Exception as error:  # datasets raises many unrelated classes for a missing or unreadable source
             first, *_ = (*str(error).strip().splitlines(), type(error).__name__)
             raise InvalidConfigError(
                 f"{str(source)!r} cannot be read as a dataset: {first:.300}",
@@ -52,7 +56,7 @@ def _rows_of_dataset(
     files = []
     if path is not None:
         files = sorted(path.glob("data/part-*.parquet")) if path.is_dir() else [path]
-    for file in files:  # datasets would copy them to its cache first
+    for file in files:  # read directly: datasets would copy them to its cache first
         open_regular(file).close()
         number = 0
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=ROWS_AT_ONCE):
@@ -64,8 +68,8 @@ def _rows_of_dataset(
         yield from ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def existing(source: str | Path) -> Path | None:
-    """The file or directory of that name; None where there is none."""
+def existing_path(source: str | Path) -> Path | None:
+    """Return the source as a path, or None if no such file or directory exists."""
     try:
         return Path(source) if Path(source).exists() else None
     except (OSError, ValueError):  # too long, or with a NUL byte
@@ -73,43 +77,47 @@ def existing(source: str | Path) -> Path | None:
 
 
 def datasets_package(why: str) -> tuple[Any, Any]:
-    """The packages `datasets` and `pyarrow.parquet`.
+    """Import `datasets` and `pyarrow.parquet`.
+
+    Args:
+        why: Start of the error message, such as "Reading 'data.parquet'".
 
     Raises:
-        InvalidConfigError: They are missing.
+        InvalidConfigError: They are not installed.
     """
     try:
         import datasets  # an optional dependency
         from pyarrow import parquet
     except ImportError as error:
         raise InvalidConfigError(
-            f"{why} needs the package datasets.", "pip install 'hf-specdec[training]'."
+            f"{why} needs the package datasets.", "Run `pip install 'hf-specdec[training]'`."
         ) from error
     return datasets, parquet
 
 
 def tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
-    """A field of token ids.
+    """Return a field of token ids.
 
     Raises:
-        InvalidConfigError: It holds something else.
+        InvalidConfigError: The field does not hold token ids.
     """
     values = row[name]
     if not isinstance(values, list):
         raise InvalidConfigError(f"{place}: `{name}` must be a list of token ids, got {shortened(values)}.")
     for value in values:
-        if type(value) is not int or not 0 <= value < MOST_TOKENS:
+        if type(value) is not int or not 0 <= value < TOKEN_ID_LIMIT:
             raise InvalidConfigError(
-                f"{place}: `{name}` must hold token ids, integers from 0 to {MOST_TOKENS - 1}, got {shortened(value)}."
+                f"{place}: `{name}` must hold token ids, integers from 0 to {TOKEN_ID_LIMIT - 1}, "
+                f"got {shortened(value)}."
             )
     return tuple(values)
 
 
 def mask_of(row: Row, name: str, place: str) -> tuple[bool, ...]:
-    """A field of true and false, or 1 and 0.
+    """Return a field of booleans, which may be written as 1 and 0.
 
     Raises:
-        InvalidConfigError: It holds something else.
+        InvalidConfigError: The field does not hold booleans.
     """
     values = row[name]
     if not isinstance(values, list) or any(type(value) not in (int, bool) or value not in (0, 1) for value in values):
@@ -118,16 +126,16 @@ def mask_of(row: Row, name: str, place: str) -> tuple[bool, ...]:
 
 
 def turns_of(row: Row, name: str, role: str, content: str, place: str) -> list[tuple[str, str]]:
-    """Who says what: a field of objects with a role and a text.
+    """Return the (role, text) pairs of a field that holds the turns of a conversation.
 
     Args:
         row: The row.
-        name: Of the field.
-        role, content: Names within its objects.
-        place: Of the row.
+        name: Name of the field, a list of objects.
+        role, content: Keys of the role and the text in these objects.
+        place: Location of the row.
 
     Raises:
-        InvalidConfigError: It holds something else.
+        InvalidConfigError: The field does not hold such objects.
     """
     values = row[name]
     if isinstance(values, list) and all(
@@ -136,18 +144,18 @@ def turns_of(row: Row, name: str, role: str, content: str, place: str) -> list[t
     ):
         return [(turn[role], text_of(turn[content], place)) for turn in values]
     raise InvalidConfigError(
-        f"{place}: `{name}` must be a list of objects with the texts {role} and {content}, got {shortened(values)}."
+        f"{place}: `{name}` must be a list of objects with the strings {role} and {content}, got {shortened(values)}."
     )
 
 
 def text_of(value: str, place: str) -> str:
-    """A text that a tokenizer can read.
+    """Return the text if it is valid Unicode.
 
     Raises:
-        InvalidConfigError: It holds halves of characters (lone surrogates), which are no text.
+        InvalidConfigError: It contains lone surrogates, which JSON can express but tokenizers reject.
     """
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidConfigError(f"{place} holds half a character, which is not text: {error.reason}.") from error
+        raise InvalidConfigError(f"{place} contains a lone surrogate, which is not text: {error.reason}.") from error
     return value

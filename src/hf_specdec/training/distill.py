@@ -1,8 +1,8 @@
-"""Self-distillation: the target answers prompts, and its own answers become what heads learn from.
+"""Self-distillation: let the target answer prompts to create training data for its draft heads.
 
-Heads that learn from text by others learn to predict somebody else (Medusa, arXiv:2401.10774, section 2.3.2).
-The work is cut into parts, each a pure function of settings and prompts, written whole or not at all: an interrupted
-run resumes where it stopped, with the same result.
+Heads trained on other text predict other authors, not the target (Medusa, arXiv:2401.10774, section 2.3.2).
+The work is split into parts, each a pure function of settings and prompts and written atomically, so an interrupted
+run resumes with the same result.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from hf_specdec.training.teachers import ModelTeacher, Teacher
 logger = logging.getLogger(__name__)
 
 SETTINGS = ".distill.json"
-"""What a directory was made with; hidden, so that `datasets` does not take it for data."""
+"""File with the settings of a directory; hidden, so that `datasets` does not read it as data."""
 
-HOTTEST = 1000
-"""Temperature at which every token is as likely as any other."""
+MAX_TEMPERATURE = 1000
+"""Maximum temperature; sampling is practically uniform there."""
 
-ROW = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-"""Of a conversation, in a row of the dataset."""
+ROW_FIELDS = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
+"""Fields of a row, except `model`."""
 
 MARK = "USER-TURN-8d1f"
-"""Stands for the user's words while the chat template is taken apart."""
+"""Placeholder for the user's text, to find its position in the output of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """How prompts are answered.
+    """Settings of `distill`.
 
     Args:
-        max_new_tokens: Length of an answer at most; one that is cut there is marked `finish_reason="length"`.
-        temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weigh it.
-        num_turns: User turns per conversation; those that a prompt lacks are invented by the model.
-        batch_size: Rows per `generate()` call; a server has its own number of requests.
-        batches_per_part: Batches between two writes: what an interrupt can cost.
-        max_prompt_tokens: Longer prompts are left out; a conversation ends where it grows longer.
-        max_invented_tokens: Length of an invented user turn at most.
-        invention_temperature: At which the model speaks as the user.
-        seed: Of all draws.
+        max_new_tokens: Maximum length of an answer; one cut there has `finish_reason="length"`.
+        temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weight it.
+        num_turns: User turns per conversation; the model invents those that a prompt lacks.
+        batch_size: Rows per `generate()` call; for a server see `ServerTeacher(num_requests=)`.
+        batches_per_part: Batches per part, the most work that an interruption can lose.
+        max_prompt_tokens: Longer prompts are skipped; a conversation ends when it exceeds this length.
+        max_invented_tokens: Maximum length of an invented user turn.
+        invention_temperature: Temperature for inventing user turns.
+        seed: Seed of all sampling.
     """
 
     max_new_tokens: int = 512
@@ -80,35 +80,37 @@ class DistillConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise InvalidConfigError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
-        numbers = all(isinstance(value, int | float) and 0 <= value <= HOTTEST for value in self.temperatures)
+        numbers = all(isinstance(value, int | float) and 0 <= value <= MAX_TEMPERATURE for value in self.temperatures)
         if not self.temperatures or not numbers:
-            raise InvalidConfigError(f"`temperatures` must be values from 0 to {HOTTEST}, got {self.temperatures}.")
+            raise InvalidConfigError(
+                f"`temperatures` must be values from 0 to {MAX_TEMPERATURE}, got {self.temperatures}."
+            )
 
 
 @dataclass(slots=True)
-class _Chat:
-    """One conversation while it grows."""
+class _Dialog:
+    """A conversation in progress."""
 
-    number: int  # of its prompt
+    number: int  # index of its prompt
     source: str
     temperature: float
-    asked: list[str]  # user turns that are known and not answered yet
+    pending: list[str]  # known user turns that have no answer yet
     messages: list[dict[str, str]] = field(default_factory=list)
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     finish_reason: str = ""
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], text: str, finish_reason: str) -> None:
-        """Append a turn. Where the template reads earlier turns otherwise than they were said, its reading counts."""
+        """Append a turn; earlier tokens that the chat template changed are excluded from the loss."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.input_ids, prompt, strict=False)))
         self.loss_mask = [*self.loss_mask[:common], *[False] * (len(prompt) - common), *[True] * len(answer)]
         self.input_ids = [*prompt, *answer]
-        self.messages += [{"role": "user", "content": self.asked.pop(0)}, {"role": "assistant", "content": text}]
+        self.messages += [{"role": "user", "content": self.pending.pop(0)}, {"role": "assistant", "content": text}]
         self.finish_reason = finish_reason
 
 
 def invented_prompts(count: int) -> list[Prompt]:
-    """Prompts that the model makes up: a chat model continues its empty user turn, any other an empty text."""
+    """Return empty prompts, for which a chat model continues an empty user turn and other models an empty text."""
     return [Prompt((), INVENTED)] * count
 
 
@@ -121,35 +123,34 @@ def distill(
     *,
     progress: bool = True,
 ) -> Path:
-    """Let the model answer prompts, and write prompts and answers with loss masks and provenance.
+    """Let the model answer prompts, and write the conversations as a dataset with loss masks.
 
-    Started again after an interrupt it goes on, and ends with the same rows: parts that lie there are kept, the rest
-    is drawn as it would have been. Under `accelerate launch` every process takes each n-th part; the rows do not
-    depend on the number of processes.
+    An interrupted run resumes when it is called again with the same arguments, and ends with the same rows. Under
+    `accelerate launch` the parts are divided among the processes; the rows do not depend on their number.
 
     Args:
-        model: The target, attached or not: plain `generate()` is used, with no top-k or top-p. Or a `ServerTeacher`.
-        tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to go on
-            with, and there is one turn.
+        model: The target, attached or not (plain `generate()` is used without top-k or top-p), or a `ServerTeacher`.
+        tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to continue,
+            and `num_turns` must be 1.
         prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
-        output_dir: Where to write; `datasets.load_dataset(output_dir)` reads it, and so do the trainers.
-        config: How to answer.
+        output_dir: Directory to write, readable by `datasets.load_dataset(output_dir)` and the trainers.
+        config: Settings; None uses the defaults.
         progress: Show a progress bar.
 
     Returns:
-        `output_dir`. Rows: `input_ids`, `loss_mask` (True at answers), `messages`, `source` of the prompt and its
-        `number`, `model`, `temperature`, `finish_reason` (`"stop"` or `"length"`).
+        `output_dir`. Rows have `input_ids`, `loss_mask` (True at answers), `messages`, `source` and `number` of the
+        prompt, `model`, `temperature` and `finish_reason` (`"stop"` or `"length"`).
 
     Raises:
-        InvalidConfigError: The package `datasets` is missing; another process is at work in the directory, or it was
-            made with other settings, prompts or weights; no prompts, only ones that are too long, or turns that a
-            model without chat template cannot take; a server that does not answer, or reads other tokens.
+        InvalidConfigError: The package `datasets` is missing; another process uses the directory, or it was written
+            with other settings, prompts or weights; there are no prompts, all are too long, or `num_turns` needs a
+            chat template; or the server does not pass `ServerTeacher.check`.
     """
     datasets_package("Distilling")
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
-    teacher.check(_encode(tokenizer, [], next(iter(parts[0][0].asked), None)))
+    teacher.check(_encode(tokenizer, [], next(iter(parts[0][0].pending), None)))
     folder = Path(output_dir)
     state = processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
@@ -161,65 +162,66 @@ def distill(
 
 
 def _answer_parts(
-    teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: list[list[_Chat]], *, progress: bool
-) -> None:
-    """Answer the share of this process of the parts that are not there yet."""
+    teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: Sequence[Sequence[_Dialog]], *,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Answer and write the missing parts that belong to this process; a part without rows gets a marker file only."""
     state = processes()
     files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
-    nothing = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # a file without rows is not read
+    empty = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # marker files
     mine = range(state.process_index, len(parts), state.num_processes)
-    left = [index for index in mine if not (files[index].exists() or nothing[index].exists())]
+    left = [index for index in mine if not (files[index].exists() or empty[index].exists())]
     silent = not (progress and state.is_main_process)
-    tokens, begin = 0, time.perf_counter()
+    tokens, start = 0, time.perf_counter()
     with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar:
         for index in left:
             rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
             if rows:
                 write_parquet(rows, files[index])
             else:
-                nothing[index].touch()
+                empty[index].touch()
             tokens += sum(sum(row["loss_mask"]) for row in rows)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} answer tokens/s", refresh=False)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s", refresh=False)
             bar.update()
     if teacher.num_lost:
         reasons = "; ".join(f"{number} x {reason}" for reason, number in teacher.lost.most_common())
-        logger.warning("%d answers were given up: %s.", teacher.num_lost, reasons)
+        logger.warning("%d answers were dropped: %s.", teacher.num_lost, reasons)
 
 
 # ------------------------------------------------------------------------------------------------------ the plan
 
 
-def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Chat]]:
-    """Conversations in parts of one temperature and similar length (little padding)."""
+def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Dialog]]:
+    """Group the prompts into parts of one temperature and similar length, which needs little padding."""
     if not prompts:
-        raise InvalidConfigError("There are no prompts to distil.", "Give some, or invented_prompts(n).")
+        raise InvalidConfigError("There are no prompts to distil.", "Give prompts, or invented_prompts(n).")
     if config.num_turns > 1 and not tokenizer.chat_template:
         raise InvalidConfigError(
-            f"num_turns={config.num_turns} needs a chat template, and this tokenizer has none.", "Use num_turns=1."
+            f"num_turns={config.num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
         )
-    by_temperature: dict[float, list[tuple[int, _Chat]]] = {}
+    by_temperature: dict[float, list[tuple[int, _Dialog]]] = {}
     for number, given in enumerate(prompts):
         prompt = given if isinstance(given, Prompt) else Prompt((given,), "given")
         temperature = float(config.temperatures[number % len(config.temperatures)])
-        chat = _Chat(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]))
-        length = len(_encode(tokenizer, [], chat.asked[0])) if chat.asked else 0
+        dialog = _Dialog(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]))
+        length = len(_encode(tokenizer, [], dialog.pending[0])) if dialog.pending else 0
         if length <= config.max_prompt_tokens:
-            by_temperature.setdefault(temperature, []).append((length, chat))
+            by_temperature.setdefault(temperature, []).append((length, dialog))
     if not by_temperature:
         raise InvalidConfigError(
             f"Every prompt is longer than max_prompt_tokens={config.max_prompt_tokens}.", "Raise it."
         )
     size = config.batch_size * config.batches_per_part
     parts = []
-    for _, chats in sorted(by_temperature.items()):
-        ordered = [chat for _, chat in sorted(chats, key=lambda pair: pair[0])]
+    for _, dialogs in sorted(by_temperature.items()):
+        ordered = [dialog for _, dialog in sorted(dialogs, key=lambda pair: pair[0])]
         parts += [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return parts
 
 
-def _settings(config: DistillConfig, parts: Sequence[Sequence[_Chat]]) -> dict[str, Any]:
-    """What the result depends on beside the target; any difference is another dataset."""
-    plan = json.dumps([[(chat.number, chat.source, chat.asked) for chat in part] for part in parts])
+def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict[str, Any]:
+    """Return values that identify the dataset, together with `Teacher.facts`."""
+    plan = json.dumps([[(dialog.number, dialog.source, dialog.pending) for dialog in part] for part in parts])
     return {
         **asdict(config),
         "temperatures": list(config.temperatures),
@@ -228,7 +230,7 @@ def _settings(config: DistillConfig, parts: Sequence[Sequence[_Chat]]) -> dict[s
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the directory, or see that it was made for the same work."""
+    """Create the directory, or check that it belongs to a run with the same settings."""
     path = folder / SETTINGS
     clear_partials(folder / "data")
     if path.exists():
@@ -238,7 +240,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             changes = ", ".join(f"{name} {shortened(known.get(name))}, now {settings[name]!r}" for name in differing)
             raise InvalidConfigError(
                 f"{folder} was distilled with other settings: {changes}.",
-                "Use the same ones to go on, or another directory.",
+                "Use the same settings to resume, or another directory.",
             )
         for part in sorted((folder / "data").glob("part-*.parquet")):
             _check_part(part)
@@ -246,12 +248,12 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     if any(data.iterdir()):
-        raise InvalidConfigError(f"{folder} holds data that distill did not begin.", "Use another directory.")
+        raise InvalidConfigError(f"{folder} has data that distill did not write.", "Use another directory.")
     write_text(path, json.dumps(settings, indent=1))
 
 
 def _check_part(part: Path) -> None:
-    """See that a part that lies there is one.
+    """Check that an existing part can be read.
 
     Raises:
         InvalidConfigError: It is damaged.
@@ -259,66 +261,72 @@ def _check_part(part: Path) -> None:
     parquet = datasets_package("Distilling")[1]
     open_regular(part).close()
     try:
-        missing = set(ROW) - set(parquet.read_schema(part).names)
-    except Exception as error:  # pyarrow raises its own classes, and others
+        missing = set(ROW_FIELDS) - set(parquet.read_schema(part).names)
+    except Exception as error:  # pyarrow raises many classes
         raise InvalidConfigError(
-            f"{part} cannot be read: {error}.", "Delete it: it is made again when the same command is run."
+            f"{part} cannot be read: {error}.", "Delete it and run the same command to write it again."
         ) from error
     if missing:
-        raise InvalidConfigError(f"{part} has no {', '.join(sorted(missing))}.", "Delete it: it is made again.")
+        raise InvalidConfigError(
+            f"{part} lacks {', '.join(sorted(missing))}.", "Delete it and run the same command to write it again."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ one part
 
 
 def _answer_part(
-    teacher: Teacher, tokenizer: Any, config: DistillConfig, chats: Sequence[_Chat], label: str
+    teacher: Teacher, tokenizer: Any, config: DistillConfig, dialogs: Sequence[_Dialog], label: str
 ) -> list[dict[str, Any]]:
     """Answer every turn of a part's conversations, and return their rows.
 
-    A conversation ends early where an answer was cut or given up, the prompt grew too long, or there was nothing to
-    invent.
+    A conversation ends early if an answer is cut or dropped, its prompt is too long, or the invented turn is empty.
     """
-    alive = list(chats)
+    active = list(dialogs)
     for turn in range(config.num_turns):
-        silent = [chat for chat in alive if not chat.asked]
-        opened = [_encode(tokenizer, chat.messages, None) for chat in silent]
-        place = f"{label}/{turn}"
-        invented = teacher.generate(opened, config.invention_temperature, config.max_invented_tokens, f"{place}/user")
-        for chat, words in zip(silent, invented, strict=True):
-            text = tokenizer.decode(words or [], skip_special_tokens=True).strip()
-            chat.asked += [text] if text else []
-        prompts = {chat.number: _encode(tokenizer, chat.messages, chat.asked[0]) for chat in alive if chat.asked}
-        alive = [chat for chat in alive if len(prompts.get(chat.number, ())) in range(1, config.max_prompt_tokens + 1)]
-        asked = [prompts[chat.number] for chat in alive]
-        answers = teacher.generate(asked, chats[0].temperature, config.max_new_tokens, f"{place}/answer")
-        answered = [triple for triple in zip(alive, asked, answers, strict=True) if triple[2] is not None]
-        for chat, prompt, answer in answered:
+        unprompted = [dialog for dialog in active if not dialog.pending]
+        openings = [_encode(tokenizer, dialog.messages, None) for dialog in unprompted]
+        call = f"{label}/{turn}"
+        invented = teacher.generate(openings, config.invention_temperature, config.max_invented_tokens, f"{call}/user")
+        for dialog, ids in zip(unprompted, invented, strict=True):
+            text = tokenizer.decode(ids or [], skip_special_tokens=True).strip()
+            dialog.pending += [text] if text else []
+        active = [dialog for dialog in active if dialog.pending]
+        encoded = {dialog.number: _encode(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
+        active = [dialog for dialog in active if 0 < len(encoded[dialog.number]) <= config.max_prompt_tokens]
+        prompts = [encoded[dialog.number] for dialog in active]
+        answers = teacher.generate(prompts, dialogs[0].temperature, config.max_new_tokens, f"{call}/answer")
+        answered = [triple for triple in zip(active, prompts, answers, strict=True) if triple[2] is not None]
+        for dialog, prompt, answer in answered:
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            chat.add(prompt, answer or (), text, "stop" if teacher.ended(answer or ()) else "length")
-        alive = [chat for chat, _, _ in answered if chat.finish_reason == "stop"]
-    return [{"model": teacher.name, **{name: getattr(chat, name) for name in ROW}} for chat in chats if chat.messages]
+            dialog.add(prompt, answer or (), text, "stop" if teacher.ended(answer or ()) else "length")
+        active = [dialog for dialog, _, _ in answered if dialog.finish_reason == "stop"]
+    return [
+        {"model": teacher.name, **{name: getattr(dialog, name) for name in ROW_FIELDS}}
+        for dialog in dialogs
+        if dialog.messages
+    ]
 
 
-def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], asked: str | None) -> list[int]:
-    """Token ids that the model continues.
+def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str | None) -> list[int]:
+    """Return the token ids of a prompt.
 
     Args:
-        tokenizer: With or without a chat template.
-        messages: What was said before.
-        asked: What the user says now; None opens the user's turn, for the model to speak in their place.
+        tokenizer: Tokenizer with or without a chat template.
+        messages: Earlier messages of the conversation.
+        user_text: The user's next turn; None leaves the turn open, so that the model invents it.
     """
     if not tokenizer.chat_template:
         begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-        return list(tokenizer(asked)["input_ids"]) if asked is not None else begin
-    turn = {"role": "user", "content": MARK if asked is None else asked}
-    if asked is not None:
+        return list(tokenizer(user_text)["input_ids"]) if user_text is not None else begin
+    turn = {"role": "user", "content": MARK if user_text is None else user_text}
+    if user_text is not None:
         encoded = tokenizer.apply_chat_template([*messages, turn], add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
     text = tokenizer.apply_chat_template([*messages, turn], tokenize=False)
     if MARK not in text:
         raise InvalidConfigError(
-            "This chat template changes the user's words, so no user turn can be left open for the model to invent.",
+            "This chat template changes the user's text, so the model cannot invent user turns.",
             "Give prompts.",
         )
     return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])

@@ -1,9 +1,9 @@
-"""Train an EAGLE head or an MTP module: version 1/2 on the target's next feature and token, the others on the token.
+"""Train an EAGLE head or an MTP module: EAGLE-1/2 on the target's next feature and token, the others on the token.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
 logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
 entropy over the draft vocabulary, through several drafted steps (training-time test). FastMTP
-(https://arxiv.org/abs/2509.18362): three steps of one module, each weighted by 0.6 of the one before.
+(https://arxiv.org/abs/2509.18362): three steps of one module, each weighted 0.6 times the previous one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.vocabulary import linear_weight
-from hf_specdec.training.features import openings
+from hf_specdec.training.features import TrainingData, openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
-from hf_specdec.training.trainer import Objective, TrainingData, fit
+from hf_specdec.training.trainer import Objective, fit
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import find_backbone, text_config
 
@@ -35,19 +35,19 @@ TrainedHead = EagleHead | Eagle3Head | MtpHead
 
 @dataclass(frozen=True, slots=True)
 class EagleTrainingConfig(Recipe):
-    """Loss weights, noise and steps. The defaults are EAGLE-1's; `for_head` gives those of a head's version.
+    """Loss weights, noise and steps. The defaults are EAGLE-1's; `for_head` returns those for a head.
 
     Args:
-        feature_weight: Weight of the smooth-L1 loss on features; EAGLE-3 has none.
+        feature_weight: Weight of the smooth-L1 loss on features; 0 for EAGLE-3.
         token_weight: Weight of the soft cross entropy on tokens.
         noise: Width of the uniform noise added to the input features: `noise * U(-0.5, 0.5)`.
-        aligned_steps: Forwards per batch: the first sees true features, each later one the outputs of the one
-            before, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766; EAGLE-3's
-            training-time test). 1 is EAGLE-1's paper, 7 EAGLE-3's.
-        step_decay: Weight of each aligned step relative to the one before.
-        soft_tokens: Learn the target's distribution; False learns its best token alone.
-        growing: Share of the run over which the aligned steps grow from one to all. The first step teaches the most
-            and costs the least.
+        aligned_steps: Forwards per batch. The first reads the target's features, each later one the outputs of the
+            previous one, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766; EAGLE-3's
+            training-time test). The EAGLE-1 paper uses 1, the EAGLE-3 paper 7.
+        step_decay: Weight of each aligned step relative to the previous one.
+        soft_tokens: Learn the target's distribution; False: its most likely token.
+        growing: Fraction of the run over which the number of aligned steps grows from 1 to `aligned_steps`. The first
+            step is the cheapest and contributes most.
     """
 
     feature_weight: float = 1.0
@@ -59,21 +59,21 @@ class EagleTrainingConfig(Recipe):
     growing: float = 0.0
 
     def __post_init__(self) -> None:
-        Recipe.__post_init__(self)  # a dataclass with slots is made anew: `super()` would look for the first one
+        Recipe.__post_init__(self)  # `super()` fails in dataclasses with slots, which replace the class
         if min(self.feature_weight, self.token_weight, self.noise, self.step_decay) < 0 or self.aligned_steps < 1:
             raise InvalidConfigError(f"Loss weights and noise must be >= 0 and aligned_steps >= 1, got {self}.")
         if not 0.0 <= self.growing <= 1.0:
-            raise InvalidConfigError(f"`growing` is a share of the run, 0 to 1, got {self.growing}.")
+            raise InvalidConfigError(f"`growing` must be a fraction of the run, 0 to 1, got {self.growing}.")
 
     def steps_at(self, progress: float) -> int:
-        """How many aligned steps are trained when this share of the run is done."""
+        """Return the number of aligned steps to train when this fraction of the run is done."""
         if progress >= self.growing:
             return self.aligned_steps
         return 1 + int((self.aligned_steps - 1) * progress / self.growing)
 
     @classmethod
     def for_head(cls, head: TrainedHead) -> EagleTrainingConfig:
-        """The recipe of the head's version."""
+        """Return the default recipe for the kind of head."""
         if isinstance(head, EagleHead):
             return cls()
         if isinstance(head, MtpHead):
@@ -94,14 +94,14 @@ def train_eagle(
     """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
 
     Args:
-        model: The frozen target; only its embedding and lm_head are read where features were captured.
-        head: The head to train; it is trained in float32.
-        data: What `capture_features` wrote (its layers must be `(*head.feature_layers, LAST)`, or more), or
-            conversations, whose features are then made in every step.
+        model: The frozen target; with captured features only its embedding and lm_head are used.
+        head: The head; it is trained in float32.
+        data: Features from `capture_features` with at least the layers `(*head.feature_layers, LAST)`, or
+            conversations, whose features are computed in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
-        config: The recipe; None is that of the head's version.
-        resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
-        held_out: What to measure on while training, and never to train on, see `trainer.fit`.
+        config: The recipe; None for `EagleTrainingConfig.for_head(head)`.
+        resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
+        held_out: Evaluation data, see `trainer.fit`.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
     length = objective.recipe.answer_tokens
@@ -112,31 +112,31 @@ def train_eagle(
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
-    """Give an EAGLE-3 head the target's own parts to begin with: on little data that is most of what it comes to know.
+    """Initialise an EAGLE-3 head from weights of the target, which helps most with little training data.
 
-    `fc` passes the highest captured feature; the lm_head, cut to the draft vocabulary, comes with the final norm
-    before it; attention (query, key and value read their hidden half) and MLP are those of the last layer but one,
-    with the norms before them. Norms of another notation (Gemma's `1 + weight`) are taken by what they compute.
+    `fc` passes the highest captured feature on. The lm_head (restricted to the draft vocabulary) and the final norm
+    are copied, as are attention (into the half of the input that reads hidden states), MLP and their norms from the
+    second-to-last layer.
 
-    All of them or none: an lm_head over a layer that is still random is sure of what is wrong, and the head learns
-    more slowly than from nothing (measured on SmolLM2 and Gemma 3 over the first 20 steps; all together, faster).
+    All parts are copied or none: a trained lm_head on a random layer is confidently wrong, and the head learns more
+    slowly than a random one (measured on SmolLM2 and Gemma 3 over the first 20 steps; with all parts, faster).
 
     Args:
-        head: A new head; its draft vocabulary is set.
+        head: A new head with its draft vocabulary set.
         model: The target.
 
     Returns:
-        What does not fit; then the head is left as it was. Empty where it was started.
+        Names of the parts that do not fit, in which case the head is unchanged; empty on success.
     """
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    parts = {"fc": _take_feature, "lm_head": _take_lm_head, "MLP": _take_mlp, "attention": _take_attention}
-    misfits = tuple(name for name, take in parts.items() if not take(head, model))
+    parts = {"fc": _init_fc, "lm_head": _copy_lm_head, "MLP": _copy_mlp, "attention": _copy_attention}
+    misfits = tuple(name for name, copy in parts.items() if not copy(head, model))
     if misfits:
         head.load_state_dict(before)
     return misfits
 
 
-def _take_feature(head: Eagle3Head, model: PreTrainedModel) -> bool:
+def _init_fc(head: Eagle3Head, model: PreTrainedModel) -> bool:
     size = head.config.hidden_size
     if head.target_hidden_size != size:
         return False
@@ -145,59 +145,66 @@ def _take_feature(head: Eagle3Head, model: PreTrainedModel) -> bool:
     return True
 
 
-def _take_lm_head(head: Eagle3Head, model: PreTrainedModel) -> bool:
+def _copy_lm_head(head: Eagle3Head, model: PreTrainedModel) -> bool:
     rows, (backbone, _) = head.rows_of(model.get_output_embeddings()), find_backbone(model)
     if rows.shape != head.lm_head.weight.shape:
         return False
     head.lm_head.weight.copy_(rows)
-    return _take_norm(head.norm, getattr(backbone, "norm", None))
+    return _copy_norm(head.norm, getattr(backbone, "norm", None))
 
 
-def _take_mlp(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    layer, own, config = _last_but_one(model), head.midlayer, text_config(model)
+def _copy_mlp(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    layer, own, config = _second_to_last_layer(model), head.midlayer, text_config(model)
     norm = getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
     return (
         head.config.hidden_act in (getattr(config, "hidden_act", None), getattr(config, "hidden_activation", None))
-        and _take_linears(own.mlp, getattr(layer, "mlp", None), ("gate_proj", "up_proj", "down_proj"))
-        and _take_norm(own.post_attention_layernorm, norm)
+        and _copy_linears(own.mlp, getattr(layer, "mlp", None), ("gate_proj", "up_proj", "down_proj"))
+        and _copy_norm(own.post_attention_layernorm, norm)
     )
 
 
-def _take_attention(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    layer, own = _last_but_one(model), head.midlayer
+def _copy_attention(head: Eagle3Head, model: PreTrainedModel) -> bool:
+    layer, own = _second_to_last_layer(model), head.midlayer
     theirs = getattr(layer, "self_attn", None)
     normed = [name for name in ("q_norm", "k_norm") if hasattr(theirs, name)]
     return (
         bool(normed) == head.config.qk_norm
-        and _take_linears(own.self_attn, theirs, ("q_proj", "k_proj", "v_proj", "o_proj"))
-        and all(_take_norm(getattr(own.self_attn, name), getattr(theirs, name)) for name in normed)
-        and _take_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
+        and _copy_linears(own.self_attn, theirs, ("q_proj", "k_proj", "v_proj", "o_proj"))
+        and all(_copy_norm(getattr(own.self_attn, name), getattr(theirs, name)) for name in normed)
+        and _copy_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
     )
 
 
-def _last_but_one(model: PreTrainedModel) -> nn.Module:
+def _second_to_last_layer(model: PreTrainedModel) -> nn.Module:
     _, layers = find_backbone(model)
     return layers[max(len(layers) - 2, 0)]
 
 
-def _take_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
-    """Copy linear layers of the same names and sizes; of those that read the embedding as well, the hidden half."""
+def _copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
+    """Copy linear layers by name, into the last input columns if the head's also reads the embedding.
+
+    Returns:
+        False if a layer is missing or has another size.
+    """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
         size = getattr(source, "in_features", None)
         if source is None or size is None or (getattr(source, "bias", None) is not None) != (target.bias is not None):
             return False
-        weight, place = linear_weight(source, size), target.weight[:, -size:]
-        if place.shape != weight.shape:
+        weight, columns = linear_weight(source, size), target.weight[:, -size:]
+        if columns.shape != weight.shape:
             return False
-        place.copy_(weight)
+        columns.copy_(weight)
         if target.bias is not None:
             target.bias.copy_(source.bias)
     return True
 
 
-def _take_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
-    """The weight by which an RMSNorm of Llama's computes what another norm does, found by trying it."""
+def _copy_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
+    """Set the weight of an RMSNorm so that it computes the same as the target's norm; return whether that works.
+
+    The weight is measured on random inputs, because norms store it differently (Gemma: `1 + weight`).
+    """
     weight: Tensor = own.weight  # type: ignore[assignment]
     parameter = getattr(theirs, "weight", None)
     if theirs is None or not isinstance(parameter, Tensor) or parameter.shape != weight.shape:
@@ -209,34 +216,34 @@ def _take_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
 
 
 MEASURED_STEPS = 5
-"""Depths that are measured where nothing is trained, at least: recipes of fewer steps can be compared."""
+"""Minimum number of depths in evaluation, so that recipes with fewer aligned steps can be compared."""
 
 
 class EagleObjective(Objective):
     """Sum over aligned steps j of `decay^j` times the losses of step j.
 
-    Entry t reads the embedding of x[t+1] and the feature of x[t], and predicts what scores x[t+2]: at step 0 from the
-    target's features, at step j from the output that step j-1 had at entry t-1. It is trained where drafting happens:
-    where x[t-j+1], which would be the root, and all after it up to x[t+2] are answers.
+    Entry t reads the embedding of x[t+1] and the feature of x[t], and predicts the feature that scores x[t+2]: at step
+    0 it reads the target's features, at step j the output of step j-1 at entry t-1. Entries are trained only if the
+    tokens from x[t-j+1], the root of such a draft, to x[t+2] are all answers.
     """
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
         super().__init__(head)
         if config.feature_weight and isinstance(head, Eagle3Head):
             raise InvalidConfigError(
-                "An EAGLE-3 head predicts no features, so it takes feature_weight=0.",
-                "EagleTrainingConfig.for_head(head) is its recipe.",
+                "An EAGLE-3 head predicts no features and needs feature_weight=0.",
+                "Use EagleTrainingConfig.for_head(head).",
             )
         own = tuple(head.feature_layers)
         self.layers = own if own[-1] == LAST else (*own, LAST)
         self.recipe = config
         if head.config.sliding_window is not None:
             raise InvalidConfigError(
-                "Training attends to the whole context, this head only to a sliding window.",
+                "Training attends to the whole context, but this head has a sliding window.",
                 "Set sliding_window=None in its config.",
             )
         self._width = len(own) * head.target_hidden_size
-        if head.config.own_embedding:  # it stays as it was loaded
+        if head.config.own_embedding:  # not trained
             head.embed_tokens.requires_grad_(False)
         self._target = TargetReader(target, head.hot_token_ids, head.embedding_for(target))
 
@@ -245,7 +252,7 @@ class EagleObjective(Objective):
     ) -> HeadLoss:
         """See `Objective.forward`."""
         recipe, size = self.recipe, self.head.target_hidden_size
-        wanted = features[:, 1:, -size:]  # [B, T-1, D] what the target has where entry t predicts
+        wanted = features[:, 1:, -size:]  # [B, T-1, D] the features that entries predict
         with torch.no_grad():
             embeddings = self._target.embed(input_ids[:, 1:]).to(features.device, self.dtype)
             read = features[:, :-1, : self._width].to(self.dtype)
@@ -256,7 +263,7 @@ class EagleObjective(Objective):
             scores = self._target.logits(wanted[trained])
             probs = scores.softmax(-1) if recipe.soft_tokens else one_hot(scores.argmax(-1), scores.shape[-1]).float()
         following = pad(input_ids[:, 2:], (0, 1))
-        rows = torch.zeros_like(trained, dtype=torch.long)  # which of them is whose
+        rows = torch.zeros_like(trained, dtype=torch.long)  # [B, T-1] row of `probs`
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
         hidden, attend = self.head.fuse(read), AlignedAttention()
@@ -266,7 +273,7 @@ class EagleObjective(Objective):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
             logits = self.head.score(drafted, self._target.logits).float()
-            # a sum over a count, so that a batch without such entries has a loss of zero
+            # not a mean: it would be NaN in a batch without trained entries
             count = max(len(drafted), 1)
             loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
             if recipe.feature_weight:

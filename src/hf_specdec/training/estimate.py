@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts: time by a rehearsal of two batches, memory while they run, disk."""
+"""Estimate time, memory and disk space of a training run before it starts, by timing two batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 ADAM_BYTES = 12
-"""Per trained parameter and checkpoint: the weight and two moments in float32."""
+"""Bytes per trained parameter in a checkpoint: the weight and two moments in float32."""
 
 GRADIENT_BYTES = 12
-"""Per trained parameter in memory, besides the weight: its gradient and the two moments."""
+"""Bytes per trained parameter in memory on top of the weight: gradient and two moments in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
-    """A run before it starts."""
+    """Estimated cost of a training run."""
 
-    num_steps: int  # optimiser steps that are left
+    num_steps: int  # remaining optimiser steps
     seconds_per_step: float
-    memory_bytes: int  # of the process, or of its accelerator
+    memory_bytes: int  # of the accelerator; of the process on a CPU
     disk_bytes: int  # of checkpoints
 
     def __str__(self) -> str:
@@ -44,14 +44,14 @@ def estimate_run(
     arguments: TrainingArguments,
     num_done: int,
 ) -> RunEstimate:
-    """Rehearse a batch of middle length and the longest one, and reckon what all of them take.
+    """Time a batch of median length and the longest one, and extrapolate linearly in the length.
 
     Args:
-        rehearse: Computes the loss of a batch, given the numbers of its conversations.
-        trained: What has the parameters that are trained; their gradients are cleared.
-        lengths: Tokens of each conversation.
-        arguments: Of the run.
-        num_done: Optimiser steps that were done before an interrupt.
+        rehearse: Returns the loss of a batch, given the indices of its conversations.
+        trained: Module with the trained parameters; their gradients are cleared.
+        lengths: Number of tokens of each conversation.
+        arguments: Training arguments of the run.
+        num_done: Optimiser steps already done, if the run resumes.
     """
     batch = arguments.per_device_train_batch_size
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
@@ -60,10 +60,10 @@ def estimate_run(
     for numbers in (order[middle : middle + batch], order[middle : middle + batch], order[-batch:]):  # first: warm-up
         begin = time.perf_counter()
         loss = rehearse(numbers)
-        memory = max(memory, memory_in_use(loss.device))  # what backward reads is all there now
+        memory = max(memory, memory_in_use(loss.device))  # all activations are in memory now
         if loss.requires_grad:
             loss.backward()
-        float(loss.detach())  # an accelerator is asynchronous
+        float(loss.detach())  # waits for the accelerator
         points.append((max(lengths[number] for number in numbers), time.perf_counter() - begin))
         trained.zero_grad(set_to_none=True)
     (_, (short, fast), (long, slow)) = points
@@ -80,7 +80,7 @@ def estimate_run(
 
 
 def num_steps_of(arguments: TrainingArguments, num_conversations: int) -> int:
-    """Optimiser steps of a whole run."""
+    """Return the number of optimiser steps of a whole run."""
     if arguments.max_steps > 0:
         return arguments.max_steps
     per_epoch = math.ceil(num_conversations / (arguments.per_device_train_batch_size * arguments.world_size))
@@ -89,9 +89,9 @@ def num_steps_of(arguments: TrainingArguments, num_conversations: int) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes of this process, or of its accelerator."""
+    """Return the bytes in use on `device`: of this process on a CPU, else allocated by torch."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
-    for name in ("memory_allocated", "current_allocated_memory"):  # the latter is Apple's
+    for name in ("memory_allocated", "current_allocated_memory"):  # the second is MPS's name
         if hasattr(module, name):
             return int(getattr(module, name)())
     return int(psutil.Process().memory_info().rss)

@@ -1,6 +1,6 @@
-"""The target's features of whole conversations: captured once to disk, or made anew in every step.
+"""Hidden states ("features") of the target for whole conversations: captured to disk, or computed in every step.
 
-The tap is the one that inference uses (`target.FeatureTap`), so training and drafting see the same tensors.
+`FeatureTap` reads them in training as in inference, so a head sees the same tensors in both.
 """
 
 from __future__ import annotations
@@ -27,53 +27,55 @@ from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, open_regular
 from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
-from hf_specdec.training.data import MOST_TOKENS
+from hf_specdec.training.data import TOKEN_ID_LIMIT
 from hf_specdec.training.processes import processes
 from hf_specdec.training.runs import read_state
+from hf_specdec.transformers_private import model_name
 from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.model import execution_device, text_config
 
 INDEX = "features.json"
+"""Name of the file that lists what a folder holds."""
 
 
 @torch.no_grad()
 def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
-    """Features `[B, T, layers * D]` of right-padded conversations, in the target's dtype.
+    """Return the features `[B, T, layers * D]` of right-padded conversations, in the target's dtype.
 
     Args:
         model: The target.
         input_ids: `[B, T]`.
-        lengths: `[B]` how many are real.
-        layers: Which hidden states, see `FeatureTap`.
+        lengths: `[B]` number of tokens without padding.
+        layers: Indices of hidden states, see `FeatureTap`.
     """
     device = execution_device(model)
     mask = torch.arange(input_ids.shape[1], device=device) < lengths.to(device)[:, None]
     with FeatureTap(model, layers) as tap:
-        # right padding: position ids count from 0 in every row, the default of every model. The positions whose
-        # logits are kept are a tensor, because an int lets some models skip the others in upper layers
+        # with right padding every model's default position ids are correct; `logits_to_keep` is a tensor because
+        # some models skip the other positions in their upper layers if it is an int
         last = torch.tensor([-1], device=device)
         model(input_ids=input_ids.to(device), attention_mask=mask.long(), use_cache=False, logits_to_keep=last)
     return tap.take().of(layers)
 
 
 def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
-    """What `capture_features` will write."""
+    """Return the number of bytes that `capture_features` will write."""
     tokens = sum(len(conversation.input_ids) for conversation in conversations)
     size = int(text_config(model).hidden_size) * len(layers)
     return tokens * (size * model.dtype.itemsize + 8 + 1)
 
 
 class FeatureStore(Dataset[dict[str, Tensor]]):
-    """Captured conversations on disk; tensors are read when they are asked for.
+    """Captured conversations on disk, read lazily.
 
     Items: `input_ids [T]`, `loss_mask [T]` bool, `features [T, layers * D]`.
 
     Args:
-        folder: What `capture_features` wrote.
-        answer_tokens: Read no more than so many tokens of an answer, see `Conversation.opening`; 0 is all.
+        folder: Directory written by `capture_features`.
+        answer_tokens: Train on at most this many tokens of each answer, see `Conversation.opening`; 0 for all.
 
     Raises:
-        InvalidConfigError: A directory that is none of that, or not finished.
+        InvalidConfigError: The directory holds no captured features, or capturing has not finished.
     """
 
     def __init__(self, folder: str | Path, answer_tokens: int = 0) -> None:
@@ -85,19 +87,19 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
         index = _read_index(self.folder)
         self.layers: tuple[int, ...] = tuple(index["layers"])
         self.lengths: list[int] = index["lengths"]
-        self._whole = self.lengths
+        self._full_lengths = self.lengths
         self._places = [(file, row) for file, count in enumerate(index["counts"]) for row in range(count)]
         missing = [file for file in range(len(index["counts"])) if not _part(self.folder, file).exists()]
         if missing:
             raise InvalidConfigError(
                 f"{self.folder} is not finished: {len(missing)} of {len(index['counts'])} parts are missing.",
-                "Run capture_features(...) again; it resumes where it stopped.",
+                "Run capture_features(...) again; it resumes after the last stored part.",
             )
         if answer_tokens:
             self.lengths = [len(mask) for mask in self._opening_masks()]
 
     def opening(self, answer_tokens: int) -> FeatureStore:
-        """The same conversations up to the first so many tokens of their last answers."""
+        """Return the same conversations with at most `answer_tokens` tokens of each answer to train on."""
         return FeatureStore(self.folder, answer_tokens)
 
     def _opening_masks(self) -> Iterator[Tensor]:
@@ -112,7 +114,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         file, row = self._places[index]
         with _opened(_part(self.folder, file)) as tensors:
-            self._check(tensors, row, self._whole[index])
+            self._check(tensors, row, self._full_lengths[index])
             if not self.answer_tokens:
                 return {name: tensors.get_tensor(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")}
             mask = opening_mask(tensors.get_tensor(f"{row}.loss_mask"), self.answer_tokens)
@@ -121,25 +123,29 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
 
     @staticmethod
     def _check(tensors: Any, row: int, length: int) -> None:
-        """See that a conversation's tensors are what `capture_features` wrote.
+        """Check shapes and dtypes of a conversation's tensors.
 
         Raises:
-            SafetensorError: They are something else.
+            SafetensorError: They are not those that `capture_features` writes.
         """
         found = [tensors.get_slice(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")]
-        (ids, mask, features), kinds = (held.get_shape() for held in found), [held.get_dtype() for held in found]
-        right = ids == mask == [length] and features[:1] == [length] and len(features) == 2
-        if not right or kinds[:2] != ["I64", "BOOL"] or not kinds[2].startswith(("F", "BF")):
-            raise SafetensorError(f"conversation {row} has shapes {ids}, {mask} and {features} of {', '.join(kinds)}")
+        (ids, mask, features), dtypes = (each.get_shape() for each in found), [each.get_dtype() for each in found]
+        fits = ids == mask == [length] and features[:1] == [length] and len(features) == 2
+        if not fits or dtypes[:2] != ["I64", "BOOL"] or not dtypes[2].startswith(("F", "BF")):
+            raise SafetensorError(f"conversation {row} has shapes {ids}, {mask}, {features} of {', '.join(dtypes)}")
 
 
-def openings(data: FeatureStore | Sequence[Conversation], answer_tokens: int) -> FeatureStore | Sequence[Conversation]:
-    """The conversations up to the first so many tokens of their last answers; 0 leaves them whole."""
+TrainingData = FeatureStore | Sequence[Conversation]
+"""Captured features, or conversations whose features are computed in every step."""
+
+
+def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
+    """Return `data` with at most `answer_tokens` tokens of each answer to train on; 0 returns it unchanged."""
     if not answer_tokens:
         return data
     if isinstance(data, FeatureStore):
         return data.opening(answer_tokens)
-    return [talk.opening(answer_tokens) for talk in data]
+    return [conversation.opening(answer_tokens) for conversation in data]
 
 
 def capture_features(
@@ -151,41 +157,41 @@ def capture_features(
     batch_size: int = 8,
     progress: bool = False,
 ) -> FeatureStore:
-    """Run the frozen target once over all conversations and keep the features its head will see.
+    """Run the frozen target once over all conversations and write their features to `folder`.
 
-    Started again after an interrupt it goes on; a directory of the same conversations is read as it is, and may have
-    more layers than are asked for. Under `accelerate launch` every process captures its share of the files, and all
-    wait for the last.
+    An interrupted capture resumes. If `folder` already holds these conversations, possibly with more layers, it is
+    returned. Under `accelerate launch` each process captures its share of the files, and all wait for the last.
 
     Args:
         model: The target; its dtype is the dtype of the features.
-        conversations: What to read, longest first (batches of similar length waste no padding).
-        folder: Where to write; the size is `feature_bytes(...)`.
-        layers: Which hidden states; the last one must be `LAST`, which teachers read.
+        conversations: Conversations, in any order; they are stored longest first, to minimise padding.
+        folder: Directory to write to; `feature_bytes(...)` is the size.
+        layers: Indices of hidden states, see `FeatureTap`; the last must be `LAST`, which yields the labels.
         batch_size: Conversations per forward and file.
         progress: Show a progress bar.
 
     Raises:
-        InvalidConfigError: No conversations, layers without the last, a disk that is too small, a directory of other
-            features or fewer layers, or one in which another process is at work.
+        InvalidConfigError: No conversations, `layers` without `LAST` at the end, not enough disk space, a directory
+            with other features or without one of the layers, or one that another process is writing to.
     """
     if not conversations or not layers or layers[-1] != LAST:
         raise InvalidConfigError(
-            f"Capturing needs conversations and layers that end with {LAST}, got {len(conversations)} and {layers}."
+            f"Capturing needs conversations, and layers that end with {LAST}; "
+            f"got {len(conversations)} conversations and layers {list(layers)}."
         )
     check_tokens(conversations, int(text_config(model).vocab_size))
     folder, state = Path(folder), processes()
     ordered = sorted(conversations, key=lambda conversation: -len(conversation.input_ids))
     parts = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
     lengths = [len(conversation.input_ids) for conversation in ordered]
-    told = json.dumps([(conversation.input_ids, conversation.loss_mask) for conversation in ordered])
+    content = json.dumps([(conversation.input_ids, conversation.loss_mask) for conversation in ordered])
     index = {"layers": list(layers), "lengths": lengths, "counts": [len(part) for part in parts],
-             "conversations": hashlib.sha256(told.encode()).hexdigest(), "model": model.config._name_or_path,
+             "conversations": hashlib.sha256(content.encode()).hexdigest(), "model": model_name(model.config),
              "dtype": str(model.dtype)}  # fmt: skip
     with directory_lock(folder, "capture") if state.is_main_process else nullcontext():
         with state.main_process_first():
-            left = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
-            layers = _claim(folder, index, model, left)
+            missing = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
+            layers = _prepare_folder(folder, index, model, missing)
         training, _ = model.training, model.eval()
         _capture_parts(model, parts, folder, layers, progress=progress)
         model.train(training)
@@ -197,9 +203,9 @@ def _capture_parts(
     model: PreTrainedModel, parts: Sequence[Sequence[Conversation]], folder: Path, layers: Sequence[int], *,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Capture the share of this process of the files that are not there yet."""
+    """Capture this process's share of the missing files."""
     state = processes()
-    # the share follows from the number alone: another process may write while this one looks what is missing
+    # the share depends on file numbers only, because other processes are writing files meanwhile
     share = range(state.process_index, len(parts), state.num_processes)
     mine = [number for number in share if not _part(folder, number).exists()]
     for number in tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)):
@@ -215,24 +221,25 @@ def _capture_parts(
             save_file(tensors, partial)
 
 
-def collate(rows: Sequence[dict[str, Any]], vocab_size: int = MOST_TOKENS) -> dict[str, Tensor]:
-    """Pad to the right. What is padding has no loss.
+def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) -> dict[str, Tensor]:
+    """Batch items of a dataset with right padding, which `loss_mask` excludes.
 
     Args:
-        rows: Items of a `FeatureStore`, say.
-        vocab_size: Of the target.
+        rows: Items of a `FeatureStore` or `ConversationDataset`.
+        vocab_size: Vocabulary size of the target.
 
     Returns:
-        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` where captured.
+        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
 
     Raises:
-        InvalidConfigError: Tokens that the target does not know.
+        InvalidConfigError: A token id outside the target's vocabulary.
     """
     for ids in (row["input_ids"] for row in rows):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
             raise InvalidConfigError(
-                f"A conversation has the tokens {int(ids.min())} to {int(ids.max())}; the target has {vocab_size}.",
-                "Give data that was tokenised for this target.",
+                f"A conversation has token ids from {int(ids.min())} to {int(ids.max())}, the target's vocabulary has "
+                f"{vocab_size} tokens.",
+                "Use data that was tokenised for this target.",
             )
     names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
     batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
@@ -245,10 +252,10 @@ def _part(folder: Path, number: int) -> Path:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file of captured features.
+    """Open a file of captured features.
 
     Raises:
-        InvalidConfigError: It is damaged, or of something else.
+        InvalidConfigError: The file is damaged or holds other tensors.
     """
     try:
         open_regular(path).close()
@@ -257,49 +264,55 @@ def _opened(path: Path) -> Iterator[Any]:
     except SafetensorError as error:
         raise InvalidConfigError(
             f"{path} cannot be read: {error}.",
-            "Delete it and run capture_features(...) again; it makes what is missing.",
+            "Delete it and run capture_features(...) again; it captures missing files only.",
         ) from error
 
 
 def _read_index(folder: Path) -> Fields:
-    """What a folder of captured features says of itself.
+    """Read the index of a folder of captured features.
 
     Raises:
-        InvalidConfigError: It cannot be read, or says something else.
+        InvalidConfigError: It cannot be read, or is not an index.
     """
     index = read_state(folder / INDEX, folder)
-    sound = all(
-        isinstance(index.get(name), list) and all(type(value) is int and value >= least for value in index[name])
-        for name, least in (("layers", LAST), ("lengths", 0), ("counts", 1))
+    valid = all(
+        isinstance(index.get(name), list) and all(type(value) is int and value >= minimum for value in index[name])
+        for name, minimum in (("layers", LAST), ("lengths", 0), ("counts", 1))
     )
-    if not sound or sum(index["counts"]) != len(index["lengths"]) or not index["layers"]:
+    if not valid or sum(index["counts"]) != len(index["lengths"]) or not index["layers"]:
         raise InvalidConfigError(
-            f"{folder / INDEX} does not tell what was captured.", f"Delete {folder} to start anew."
+            f"{folder / INDEX} is not an index of captured features.", f"Delete {folder} to start over."
         )
     return index
 
 
-def _claim(folder: Path, index: dict[str, Any], model: PreTrainedModel, left: Sequence[Conversation]) -> list[int]:
-    """Write down what the folder holds, or find that it is that already; the layers to capture there, or more."""
+def _prepare_folder(
+    folder: Path, index: dict[str, Any], model: PreTrainedModel, missing: Sequence[Conversation]
+) -> list[int]:
+    """Write the index, or check that the folder's index is for the same data; return the layers to capture.
+
+    Raises:
+        InvalidConfigError: The folder holds something else, or the disk is too small for the `missing` conversations.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder)
     path = folder / INDEX
     if path.exists():
-        held = _read_index(folder)
-        if {**held, "layers": index["layers"]} != index:
+        existing = _read_index(folder)
+        if {**existing, "layers": index["layers"]} != index:
             raise InvalidConfigError(f"{folder} holds features of other conversations.", "Use another directory.")
-        if not set(index["layers"]) <= set(held["layers"]):
+        if not set(index["layers"]) <= set(existing["layers"]):
             raise InvalidConfigError(
-                f"{folder} holds the layers {held['layers']}, not {index['layers']}.", "Use another directory."
+                f"{folder} holds the layers {existing['layers']}, not {index['layers']}.", "Use another directory."
             )
-        index = held
+        index = existing
     elif any(path.suffix != ".lock" for path in folder.iterdir()):
         raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
-    needed, free = feature_bytes(model, left, index["layers"]), shutil.disk_usage(folder).free
+    needed, free = feature_bytes(model, missing, index["layers"]), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidConfigError(
             f"The features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free.",
-            "Use another disk, fewer conversations, or features made in every step (no folder).",
+            "Use another disk or fewer conversations, or train without captured features.",
         )
     write_text(path, json.dumps(index))
     layers: list[int] = index["layers"]

@@ -1,4 +1,4 @@
-"""What a head gets right, depth by depth: counted on a batch, added up over many, told as an accepted length."""
+"""Accuracy of a head by depth: counts of a batch, their sums, and the accept length that follows from them."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Places of a batch and what was drafted there; sums, so that batches and processes add up."""
+    """Counts over positions and K depths; additive over batches and processes."""
 
-    right: Tensor  # [K, R] how often the r-th best token of each depth is the target's greedy choice
-    counted: Tensor  # [K] out of so many
-    accepted: Tensor  # [K] how often the best tokens of all depths up to it are
-    chains: Tensor  # [K] out of so many: where the text is the target's greedy choice all along
+    right: Tensor  # [K, R] positions where the r-th best drafted token is the target's greedy choice
+    counted: Tensor  # [K] all positions
+    accepted: Tensor  # [K] positions where the best drafted token of this and all earlier depths is the greedy choice
+    chains: Tensor  # [K] positions at which this is known: the text is the greedy choice at all earlier depths
 
     @classmethod
     def of(cls, packed: Tensor) -> Counts:
-        """From `packed()`."""
+        """Return the counts that `packed` packed."""
         return cls(packed[:, 3:], packed[:, 0], packed[:, 1], packed[:, 2])
 
     def packed(self) -> Tensor:
-        """`[K, 3 + R]`: all of it as one tensor."""
+        """Return the counts as one tensor `[K, 3 + R]`."""
         return torch.cat([torch.stack([self.counted, self.accepted, self.chains], dim=1), self.right], dim=1)
 
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
-        """How often the r-th best token of each depth is right."""
+        """Fraction of positions where the r-th best token of each depth is correct."""
         return tuple(map(tuple, (self.right.double() / self.counted[:, None].clamp(min=1)).tolist()))
 
     @property
     def acceptance(self) -> list[float]:
-        """How often a greedy chain gets so far, by depth."""
+        """Fraction of greedy chains that are accepted to each depth."""
         shares: list[float] = (self.accepted.double() / self.chains.clamp(min=1)).tolist()
         return shares
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLoss:
-    """What one batch gives."""
+    """Loss and counts of one batch."""
 
-    loss: Tensor  # scalar, a mean over the places of the batch
-    counts: Counts | None = None  # where it was asked to measure
+    loss: Tensor  # scalar, mean over positions
+    counts: Counts | None = None  # None if nothing was measured
 
 
 class Tally:
-    """Counts of a batch while its depths are gone through.
+    """Accumulates the counts of a batch, depth by depth.
 
     Args:
-        places: `[...]` bool, of any shape: where drafting may begin.
+        places: Bool tensor with the shape of the positions where drafting can begin.
         ranks: R; 0 counts nothing.
     """
 
     def __init__(self, places: Tensor, ranks: int) -> None:
         self.ranks = ranks
-        self._right = torch.ones_like(places)  # whether all that was drafted here so far is right
-        self._greedy = torch.ones_like(places)  # whether the text here is what the target would have said greedily
+        self._right = torch.ones_like(places)  # all tokens drafted so far are correct
+        self._greedy = torch.ones_like(places)  # the text so far is the target's greedy choice
         self._rows: list[Tensor] = []
 
     def add(self, known: Tensor, correct: Tensor, follows: Tensor) -> None:
-        """The next depth.
+        """Count the next depth.
 
         Args:
-            known: Places like `places`: where the target's choice is known.
-            correct: `[M, R]` at these.
-            follows: `[M]` whether the text goes on with that choice; a greedy chain ends where it does not.
+            known: Bool tensor shaped like `places`: the M positions where the target's greedy choice is known.
+            correct: `[M, R]` whether the r-th best drafted token is that choice.
+            follows: `[M]` whether the text's token is that choice; otherwise the chain is not counted further.
         """
         here = torch.zeros_like(known)
         self._right = self._right & here.masked_scatter(known, correct[:, 0])
@@ -79,16 +79,16 @@ class Tally:
         self._greedy = chains & here.masked_scatter(known, follows)
 
     def move_on(self) -> None:
-        """Where the next depth's places are one to the right: what was drafted at t - 1 goes on at t."""
+        """Shift positions one to the right, for heads whose chain drafted at t - 1 continues at t."""
         self._right, self._greedy = (pad(places[:, :-1], (1, 0)) for places in (self._right, self._greedy))
 
     def counts(self) -> Counts | None:
-        """None where nothing was to be counted."""
+        """Return the counts, or None if nothing was counted."""
         return Counts.of(torch.stack(self._rows)) if self._rows else None
 
 
 def predicted_tau(accuracies: Sequence[float]) -> float:
-    """Tokens per target forward of a greedy chain, as if its depths were accepted independently.
+    """Return the tokens per target forward of a greedy chain, if depths were accepted independently.
 
     Example: accuracies 0.5, 0.4 give 1 + 0.5 + 0.5 * 0.4 = 1.7.
     """

@@ -1,8 +1,7 @@
-"""Train Medusa heads on a frozen target (Medusa-1): each head learns the token it looks ahead to.
+"""Train Medusa heads on a frozen target (Medusa-1).
 
-Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.2.1: cross entropy, the k-th head weighted by 0.8^k. The
-target's own distribution takes the place of the one token it happened to say, where that is asked for: on little
-data it tells more.
+Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.2.1: cross entropy, the k-th head weighted by 0.8^k. By
+default the labels are the target's distributions instead of single tokens, which works better with little data.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.medusa import MedusaHeads
-from hf_specdec.training.features import openings
+from hf_specdec.training.features import TrainingData, openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
-from hf_specdec.training.trainer import Objective, TrainingData, fit
+from hf_specdec.training.trainer import Objective, fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class MedusaTrainingConfig(Recipe):
     """Loss of the Medusa-1 recipe.
 
     Args:
-        head_decay: Weight of each head relative to the one before (0.8 in the paper).
-        soft_labels: Learn the target's distribution; False is the paper's: the token that was said.
+        head_decay: Weight of each head relative to the previous one (0.8 in the paper).
+        soft_labels: Learn the target's distribution; False: the text's token, as in the paper.
         answer_tokens: See `Recipe`.
     """
 
@@ -37,7 +36,7 @@ class MedusaTrainingConfig(Recipe):
     soft_labels: bool = True
 
     def __post_init__(self) -> None:
-        Recipe.__post_init__(self)  # a dataclass with slots is made anew: `super()` would look for the first one
+        Recipe.__post_init__(self)  # `super()` fails in dataclasses with slots, which replace the class
         if self.head_decay <= 0:
             raise InvalidConfigError(f"`head_decay` must be > 0, got {self.head_decay}.")
 
@@ -55,13 +54,13 @@ def train_medusa(
     """Train `heads` in place and return them (under FSDP new ones, see `trainer.fit`).
 
     Args:
-        model: The frozen target; only its lm_head is read where features were captured.
-        heads: The heads to train; they are trained in float32.
-        data: What `capture_features` wrote, or conversations, whose features are then made in every step.
+        model: The frozen target; with captured features only its lm_head is used.
+        heads: The heads; they are trained in float32.
+        data: Features from `capture_features`, or conversations, whose features are computed in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: The loss.
-        resume: Continue from the last checkpoint in `arguments.output_dir`, if there is one.
-        held_out: What to measure on while training, and never to train on, see `trainer.fit`.
+        resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
+        held_out: Evaluation data, see `trainer.fit`.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
     length = objective.recipe.answer_tokens
@@ -71,7 +70,7 @@ def train_medusa(
 
 
 class MedusaObjective(Objective):
-    """Sum over heads of `decay^k` times the cross entropy of head k at t with x[t+2+k], where that is an answer."""
+    """Sum over heads of `decay^k` times the cross entropy of head k at t with x[t+2+k], if that is an answer."""
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, config: MedusaTrainingConfig) -> None:
         super().__init__(heads)
@@ -89,10 +88,10 @@ class MedusaObjective(Objective):
         places = answers.any(-1)
         logits = self.head(features[places].to(self.dtype), self._lm_head)  # [K, M, Vd]
         answers, later = answers[places], later[places]
-        # what the target saw when it chose x[t] is the feature before it
-        said = features[:, :-1][loss_mask[:, 1:]]
+        # the target chooses x[t] by the feature at t-1
+        choosing = features[:, :-1][loss_mask[:, 1:]]
         with torch.no_grad():
-            probs = self._target.logits(said).softmax(-1) if self.recipe.soft_labels else None
+            probs = self._target.logits(choosing).softmax(-1) if self.recipe.soft_labels else None
         following = input_ids[:, 1:][loss_mask[:, 1:]]
         tokens = self._draft_ids.to(input_ids.device)[following]
         total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0], measure)
@@ -103,16 +102,16 @@ class MedusaObjective(Objective):
             loss = cross_entropy(drafted[known].float(), labels, reduction="sum", ignore_index=NO_LABEL)
             total = total + self.recipe.head_decay**head * loss / max(len(rows), 1)
             if measure:
-                tally.add(known, *self._target.correct(drafted[known], said[rows], following[rows], measure))
+                tally.add(known, *self._target.correct(drafted[known], choosing[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())
 
 
 NO_LABEL = -100
-"""Label of a token outside the draft vocabulary: torch's cross entropy leaves it out."""
+"""Label of tokens outside the draft vocabulary, which cross entropy ignores."""
 
 
 def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """`[V]` from target ids to draft ids, `NO_LABEL` where the draft vocabulary lacks the token."""
+    """Return the map `[V]` from target ids to draft ids, `NO_LABEL` for tokens outside the draft vocabulary."""
     if hot_token_ids is None:
         return torch.arange(vocab_size, device="cpu")
     ids = torch.full((vocab_size,), NO_LABEL, dtype=torch.long, device=hot_token_ids.device)
@@ -121,14 +120,15 @@ def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
 
 
 def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """What each head at each place is to say.
+    """Find the token that each head is trained on at each position.
 
     Args:
-        loss_mask: `[B, T]` True at answers. The first token of a row is never counted: nothing comes before it.
+        loss_mask: `[B, T]` True at answers. The first token of a row is not counted, because no feature precedes it.
         num_heads: K.
 
     Returns:
-        `[B, T, K]` bool: whether x[t+2+k] is an answer; `[B, T, K]` long: the how-manieth answer of the batch it is.
+        `[B, T, K]` bool: whether x[t+2+k] is an answer token. `[B, T, K]` long: its index among the batch's answer
+        tokens.
 
     Example: mask [[0, 1, 1, 1]], K = 2 gives [[[1, 1], [1, 0], [0, 0], [0, 0]]] and [[[1, 2], [2, 0], ...]].
     """

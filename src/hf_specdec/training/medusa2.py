@@ -1,8 +1,8 @@
-"""Train Medusa heads together with their target (Medusa-2): the target gives way a little, and stays itself.
+"""Train Medusa heads together with their target (Medusa-2).
 
-Source: Medusa (https://arxiv.org/abs/2401.10774), sections 2.2.2 and 2.3.2: heads first, then both; LoRA on the
-target, whose own distribution with the adapter switched off is the teacher. The target changes: heads of this kind
-belong to the merged model, not to the original.
+Source: Medusa (https://arxiv.org/abs/2401.10774), sections 2.2.2 and 2.3.2: first the heads, then heads and a LoRA
+adapter of the target. The target with the adapter disabled is the teacher, which keeps its answers close to the
+original. The heads fit the merged model, not the original target.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_specdec.verification.features import LAST, FeatureTap
 
 @dataclass(frozen=True, slots=True)
 class Medusa2TrainingConfig:
-    """The second stage: heads and an adapter of the target together. Defaults are the authors' (axolotl fork).
+    """Settings of the second stage, which trains heads and adapter. Defaults are the authors' (axolotl fork).
 
     Args:
-        head_weight: Weight of the heads' losses beside the target's own.
-        head_decay: Weight of each head relative to the one before, from the first on: `decay^(k+1)`.
-        schedule: How `head_weight` goes over the run: `"constant"`, or `"sine"`, rising from 0 to its whole.
-        learning_rate_multiplier: Of every parameter of the heads; the adapter has the Trainer's rate.
-        lora_rank, lora_alpha, lora_dropout: The adapter, on all linear layers but lm_head.
+        head_weight: Weight of the heads' losses relative to the target's.
+        head_decay: Head k has the weight `decay^(k+1)`.
+        schedule: `"constant"`, or `"sine"`: `head_weight` rises from 0 to its full value over the run.
+        learning_rate_multiplier: Factor on the learning rate of the heads; the adapter uses the Trainer's.
+        lora_rank, lora_alpha, lora_dropout: The adapter, on all linear layers except lm_head.
     """
 
     head_weight: float = 0.2
@@ -50,7 +50,9 @@ class Medusa2TrainingConfig:
     def __post_init__(self) -> None:
         check_numbers(self, {"head_decay": STEEPEST})
         if min(self.head_weight, self.head_decay, self.learning_rate_multiplier, self.lora_rank) <= 0:
-            raise InvalidConfigError(f"Weights, the multiplier and the rank must be > 0, got {self}.")
+            raise InvalidConfigError(
+                f"`head_weight`, `head_decay`, `learning_rate_multiplier` and `lora_rank` must be > 0, got {self}."
+            )
         if self.schedule not in ("constant", "sine"):
             raise InvalidConfigError(f"`schedule` must be 'constant' or 'sine', got {self.schedule!r}.")
 
@@ -65,31 +67,31 @@ def train_medusa2(
     heads_arguments: TrainingArguments | None = None,
     resume: bool = False,
 ) -> Any:
-    """Train `heads` in place and the target by an adapter.
+    """Train `heads` in place, and a LoRA adapter of the target.
 
     Args:
-        model: The target; its own weights are not changed, an adapter is put around them.
-        heads: In float32; trained before, or by `heads_arguments` now.
-        conversations: The target's own answers.
-        arguments: Of the second stage.
-        config: Of the second stage.
-        heads_arguments: Of the first stage, heads alone (Medusa-1); None leaves it out.
-        resume: Continue each stage from its last checkpoint.
+        model: The target; its weights do not change, but it is wrapped with an adapter.
+        heads: Heads in float32, already trained unless `heads_arguments` is given.
+        conversations: Answers of the target.
+        arguments: Training arguments of the second stage.
+        config: Settings of the second stage.
+        heads_arguments: Training arguments of the first stage, which trains the heads only (Medusa-1); None skips it.
+        resume: Resume each stage from its last checkpoint.
 
     Returns:
-        The `peft.PeftModel`; `merge_and_unload()` makes it the model that the heads belong to.
+        The `peft.PeftModel`; its `merge_and_unload()` returns the target that the heads fit.
 
     Raises:
-        InvalidConfigError: The package `peft` is missing, or FSDP is asked for.
+        InvalidConfigError: The package `peft` is missing, or FSDP is enabled.
     """
     config = config or Medusa2TrainingConfig()
     try:
-        from peft import LoraConfig, get_peft_model  # an optional dependency, used here alone
+        from peft import LoraConfig, get_peft_model  # optional dependency
     except ImportError as error:
         raise InvalidConfigError("Medusa-2 needs the package peft.", "pip install 'hf-specdec[training]'.") from error
     if arguments.fsdp:
         raise InvalidConfigError(
-            "Medusa-2 does not run under FSDP: adapter and heads could not be put together from their shards.",
+            "Medusa-2 does not run under FSDP: adapter and heads cannot be gathered from their shards.",
             "Use DDP; the adapter and the heads are small.",
         )
     if heads_arguments is not None:
@@ -105,7 +107,7 @@ def train_medusa2(
 
 
 class Medusa2Objective(Objective):
-    """KL of the target to itself without the adapter, plus the heads' cross entropies on what it now computes."""
+    """KL divergence of the target from itself without the adapter, plus the heads' weighted cross entropies."""
 
     layers = ()  # it runs the target itself
 
@@ -119,7 +121,7 @@ class Medusa2Objective(Objective):
         self._lm_head = self._target.logits if heads.shares_lm_head else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """What is trained: heads and adapter, not the target."""
+        """Return the trained tensors: heads and adapter, not the target."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         whole: dict[str, Tensor] = super().state_dict(*args, **kwargs)
         return {name: tensor for name, tensor in whole.items() if name in trained}
@@ -127,7 +129,7 @@ class Medusa2Objective(Objective):
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor | None = None, measure: int = 0
     ) -> HeadLoss:
-        """See `Objective.forward`; `features` are not read."""
+        """See `Objective.forward`; `features` is ignored."""
         recipe, num_heads = self.recipe, self.head.config.medusa_num_heads
         real = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
         inputs = {"input_ids": input_ids, "attention_mask": real.long(), "use_cache": False}
@@ -145,12 +147,12 @@ class Medusa2Objective(Objective):
         known, later = known[places], later[places]
         following = input_ids[:, 1:][answered]
         tokens = self._draft_ids.to(input_ids.device)[following]
-        said, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0], measure)
+        choosing, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0], measure)
         for head, logits in enumerate(drafted):
             here = known[:, head]
             rows = later[here, head]
             loss = cross_entropy(logits[here].float(), tokens[rows], reduction="sum", ignore_index=NO_LABEL)
             total = total + weight * recipe.head_decay ** (head + 1) * loss / max(len(rows), 1)
             if measure:
-                tally.add(here, *self._target.correct(logits[here], said[rows], following[rows], measure))
+                tally.add(here, *self._target.correct(logits[here], choosing[rows], following[rows], measure))
         return HeadLoss(total, tally.counts())

@@ -1,4 +1,4 @@
-"""The modes of torch that training needs, whatever those of its caller are."""
+"""Set the torch modes that training needs, independent of the caller's."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hf_specdec.errors import InvalidConfigError
 
 @contextmanager
 def training_modes() -> Iterator[None]:
-    """Gradients, no inference mode, and new tensors on the host.
+    """Enable gradients, leave inference mode and create new tensors on the CPU.
 
-    The Trainer and its DataLoader draw their seeds and orders on the host; where `torch.set_default_device`
-    names another device, torch refuses that.
+    The Trainer and its DataLoader draw seeds and orders on the CPU, which torch refuses if `torch.set_default_device`
+    names another device.
     """
-    on_host = torch.get_default_device().type == "cpu"
-    with torch.inference_mode(False), torch.enable_grad(), nullcontext() if on_host else torch.device("cpu"):
+    on_cpu = torch.get_default_device().type == "cpu"
+    with torch.inference_mode(False), torch.enable_grad(), nullcontext() if on_cpu else torch.device("cpu"):
         yield
 
 
 def check_trainable(head: nn.Module, target: PreTrainedModel) -> None:
-    """See that torch can differentiate through a head and what it reads of its target.
+    """Check that torch can differentiate through the weights of head and target.
 
     Raises:
-        InvalidConfigError: Weights that were made in inference mode.
+        InvalidConfigError: Weights were created in inference mode.
     """
     for name, model in (("head", head), ("target", target)):
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise InvalidConfigError(
-                f"The {name}'s weights were made in `torch.inference_mode()`, which allows no gradients.",
-                f"Load or make the {name} outside of that mode.",
+                f"The {name}'s weights were created in `torch.inference_mode()`, which allows no gradients.",
+                f"Load or create the {name} outside that mode.",
             )

@@ -1,4 +1,4 @@
-"""Where this process stands among those that `accelerate launch` or `torchrun` started."""
+"""The process group that `accelerate launch` or `torchrun` started."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 
-PATIENCE = timedelta(days=7)
-"""How long processes wait for each other: one may be a part of a long work behind."""
+PROCESS_TIMEOUT = timedelta(days=7)
+"""How long processes wait for each other; one of them may still be working on a long part."""
 
 
 def processes() -> PartialState:
-    """Rank, number and device of this process; without an accelerator several of them talk over gloo."""
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
+    """Return rank, device and number of processes; without an accelerator the group uses gloo."""
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=PROCESS_TIMEOUT)

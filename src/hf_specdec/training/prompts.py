@@ -1,4 +1,4 @@
-"""Prompts to distil: from a file, from a `datasets` name, or none at all, where the model invents them."""
+"""Prompts to distil, read from a file or a `datasets` name, or left for the model to invent."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
-from hf_specdec.training.data import Row, existing, read_rows, text_of, turns_of
+from hf_specdec.training.data import Row, existing_path, read_rows, text_of, turns_of
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the user says in one conversation; turns that are missing are the model's to invent."""
+    """The user's turns of one conversation; the model invents missing ones."""
 
     turns: tuple[str, ...]
-    source: str  # where it comes from
+    source: str  # name of the file or dataset, copied to the rows
 
 
 INVENTED = "invented"
-"""Source of a prompt that the model makes up."""
+"""Source of prompts that the model invents."""
 
 
 def read_prompts(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
-    """Prompts of a file or of a dataset.
+    """Read prompts from a file or a dataset.
 
     Args:
-        source: A text file (one prompt per line), a JSON-lines file, or anything `datasets.load_dataset` takes. Rows
-            have `prompt`, `turns`, `messages`, `conversations` (ShareGPT), `instruction` (with `input`) or `text`;
-            of conversations the user's turns are taken. A row's own `source` is kept.
-        split: Of a dataset.
-        limit: At most so many, the first ones.
+        source: Anything `read_rows` reads. Rows have `prompt`, `turns`, `messages`, `conversations` (ShareGPT),
+            `instruction` (with `input`) or `text`; only the user's turns of a conversation are kept. A row's `source`
+            field replaces the file name as the prompt's source.
+        split: Split of a dataset.
+        limit: Read at most this many prompts.
 
     Raises:
-        InvalidConfigError: A source that is none of that, or a row without a prompt.
+        InvalidConfigError: The source cannot be read, or a row has no prompt.
     """
-    path = existing(source)
+    path = existing_path(source)
     name = path.name if path is not None else str(source)
     prompts: list[Prompt] = []
     for place, row in read_rows(source, split=split):
@@ -46,11 +46,11 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
         turns = _turns(row, place)
         if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise InvalidConfigError(
-                f"{place} holds no prompt: {shortened(row)}.",
+                f"{place} has no prompt: {shortened(row)}.",
                 "Expected one of prompt, turns, messages, conversations, instruction, text.",
             )
-        told = row.get("source")
-        origin = told if isinstance(told, str) and told else name
+        given = row.get("source")
+        origin = given if isinstance(given, str) and given else name
         prompts.append(Prompt(tuple(text_of(turn, place) for turn in turns), text_of(origin, place)))
     return prompts
 
@@ -60,10 +60,9 @@ def _turns(row: Row, place: str) -> Sequence[Any] | None:
         return row["turns"] if isinstance(row["turns"], list) else None
     for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         if row.get(key):
-            return [said for who, said in turns_of(row, key, role, content, place) if who in ("user", "human")]
-    asked = row.get("instruction")
-    parts = [
-        part for part in ((asked, row.get("input")) if asked else (row.get("prompt") or row.get("text"),)) if part
-    ]
+            return [text for speaker, text in turns_of(row, key, role, content, place) if speaker in ("user", "human")]
+    instruction = row.get("instruction")
+    values = (instruction, row.get("input")) if instruction else (row.get("prompt") or row.get("text"),)
+    parts = [value for value in values if value]
     texts = [part for part in parts if isinstance(part, str)]
     return ["\n\n".join(texts)] if parts and texts == parts else None

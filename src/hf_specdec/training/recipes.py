@@ -1,4 +1,4 @@
-"""What the settings of all objectives share: how much of an answer is learned, and other values by name."""
+"""Base class and validation of the settings of objectives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
 
 LARGEST = 10**6
-"""No weight, share or number of steps of a recipe is larger."""
+"""Upper bound of numbers without a specific bound."""
 MOST_TOKENS = 2**31
-"""Nobody's answer is longer."""
+"""Upper bound of `answer_tokens`."""
 STEEPEST = 2
-"""A weight relative to the one before: after 64 steps it is still a number."""
+"""Upper bound of decay factors; 2**64 is still a finite float32 after the maximum of 64 steps."""
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 
@@ -26,8 +26,8 @@ class Recipe:
     """Settings of an objective.
 
     Args:
-        answer_tokens: Learn from the first so many tokens of every answer, and measure on them; 0 is all. Long answers
-            go round in themselves, which is easily foretold; how they begin is not.
+        answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
+            repeat themselves, which is easy to predict; their beginnings are not.
     """
 
     answer_tokens: int = field(default=0, kw_only=True)
@@ -39,10 +39,10 @@ class Recipe:
             raise InvalidConfigError(f"`answer_tokens` must be >= 0 (0: all), got {self.answer_tokens}.")
 
     def changed(self: AnyRecipe, /, **fields: Any) -> AnyRecipe:
-        """The same recipe with other values.
+        """Return a copy with other values.
 
         Raises:
-            InvalidConfigError: Fields that it has not, or values that mean nothing.
+            InvalidConfigError: Unknown fields or invalid values.
         """
         known = asdict(self)
         check_names(f"The recipe {type(self).__name__}", fields, list(known))
@@ -50,36 +50,36 @@ class Recipe:
             expected = (float, int) if type(known[name]) is float else (type(known[name]),)
             if type(value) not in expected:
                 raise InvalidConfigError(
-                    f"`{name}` of a recipe is {known[name]!r} or the like, got {shortened(value)}."
+                    f"`{name}` of a recipe must be of type {expected[0].__name__}, got {shortened(value)}."
                 )
         return replace(self, **fields)
 
 
 def check_numbers(settings: Any, largest: Mapping[str, int] = MappingProxyType({}), otherwise: int = LARGEST) -> None:
-    """See that the numbers and switches of a dataclass are of the kind of their defaults, finite, and not too large.
+    """Check that the numbers and booleans of a dataclass have the type of their defaults and are within bounds.
 
     Args:
         settings: The dataclass.
-        largest: Values, by field.
-        otherwise: For all other fields.
+        largest: Largest absolute value by field name.
+        otherwise: Largest absolute value of all other fields.
 
     Raises:
-        InvalidConfigError: Naming the first field that is something else.
+        InvalidConfigError: Names the first invalid field.
     """
     for setting in fields(settings):
-        name, like, value = setting.name, setting.default, getattr(settings, setting.name)
+        name, default, value = setting.name, setting.default, getattr(settings, setting.name)
         most = largest.get(name, otherwise)
-        if isinstance(like, bool):
-            right, expected = isinstance(value, bool), "true or false"
-        elif isinstance(like, int):
-            right = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= most
+        if isinstance(default, bool):
+            valid, expected = isinstance(value, bool), "true or false"
+        elif isinstance(default, int):
+            valid = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= most
             expected = f"an integer of at most {most}"
-        elif isinstance(like, float):
+        elif isinstance(default, float):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            right = number and abs(value) <= most  # false for NaN
+            valid = number and abs(value) <= most  # false for NaN
             expected = f"a finite number of at most {most}"
         else:
             continue
-        if not right:
+        if not valid:
             shown = str(value)[:40] if isinstance(value, float | str | bool | None) else type(value).__name__
             raise InvalidConfigError(f"`{name}` must be {expected}, got {shown}.")

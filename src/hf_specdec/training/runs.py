@@ -1,4 +1,4 @@
-"""A training run in its directory: what it is made of, and whether another one may go on there."""
+"""Identify a training run, so that only the same run resumes from the checkpoints in its directory."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from hf_specdec.training.processes import processes
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = 32 * 2**20
-"""A log of a hundred thousand lines, an index of a million conversations."""
+"""Largest state file in bytes: a log of 100,000 lines, or an index of a million conversations."""
 
-LARGEST = 1e30
-"""Floating-point operations of a run are fewer."""
+MAX_NUMBER = 1e30
+"""Exclusive upper bound of the numbers in a state file; the largest is a run's count of floating-point operations."""
 
 RUN_NAME = "run.json"
-"""Beside the checkpoints: what their run trains, and on what."""
+"""File next to the checkpoints with the facts of their run (see `run_facts`)."""
 
-NOT_OF_A_RUN = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures",
-                "base_model_name_or_path")  # fmt: skip
+IGNORED_FIELDS = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures",
+                  "base_model_name_or_path")  # fmt: skip
+"""Fields of a head's config that may differ between a run and its continuation."""
 
 
 def run_facts(head: Any, recipe: Any, lengths: Iterable[int]) -> dict[str, Any]:
-    """What a run is: its head, its settings, its data; plain values, whose order says nothing.
+    """Return JSON values that identify a run by its head, settings and data.
 
     Args:
-        head: The head.
+        head: The head to train.
         recipe: The objective's settings, a dataclass.
-        lengths: Tokens of the conversations, in any order.
+        lengths: Lengths of the conversations in tokens, in any order.
     """
     ordered = sorted(lengths)
     facts = {
-        "head": {name: value for name, value in head.config.to_dict().items() if name not in NOT_OF_A_RUN},
+        "head": {name: value for name, value in head.config.to_dict().items() if name not in IGNORED_FIELDS},
         "settings": asdict(recipe),
         "data": {"conversations": len(ordered), "tokens": sum(ordered),
                  "lengths": hashlib.sha256(repr(ordered).encode()).hexdigest()[:16]},
@@ -52,26 +53,26 @@ def run_facts(head: Any, recipe: Any, lengths: Iterable[int]) -> dict[str, Any]:
 
 
 def read_state(path: Path, folder: Path) -> Fields:
-    """Read what an interrupted work has written down of itself.
+    """Read the state file of an interrupted run.
 
     Args:
         path: The file.
-        folder: What to delete to start anew.
+        folder: Directory that the error message suggests to delete.
 
     Raises:
-        InvalidConfigError: It cannot be read.
+        InvalidConfigError: The file cannot be read.
     """
     try:
         return read_object(path, MAX_STATE_BYTES)
     except InvalidConfigError as error:
-        raise InvalidConfigError(str(error), f"Delete {folder} to start anew, or give another directory.") from error
+        raise InvalidConfigError(str(error), f"Delete {folder} to start over, or give another directory.") from error
 
 
 def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Refuse to go on from the checkpoints of a directory that belong to a run of other facts.
+    """Check that the checkpoints in a directory belong to the run with these facts.
 
     Raises:
-        InvalidConfigError: Naming what differs.
+        InvalidConfigError: They belong to another run; names the differences.
     """
     path = folder / RUN_NAME
     if last_checkpoint(folder) is None or not path.exists():
@@ -97,44 +98,44 @@ def _fields(value: Any) -> Fields:
 
 
 def check_processes(arguments: TrainingArguments) -> None:
-    """See that there is more than one process to shard over.
+    """Check that FSDP has more than one process to shard over.
 
     Raises:
-        InvalidConfigError: FSDP in a single process.
+        InvalidConfigError: There is only one process.
     """
     if arguments.fsdp and processes().num_processes == 1:
         raise InvalidConfigError(
-            "`fsdp` shards over processes, and this is a single one.",
-            "Start several: accelerate launch --multi_gpu --num_processes 2 -m hf_specdec ...; or leave fsdp out.",
+            "`fsdp` shards over several processes, but there is only one.",
+            "Run `accelerate launch --multi_gpu --num_processes 2 -m hf_specdec ...`, or omit fsdp.",
         )
 
 
 @contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """Around whatever reads a file of a checkpoint.
+    """Convert any error raised while reading a checkpoint; torch, pickle and safetensors raise many classes.
 
     Raises:
-        CheckpointFormatError: It fails; torch, pickle and safetensors have a dozen classes for that.
+        CheckpointFormatError: Reading failed.
     """
     try:
         yield
     except Exception as error:
         raise CheckpointFormatError(
             f"{checkpoint} cannot be read: {type(error).__name__}: {error}.",
-            "Delete it: the run goes on from the checkpoint before, or starts anew.",
+            "Delete it to resume from the previous checkpoint or, if there is none, to start over.",
         ) from error
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest whole checkpoint; one that a killed run left half written is passed over, with a warning.
+    """Return the newest complete checkpoint, or None if there is none; incomplete ones are skipped with a warning.
 
-    The Trainer writes `trainer_state.json` last, so a checkpoint that has it has everything.
+    The Trainer writes `trainer_state.json` last, so a checkpoint with this file is complete.
     """
     for checkpoint in sorted(folder.glob("checkpoint-*"), key=_step_of, reverse=True):
         fault = _fault_of(checkpoint)
         if fault is None:
             return str(checkpoint)
-        logger.warning("%s is passed over: %s", checkpoint, fault)
+        logger.warning("Skipping %s: %s", checkpoint, fault)
     return None
 
 
@@ -144,16 +145,16 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _fault_of(checkpoint: Path) -> str | None:
-    """What the state of a checkpoint lacks to go on from; None if nothing."""
+    """Return why training cannot resume from a checkpoint, or None if it can."""
     path = checkpoint / "trainer_state.json"
     if not path.exists():
-        return "it was not written to its end."
+        return "it is incomplete."
     try:
         fields = read_object(path, MAX_STATE_BYTES)
         state = TrainerState(**fields)
     except InvalidConfigError as error:
         return str(error)
-    except Exception as error:  # transformers checks a few fields, and fails in many ways at others
+    except Exception as error:  # transformers checks only some fields, and fails with any class on others
         return f"{path.name} is damaged: {error}."
     rows, best = state.log_history, state.best_model_checkpoint
     sound = (
@@ -163,8 +164,8 @@ def _fault_of(checkpoint: Path) -> str | None:
         and all(value is None or _is_number(value) for value in (state.best_metric, state.train_batch_size))
         and (best is None or (isinstance(best, str) and Path(best).name.startswith("checkpoint-")))
     )  # fmt: skip
-    return None if sound else f"{path.name} does not tell where the run stood."
+    return None if sound else f"{path.name} has missing or invalid fields."
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_NUMBER

@@ -1,9 +1,8 @@
-"""Answers of a server that speaks OpenAI's protocol (vLLM, SGLang), for targets that are too large to distil here.
+"""Generate answers with an OpenAI-compatible server (vLLM, SGLang), for targets too large to run in this process.
 
-A prompt is sent as token ids, so the server reads what this tokenizer wrote. An answer comes back as ids if the
-server sends them (vLLM's `return_token_ids`), or as text, which is encoded again behind its prompt. An answer is given
-up, and counted by the reason, if it is malformed, if its ids do not agree with the number of tokens that the server
-counted, or if it is not known how it ends.
+Prompts are sent as token ids. Answers come back as ids if the server sends them (vLLM's `return_token_ids`), otherwise
+as text, which is encoded after its prompt. An answer is dropped, and counted by reason, if it is malformed, if its
+length disagrees with the server's token count, or if its end token is unknown.
 """
 
 from __future__ import annotations
@@ -17,42 +16,42 @@ from typing import Any
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
-from hf_specdec.training.completions import AnswerError, Asked, Completion, read_completion, read_model_names
-from hf_specdec.training.connections import WHERE, Connection
+from hf_specdec.training.completions import AnswerError, AnswerLimits, Completion, read_completion, read_model_names
+from hf_specdec.training.connections import URL_HINT, Connection
 from hf_specdec.training.teachers import Teacher, seed_of
 
 logger = logging.getLogger(__name__)
 
-SEEDS = 2**31
-"""Servers take seeds below this."""
+SEED_LIMIT = 2**31
+"""Exclusive upper bound of the seeds that servers accept."""
 
 MAX_LISTED = 5
-"""Model names that a message lists."""
+"""Maximum number of model names listed in an error message."""
 
-OTHER_PROMPT = "another number of prompt tokens than were sent"
-OTHER_COUNT = "another number of tokens than the server counted"
+OTHER_PROMPT = "server's prompt token count differs from the prompt"
+OTHER_COUNT = "length differs from the server's token count"
 UNKNOWN_END = "unknown end token"
-OTHER_END = "an end token that is not the last token"
-OTHER_IDS = "the text does not encode behind its prompt"
+OTHER_END = "end token is not the last token"
+OTHER_IDS = "text cannot be encoded after its prompt"
 
 
 class ServerTeacher(Teacher):
-    """A target that a server runs.
+    """Teacher that runs on a server.
 
     Args:
-        url: Root of the protocol, such as `http://localhost:8000/v1`.
-        tokenizer: The target's.
-        model: The model's name on the server; None if the server has one only.
-        num_requests: Requests in flight at once.
-        timeout: Seconds that one answer may take, from the first attempt to the last byte.
-        seeded: Whether sampled requests carry seeds. vLLM 0.32 on a CPU ends with an error at the first one whose
-            prompt it reads in pieces.
-        api_key: For servers that require one; None is the environment's `OPENAI_API_KEY`.
-        end_ids: Tokens that end an answer, as in the model's generation config; None is the tokenizer's.
+        url: Base URL of the API, such as `http://localhost:8000/v1`.
+        tokenizer: The target's tokenizer.
+        model: The model's name on the server; None if the server has only one.
+        num_requests: Maximum number of concurrent requests.
+        timeout: Seconds per request from the first attempt to the last byte of the response, retries included.
+        seeded: Send a seed with sampled requests. vLLM 0.32 on a CPU fails if a request has a seed and its prompt is
+            prefilled in chunks.
+        api_key: API key; None uses the environment variable `OPENAI_API_KEY`.
+        end_ids: Tokens that end an answer, as in the model's generation config; None uses the tokenizer's.
 
     Raises:
-        InvalidConfigError: The package `openai` is missing, `url` is not an address, no server answers there, or it
-            does not have the model.
+        InvalidConfigError: The package `openai` is missing, `url` is invalid, the server does not answer, or it does
+            not have the model.
     """
 
     def __init__(
@@ -68,98 +67,99 @@ class ServerTeacher(Teacher):
         self._connection = Connection(url, key, timeout, num_requests)
         vocabulary = tokenizer.get_vocab()
         self._vocab_size = max(vocabulary.values()) + 1
-        self._max_token_length = max(map(len, vocabulary)) + 1  # some tokenizers put a space before a word
-        own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.end_ids = list(end_ids or own)
-        self._counted_beyond: Counter[int] = Counter()  # how often an ended answer counted 0 or 1 more than its ids
+        self._max_token_length = max(map(len, vocabulary)) + 1  # some tokenizers add a space before a word
+        default = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.end_ids = list(end_ids or default)
+        self._count_offsets: Counter[int] = Counter()  # server's count minus received ids, over all ended answers
         self._served = self._find(model)
         self.name = portable_name(self._served) or Path(self._served).name
-        self._probe: list[int] = []  # a prompt that was answered: asked again if a later call goes wrong
+        self._probe: list[int] = []  # a prompt that was answered, sent again if a later call fails
 
     def _find(self, wanted: str | None) -> str:
         try:
             names = self._connection.models(read_model_names)
         except AnswerError as error:
-            raise self._refusal("does not answer", error, WHERE) from error
+            raise self._error("does not answer", error, URL_HINT) from error
         if (wanted is None and len(names) != 1) or (wanted is not None and wanted not in names):
             listed = ", ".join(names[:MAX_LISTED]) or "no model"
             more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-            asked = "no model was named" if wanted is None else f"there is no {wanted!r}"
-            raise InvalidConfigError(f"The server at {self._connection.url} has {listed}{more}, and {asked}.",
-                                     "Name one.")  # fmt: skip
+            problem = "no model was named" if wanted is None else f"there is no {wanted!r}"
+            raise InvalidConfigError(
+                f"The server at {self._connection.url} has {listed}{more}, and {problem}.", "Name one of its models."
+            )
         return names[0] if wanted is None else wanted
 
-    def _refusal(self, what: str, error: AnswerError, hint: str) -> InvalidConfigError:
+    def _error(self, what: str, error: AnswerError, hint: str) -> InvalidConfigError:
         return InvalidConfigError(f"The server at {self._connection.url} {what}: {str(error).rstrip('.')}.", hint)
 
     def facts(self) -> dict[str, Any]:
-        """The model's name; the weights are not visible."""
+        """Return the model's name; dtype and weights are not known here."""
         return {"model": self.name, "dtype": "of the server", "weights": "of the server"}
 
     def check(self, prompt: list[int]) -> None:
-        """Check that the server answers, reads the tokens that were sent, and that text encodes to its own ids.
+        """Check that the server answers, counts the tokens that were sent, and that its text can be encoded.
 
         Raises:
-            InvalidConfigError: The answer is not valid, the server reads another number of tokens (it adds one, or
-                has another tokenizer), or the prompt, decoded, does not encode to its own ids.
+            InvalidConfigError: The answer is invalid; the server counts another number of prompt tokens (it adds one,
+                or uses another tokenizer); or it sends only text, and the decoded prompt does not encode to its ids.
         """
         (reply,) = self._replies([prompt], 0.0, 1, [None])
         if isinstance(reply, AnswerError):
-            raise self._refusal("gives no valid answer", reply, WHERE) from reply
+            raise self._error("gives no valid answer", reply, URL_HINT) from reply
         if reply.num_prompt_tokens != len(prompt):
             raise InvalidConfigError(
-                f"The server at {self._connection.url} reads {reply.num_prompt_tokens} tokens where {len(prompt)} "
-                "were sent.",
-                "It has to take prompts as token ids and to count them: vLLM's and SGLang's /v1/completions do.",
+                f"The server at {self._connection.url} counts {reply.num_prompt_tokens} prompt tokens, but "
+                f"{len(prompt)} were sent.",
+                "Use a server that accepts prompts as token ids and counts them, as vLLM and SGLang do.",
             )
-        if reply.token_ids is None and self._encode_behind(prompt, "") is None:
+        if reply.token_ids is None and self._encode_after(prompt, "") is None:
             raise InvalidConfigError(
-                "A prompt of this tokenizer, decoded and encoded again, has other ids, so the ids of an answer cannot "
-                "be known from its text.",
-                "Use a server that sends them (vLLM's return_token_ids).",
+                "This tokenizer does not encode a decoded prompt to the same ids, so the ids of an answer cannot be "
+                "recovered from its text.",
+                "Use a server that sends token ids (vLLM's return_token_ids).",
             )
         self._probe = list(prompt)
 
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """See `Teacher.generate`. Sampled requests carry seeds; the server may ignore them.
+        """See `Teacher.generate`. Sampled requests carry seeds, which the server may ignore.
 
         Raises:
-            InvalidConfigError: Requests failed, or no answer was valid, and neither is the answer to the prompt of
-                `check`: the server has gone. Counting these prompts as lost would lose all that follow.
+            InvalidConfigError: A request failed or no answer was valid, and the prompt of `check` fails too, so the
+                server is down. Dropping these answers instead would drop all following ones as well.
         """
         seeds = [
-            seed_of(f"{label}/{index}") % SEEDS if temperature and self._seeded else None
+            seed_of(f"{label}/{index}") % SEED_LIMIT if temperature and self._seeded else None
             for index in range(len(prompts))
         ]
         replies = self._replies(prompts, temperature, max_new_tokens, seeds)
-        said = self._ids_of(prompts, replies)
-        lost = [answer for answer in said if isinstance(answer, AnswerError)]
-        if lost and (len(lost) == len(said) or not all(error.is_answer for error in lost)):
+        answers = self._ids_of(prompts, replies)
+        lost = [answer for answer in answers if isinstance(answer, AnswerError)]
+        if lost and (len(lost) == len(answers) or not all(error.is_answer for error in lost)):
             self._check_again(lost[0])
         for error in lost:
             if error.reason not in self.lost:
-                logger.warning("An answer was given up, the first for this reason: %s", error)
+                logger.warning("Dropped an answer, the first for this reason: %s", error)
             self.lost[error.reason] += 1
-        return [None if isinstance(answer, AnswerError) else answer for answer in said]
+        return [None if isinstance(answer, AnswerError) else answer for answer in answers]
 
     def _check_again(self, first: AnswerError) -> None:
-        """Check that the server still answers the prompt that it could answer before."""
+        """Check that the server still answers the prompt of `check`."""
         if not self._probe:
             return
         try:
             self.check(self._probe)
         except InvalidConfigError as error:
             raise InvalidConfigError(
-                f"{error} It answered before; the first answer that was lost: {first}.",
-                "Finished parts are kept: start again with the same settings when the server is up.",
+                f"{error} It answered before; first failure: {str(first).rstrip('.')}.",
+                "Finished parts are kept. Start again with the same settings when the server is up.",
             ) from error
 
     def _replies(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, seeds: Sequence[int | None]
     ) -> list[Completion | AnswerError]:
-        asked = Asked(max_new_tokens, self._vocab_size, self._max_token_length)
+        limits = AnswerLimits(max_new_tokens, self._vocab_size, self._max_token_length)
         requests = [
             {
                 "model": self._served, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": temperature,
@@ -170,53 +170,53 @@ class ServerTeacher(Teacher):
             }
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]  # fmt: skip
-        return self._connection.complete(requests, lambda body: read_completion(body, asked))
+        return self._connection.complete(requests, lambda body: read_completion(body, limits))
 
     def _ids_of(
         self, prompts: Sequence[list[int]], replies: Sequence[Completion | AnswerError]
     ) -> list[list[int] | AnswerError]:
-        """Answers' ids, with the end token of those that ended."""
+        """Return the ids of each answer, including the end token, or the reason to drop it."""
         found = [self._raw_ids(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
         for ids, reply in zip(found, replies, strict=True):
             if not isinstance(ids, AnswerError) and isinstance(reply, Completion) and reply.ended:
-                self._counted_beyond[reply.num_tokens - len(ids)] += 1
-        beyond = max((0, 1), key=lambda number: self._counted_beyond[number])  # as this server counts
+                self._count_offsets[reply.num_tokens - len(ids)] += 1
+        offset = max((0, 1), key=lambda value: self._count_offsets[value])  # whether this server counts the end token
         return [
-            self._completed(ids, reply, beyond)
+            self._with_end(ids, reply, offset)
             if not isinstance(ids, AnswerError) and isinstance(reply, Completion)
             else ids
             for ids, reply in zip(found, replies, strict=True)
         ]
 
     def _raw_ids(self, prompt: list[int], reply: Completion | AnswerError) -> list[int] | AnswerError:
-        """An answer's ids as the server sent them, or as its text encodes."""
+        """Return the ids that the server sent, or those of its text."""
         if isinstance(reply, AnswerError):
             return reply
         if reply.num_prompt_tokens != len(prompt):
             return AnswerError(OTHER_PROMPT, f"{reply.num_prompt_tokens}, not {len(prompt)}")
         if reply.token_ids is not None:
             return list(reply.token_ids)
-        ids = self._encode_behind(prompt, reply.text)
+        ids = self._encode_after(prompt, reply.text)
         return AnswerError(OTHER_IDS, repr(reply.text)) if ids is None else ids
 
-    def _completed(self, ids: list[int], reply: Completion, beyond: int) -> list[int] | AnswerError:
-        """An answer with its end, if the server has counted as many tokens."""
-        if reply.num_tokens != len(ids) + (beyond if reply.ended else 0):
+    def _with_end(self, ids: list[int], reply: Completion, offset: int) -> list[int] | AnswerError:
+        """Append the end token if it is missing, after comparing the length with the server's count."""
+        if reply.num_tokens != len(ids) + (offset if reply.ended else 0):
             return AnswerError(OTHER_COUNT, f"{reply.num_tokens}, not {len(ids)}")
         if not reply.ended or ids[-1:] in [[end] for end in self.end_ids]:
             return ids
         if reply.token_ids is not None:
             if reply.matched_stop not in (None, ids[-1]):
                 return AnswerError(OTHER_END, str(reply.matched_stop))
-            self.end_ids = [*self.end_ids, ids[-1]]  # the model's own, which the tokenizer did not name
+            self.end_ids = [*self.end_ids, ids[-1]]  # an end token that only the server knew
             return ids
         end = reply.matched_stop
         if end is None and len(self.end_ids) == 1:
             (end,) = self.end_ids
         return AnswerError(UNKNOWN_END, f"one of {self.end_ids}") if end is None else [*ids, end]
 
-    def _encode_behind(self, prompt: list[int], text: str) -> list[int] | None:
-        """The ids of a text behind a prompt; None if the prompt itself would be read in another way."""
+    def _encode_after(self, prompt: list[int], text: str) -> list[int] | None:
+        """Return the ids of a text after a prompt, or None if the prompt's own ids change."""
         before = self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ids = list(self._tokenizer(before + text, add_special_tokens=False)["input_ids"])
         return ids[len(prompt) :] if ids[: len(prompt)] == prompt else None

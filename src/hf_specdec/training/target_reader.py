@@ -1,4 +1,4 @@
-"""What training reads of the frozen target."""
+"""The parts of the frozen target that training reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_specdec.verification.model import lm_head_rows
 
 
 class TargetReader:
-    """What training reads of the frozen target: embedding and lm_head. No module, so nobody trains or saves it.
+    """Embedding and lm_head of the frozen target; not an `nn.Module`, so they are neither trained nor saved.
 
     Args:
         target: The target.
-        hot_token_ids: `[Vd]` the head's draft vocabulary; None is the target's whole one.
-        embedding: What heads read tokens by; None is the target's.
+        hot_token_ids: `[Vd]` the head's draft vocabulary; None if it is the target's.
+        embedding: Token embedding of the head; None if it is the target's.
     """
 
     def __init__(
@@ -23,35 +23,35 @@ class TargetReader:
     ) -> None:
         self._embedding = embedding or target.get_input_embeddings()
         self.rows = lm_head_rows(target, hot_token_ids)
-        self._whole = target.get_output_embeddings()
+        self._lm_head = target.get_output_embeddings()
         self._hot_token_ids = hot_token_ids
         self.dtype = target.dtype
 
     def logits(self, features: Tensor) -> Tensor:
-        """Float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; gradients pass through."""
+        """Return float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; differentiable."""
         logits: Tensor = self.rows(features.to(self.dtype))
         return logits.float()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """`[B, T]` token ids to embeddings `[B, T, D]`."""
+        """Embed token ids `[B, T]` as `[B, T, D]`."""
         embeddings: Tensor = self._embedding(input_ids)
         return embeddings
 
     @torch.no_grad()
     def correct(self, draft_logits: Tensor, features: Tensor, following: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Compare drafted tokens, and the text, with the target's greedy choice in its whole vocabulary.
+        """Compare drafted tokens and the text with the target's greedy choice from its full vocabulary.
 
         Args:
             draft_logits: `[M, Vd]`.
-            features: `[M, D]` post-final-norm features at the same places.
-            following: `[M]` what the text says there.
+            features: `[M, D]` post-final-norm features at the same positions.
+            following: `[M]` next token of the text.
             ranks: R.
 
         Returns:
-            `[M, R]`: whether the r-th best drafted token is the choice. `[M]`: whether the text is.
+            `[M, R]`: whether the r-th best drafted token is the greedy choice. `[M]`: whether the text's token is.
         """
         best = draft_logits.topk(ranks, dim=-1).indices
         if self._hot_token_ids is not None:
             best = self._hot_token_ids.to(best.device)[best]
-        chosen: Tensor = self._whole(features.to(self.dtype)).argmax(-1)
+        chosen: Tensor = self._lm_head(features.to(self.dtype)).argmax(-1)
         return best == chosen[:, None], following == chosen

@@ -1,7 +1,6 @@
-"""What every head's training shares: transformers' Trainer around a head with its loss.
+"""Training shared by all heads: transformers' Trainer around an objective, which is a head with its loss.
 
-An objective is a module that holds the head and nothing else of its own, so that checkpoints, optimisers, DDP and
-FSDP see the head alone; the frozen target stays outside.
+The frozen target is not a submodule of the objective, so checkpoints, optimisers, DDP and FSDP see the head only.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -19,37 +18,37 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalPrediction, SchedulerType
 
 from hf_specdec.atomic import directory_lock, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.training.conversations import Conversation, check_tokens
+from hf_specdec.training.batches import SeededLengthSampler, as_dataset, columns_of, with_features
+from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.estimate import estimate_run
-from hf_specdec.training.features import FeatureStore, collate, features_of
+from hf_specdec.training.features import FeatureStore, TrainingData, collate
 from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
 from hf_specdec.training.modes import check_trainable, training_modes
-from hf_specdec.training.progress import say, show_progress
+from hf_specdec.training.progress import print_line, show_progress
 from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, reading, run_facts
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import text_config
 
-TrainingData = FeatureStore | Sequence[Conversation]
-"""Captured features, or conversations whose features are made in every step."""
+HELD_OUT_TAU = "greedy chains on held-out conversations"
+"""Key of the tau on held-out conversations in `head.config.tau`."""
 
 
 class Objective(nn.Module, ABC):
     """A head and its loss.
 
     Attributes:
-        head: What is trained.
-        layers: Which of the target's hidden states `forward` is given, the teacher's (`LAST`) at the end; none where
-            it runs the target itself.
-        learning_rate_multiplier: Of every parameter of the head, relative to others that are trained with it.
-        progress: How much of the run is done, 0 to 1; the trainer keeps it.
-        recipe: The objective's own settings, a dataclass.
+        head: The head to train.
+        layers: Hidden states of the target that `forward` reads, ending with `LAST`, which yields the labels; empty
+            if the objective runs the target itself.
+        learning_rate_multiplier: Factor on the learning rate of the head's parameters.
+        progress: Fraction of the run that is done, 0 to 1; set by the trainer.
+        recipe: The objective's settings, a dataclass.
     """
 
     head: Any
@@ -64,72 +63,37 @@ class Objective(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the head computes in, outside of autocast: float32, or float64 where its weights are."""
+        """Dtype of the head's inputs: float32, or float64 for float64 weights."""
         return torch.promote_types(next(self.head.parameters()).dtype, torch.float32)
 
     @abstractmethod
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
     ) -> HeadLoss:
-        """The loss of right-padded conversations.
+        """Return the loss of right-padded conversations.
 
         Args:
             input_ids: `[B, T]`.
             loss_mask: `[B, T]` True at answers.
-            lengths: `[B]` how many tokens are real.
-            features: `[B, T, layers * D]` of the target.
-            measure: R, how many ranks of drafted tokens to compare with the target's choice; 0 compares none.
+            lengths: `[B]` number of tokens without padding.
+            features: `[B, T, layers * D]` hidden states of the target.
+            measure: R, number of top drafted tokens to compare with the target's greedy choice; 0 measures nothing.
         """
-
-
-class _Tokens(Dataset[dict[str, Tensor]]):
-    """Conversations as the trainer reads them; their features are not known yet."""
-
-    def __init__(self, conversations: Sequence[Conversation]) -> None:
-        self._conversations = conversations
-        self.lengths = [len(conversation.input_ids) for conversation in conversations]
-
-    def __len__(self) -> int:
-        return len(self._conversations)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        conversation = self._conversations[index]
-        mask = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
-        return {"input_ids": torch.tensor(conversation.input_ids, device="cpu"), "loss_mask": mask}
-
-
-class _ByLength(LengthGroupedSampler):
-    """transformers' sampler of similar lengths, in an order that follows from seed and epoch: a run that is resumed
-    in a later epoch goes on in the same one.
-    """
-
-    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
-        super().__init__(batch_size, lengths=lengths)
-        self._seed, self._epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the DataLoader before each epoch."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order: Iterator[int] = super().__iter__()
-        return order
 
 
 class HeadTrainer(Trainer):
     """transformers' Trainer for an objective.
 
-    Its log has, beside the loss, `top1_accuracy_d`: how often the d-th drafted token is the target's greedy choice,
-    and `predicted_tau`: the accepted length of a greedy chain with these accuracies.
+    Its log also has `top1_accuracy_d`, how often the d-th drafted token is the target's greedy choice, and
+    `predicted_tau`, the accept length of a greedy chain with these accuracies.
 
     Args:
-        objective: What is trained.
-        target: The frozen target; it makes features where `data` has none.
-        data: What to train on.
+        objective: The head and its loss.
+        target: The frozen target; it computes the features if `data` has none.
+        data: Training data.
         arguments: transformers' training arguments.
-        held_out: What to measure on and never to train on; the log then has `eval_tau`, the accepted length of greedy
-            chains there, and `eval_accepted_d`, how often they get d tokens far.
+        held_out: Evaluation data. The log then has `eval_tau`, the accept length of greedy chains on it, and
+            `eval_accepted_d`, how often such a chain is accepted to depth d.
     """
 
     def __init__(
@@ -140,7 +104,7 @@ class HeadTrainer(Trainer):
         if not dataset.lengths:
             raise InvalidConfigError("There are no conversations to train on.")
         arguments = copy.copy(arguments)
-        arguments.remove_unused_columns = False  # an objective takes all of them
+        arguments.remove_unused_columns = False  # objectives read all columns
         super().__init__(
             model=objective, args=arguments, train_dataset=dataset,
             data_collator=partial(collate, vocab_size=int(text_config(target).vocab_size)),
@@ -156,21 +120,21 @@ class HeadTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
-        """Complete the batch, and keep count of right tokens where the next log wants it."""
+        """Compute the loss, and count correct tokens if this step is logged."""
         inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
         outputs: HeadLoss = model(**inputs, measure=int(measure))
         if outputs.counts is not None:
-            both = self.accelerator.reduce(torch.stack([outputs.counts.right[:, 0], outputs.counts.counted]).float())
-            self._right, self._counted = self._right + both[0].cpu(), self._counted + both[1].cpu()
+            sums = self.accelerator.reduce(torch.stack([outputs.counts.right[:, 0], outputs.counts.counted]).float())
+            self._right, self._counted = self._right + sums[0].cpu(), self._counted + sums[1].cpu()
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def rehearse(self, numbers: Sequence[int]) -> Tensor:
-        """The loss of a batch of these conversations, outside of training: it leaves nothing but gradients."""
+        """Return the loss of a batch of these conversations without changing the state of the run."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
         inputs = with_features(batch, self._target, self._objective.layers, self._columns)
-        self._objective.progress = 1.0  # no step takes longer than the last; training sets it again
+        self._objective.progress = 1.0  # the last steps are the slowest; training sets it again
         with torch.random.fork_rng(), self.accelerator.autocast():
             outputs: HeadLoss = self._objective(**inputs)
         return outputs.loss
@@ -178,7 +142,7 @@ class HeadTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and counts of a held-out batch, as the Trainer gathers them: `[1, K, 4]`, predictions and labels."""
+        """Return the loss and twice (as predictions and labels) the counts `[1, K, 4]` of a held-out batch."""
         batch, layers = self._prepare_inputs(inputs), self._objective.layers
         inputs = with_features(batch, self._target, layers, self._held_out_columns)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -188,7 +152,7 @@ class HeadTrainer(Trainer):
         return outputs.loss.detach(), packed, packed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the accuracies since the last log to its row."""
+        """Log the accuracies since the last call as well."""
         if "loss" in logs and isinstance(self._right, Tensor) and isinstance(self._counted, Tensor):
             accuracies = (self._right / self._counted.clamp(min=1)).tolist()
             logs.update({f"top1_accuracy_{depth}": value for depth, value in enumerate(accuracies, start=1)})
@@ -197,7 +161,7 @@ class HeadTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's own, with another rate for the head where the objective asks for one."""
+        """Create the Trainer's optimiser; the head gets a parameter group if its learning rate differs."""
         factor = self._objective.learning_rate_multiplier
         if self.optimizer is None and factor != 1.0:
             trained = [(n, p) for n, p in self._objective.named_parameters() if p.requires_grad]
@@ -212,10 +176,10 @@ class HeadTrainer(Trainer):
         return super().create_optimizer()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """An objective's weights, all of them and no others.
+        """Load the objective's weights.
 
         Raises:
-            CheckpointFormatError: The checkpoint is of another head.
+            CheckpointFormatError: The checkpoint holds other tensors.
         """
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -226,36 +190,36 @@ class HeadTrainer(Trainer):
         if differing:
             raise CheckpointFormatError(
                 f"{resume_from_checkpoint} is a checkpoint of another head: {', '.join(sorted(differing)[:4])} ...",
-                "Give another output directory.",
+                "Use another output directory.",
             )
         self._objective.load_state_dict(tensors, strict=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The Trainer's own; a `CheckpointFormatError` where the files are damaged."""
+        """Same as transformers; raises `CheckpointFormatError` if a file is damaged."""
         with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The Trainer's own; a `CheckpointFormatError` where the file is damaged."""
+        """Same as transformers; raises `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The Trainer's own; a `CheckpointFormatError` where the file is damaged."""
+        """Same as transformers; raises `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_scaler(checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """The lengths are known: the Trainer would read every feature to find them."""
+        """Return the sampler; grouping uses the known lengths, the Trainer would load all features to find them."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return _ByLength(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)
+            return SeededLengthSampler(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)
         sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
         return sampler
 
 
 def _metrics(gathered: EvalPrediction) -> dict[str, float]:
-    """Of held-out conversations, from the counts of all their batches `[N, K, 4]`."""
+    """Return the metrics of held-out conversations from the counts `[N, K, 4]` of all batches."""
     acceptance = Counts.of(torch.as_tensor(gathered.predictions, device="cpu").sum(0)).acceptance
     return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
 
@@ -265,30 +229,29 @@ def fit(
     objective: Objective, target: PreTrainedModel, data: TrainingData, arguments: TrainingArguments, *, resume: bool,
     held_out: TrainingData | None = None,
 ) -> Any:  # fmt: skip
-    """Train an objective's head in place, leave the log in `arguments.output_dir`, and return the head.
+    """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
 
     Args:
-        objective, target, data, arguments, held_out: See `HeadTrainer`. Where the arguments ask for it
-            (`head_arguments(..., held_out=True)` does), the head is measured on `held_out` as it learns, and the best
-            one is what is returned.
-        resume: Go on from the last whole checkpoint in `arguments.output_dir`, if there is one.
+        objective, target, data, arguments, held_out: See `HeadTrainer`. If the arguments enable evaluation
+            (`head_arguments(..., held_out=True)` does), the head that was best on `held_out` is returned.
+        resume: Resume from the last complete checkpoint in `arguments.output_dir`, if there is one.
 
     Returns:
-        The head. Under FSDP what was trained lies in shards: there it is a new head with the gathered weights, on the
-        main process, and an untrained one on the others.
+        The head. Under FSDP, which shards the weights, a new head: with the gathered weights on the main process,
+        untrained on the others.
 
     Raises:
-        InvalidConfigError: FSDP in a single process, weights made in inference mode, tokens that the target
-            does not know, or a directory whose run has another head, settings or data.
+        InvalidConfigError: FSDP in a single process, weights created in inference mode, token ids outside the target's
+            vocabulary, or a directory whose run has another head, settings or data.
         DrafterMismatchError: The head was made for another model.
     """
     objective.head.check_sizes(text_config(target))
-    for talks in (data, held_out):
-        if not isinstance(talks, FeatureStore | None):
-            check_tokens(talks, int(text_config(target).vocab_size))
+    for conversations in (data, held_out):
+        if not isinstance(conversations, FeatureStore | None):
+            check_tokens(conversations, int(text_config(target).vocab_size))
     check_trainable(objective.head, target)
     check_processes(arguments)
-    objective.head.float()  # what a head was made or loaded in is too coarse for small updates
+    objective.head.float()  # half precision would round small updates away
     checkpoint = last_checkpoint(Path(arguments.output_dir)) if resume else None
     facts = run_facts(objective.head, objective.recipe, as_dataset(data).lengths)
     if checkpoint is not None:
@@ -296,32 +259,28 @@ def fit(
     trainer = HeadTrainer(objective, target, data, arguments, held_out)
     if trainer.is_world_process_zero() and not arguments.disable_tqdm and not trainer.is_fsdp_enabled:
         done = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
-        say(str(estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)))
+        print_line(str(estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)))
     if checkpoint is None and trainer.is_world_process_zero():
         write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
-    held = directory_lock(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
-    with closing(trainer.progress), held:
+    lock = directory_lock(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
+    with closing(trainer.progress), lock:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
-    row = _measured(trainer)
+    row = _evaluation(trainer)
     objective.head.config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
     if not trainer.is_fsdp_enabled:
         return objective.head
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     head = type(objective.head)(objective.head.config)
-    of_head = {name.removeprefix("head."): tensor for name, tensor in gathered.items() if name.startswith("head.")}
-    if of_head:
-        head.load_state_dict(of_head)
+    tensors = {name.removeprefix("head."): tensor for name, tensor in gathered.items() if name.startswith("head.")}
+    if tensors:
+        head.load_state_dict(tensors)
     return head
 
 
-HELD_OUT_TAU = "greedy chains on held-out conversations"
-"""What a head's config says of the head that a run has returned."""
-
-
-def _measured(trainer: Trainer) -> dict[str, Any]:
-    """The log's row of the head that is returned: the best one where it was loaded, else the last; empty if none."""
+def _evaluation(trainer: Trainer) -> dict[str, Any]:
+    """Return the evaluation logged for the returned head: the best one if it was loaded, else the last, or {}."""
     rows = [row for row in trainer.state.log_history if "eval_tau" in row]
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
         rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows
@@ -329,10 +288,10 @@ def _measured(trainer: Trainer) -> dict[str, Any]:
 
 
 def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> dict[str, Any]:
-    """What the head's card tells of a run; of several runs in a row, of the last."""
+    """Return the facts of a run for the head's model card."""
     arguments = trainer.args
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    accuracies = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
+    taus = [log["predicted_tau"] for log in trainer.state.log_history if "predicted_tau" in log]
     return {
         "objective": type(objective).__name__,
         "conversations": num_conversations,
@@ -340,43 +299,6 @@ def _recipe(objective: Objective, num_conversations: int, trainer: Trainer) -> d
         "batch": batch,
         "learning rate": f"{arguments.learning_rate:g} ({SchedulerType(arguments.lr_scheduler_type).value})",
         **{name.replace("_", " "): value for name, value in asdict(objective.recipe).items()},
-        **({"predicted tau at the end, on training batches": round(accuracies[-1], 2)} if accuracies else {}),
-        **({"weights of step": row["step"]} if (row := _measured(trainer)) else {}),
+        **({"predicted tau at the end, on training batches": round(taus[-1], 2)} if taus else {}),
+        **({"weights of step": row["step"]} if (row := _evaluation(trainer)) else {}),
     }
-
-
-def as_dataset(data: TrainingData) -> FeatureStore | _Tokens:
-    """What a DataLoader reads; it knows its `lengths`."""
-    return data if isinstance(data, FeatureStore) else _Tokens(data)
-
-
-def with_features(
-    batch: dict[str, Tensor], target: PreTrainedModel, layers: Sequence[int], columns: Tensor | None
-) -> dict[str, Tensor]:
-    """A collated batch with the features an objective reads: captured ones, or the target's now.
-
-    Args:
-        batch: What `collate` made.
-        target: The frozen target.
-        layers: Of the objective; none where it runs the target itself.
-        columns: Which of the captured columns, see `columns_of`.
-    """
-    features = batch.get("features")
-    if features is None and layers:
-        features = features_of(target, batch["input_ids"], batch["lengths"], layers).to(batch["input_ids"].device)
-    elif features is not None and columns is not None:
-        features = features[..., columns.to(features.device)]
-    return batch if features is None else {**batch, "features": features}
-
-
-def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
-    """Which columns of captured features an objective reads; None is all of them."""
-    if not wanted or not isinstance(data, FeatureStore) or tuple(data.layers) == tuple(wanted):
-        return None
-    if any(layer not in data.layers for layer in wanted):
-        raise InvalidConfigError(
-            f"The captured features are of the layers {list(data.layers)}, this head reads {list(wanted)}.",
-            f"Capture them with layers={list(wanted)}.",
-        )
-    size = len(data[0]["features"][0]) // len(data.layers)
-    return torch.cat([torch.arange(size, device="cpu") + size * data.layers.index(layer) for layer in wanted])

@@ -1,8 +1,8 @@
-"""Find the static tree that pays most for a head on this device.
+"""Find the fastest static tree for a head on this device.
 
-Medusa (https://arxiv.org/abs/2401.10774), section 2.3.3: measure how often the r-th candidate of each depth is right,
-then add the node that is likeliest to be accepted, again and again. Beyond the paper, the number of nodes is chosen,
-too: a larger tree accepts more and costs more, and what it costs is measured.
+Medusa (https://arxiv.org/abs/2401.10774), section 2.3.3: measure how often the r-th candidate of each depth is
+correct, then repeatedly add the node that is most likely to be accepted. Unlike the paper, the number of nodes is also
+chosen, by the measured cost of drafting and verifying trees of several sizes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
+from hf_specdec.training.batches import as_dataset, columns_of, with_features
 from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
-from hf_specdec.training.features import FeatureStore, collate
+from hf_specdec.training.features import FeatureStore, TrainingData, collate
 from hf_specdec.training.measures import Counts
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.modes import training_modes
-from hf_specdec.training.trainer import Objective, TrainingData, as_dataset, columns_of, with_features
+from hf_specdec.training.trainer import Objective
 from hf_specdec.trees.growth import Accuracies, likeliest_choices, node_acceptance
 from hf_specdec.verification.model import text_config
 
@@ -39,35 +40,35 @@ logger = logging.getLogger(__name__)
 
 OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objective]] = {
     MedusaHeads: lambda heads, model, _num_steps: MedusaObjective(heads, model, MedusaTrainingConfig()),
-    EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
-    Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
-    MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measuring(num_steps)),
+    EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
+    Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
+    MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
 }
-"""The objective that ranks a head's candidates, of as many depths as there are steps."""
+"""Creates the objective that measures a head, by its class; the last argument is the number of depths."""
 
 
-def _measuring(num_steps: int) -> EagleTrainingConfig:
+def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
     return EagleTrainingConfig(feature_weight=0.0, noise=0.0, aligned_steps=num_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSearch:
-    """A searched tree, and why it is that one."""
+    """A tree and the measurements it was chosen by."""
 
-    choices: tuple[Choice, ...]  # the drafted nodes, likeliest first
+    choices: tuple[Choice, ...]  # drafted nodes, most likely first
     accuracies: Accuracies
     expected_tau: Mapping[int, float]  # by number of nodes, root included
-    verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty where the number was given
-    draft_seconds: float = 0.0  # measured, of this tree
+    verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty if the number was given
+    draft_seconds: float = 0.0  # measured, for this tree
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the tree, root included."""
+        """Number of nodes, root included."""
         return len(self.choices) + 1
 
     @property
     def expected_speed_up(self) -> float | None:
-        """Over plain decoding, by what was measured; None where the number of nodes was given."""
+        """Expected speed-up over plain decoding; None if the number of nodes was given, which skips timing."""
         if not self.verify_seconds:
             return None
         step = self.verify_seconds[self.num_nodes] + self.draft_seconds
@@ -83,22 +84,22 @@ def search_tree(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
     num_steps: int = 5, top_k: int = 10, context: int = 256,
 ) -> TreeSearch:  # fmt: skip
-    """Find the tree (`find_tree`), and write it into the head's config (`head.save_pretrained` stores it).
+    """Find a tree with `find_tree` and write it to the head's config, which `head.save_pretrained` stores.
 
     Args:
         model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
-        head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+        head: A trained head; sets its `config.tree` and `config.num_draft_tokens`.
 
     Raises:
-        InvalidConfigError, DrafterMismatchError: As `find_tree` does.
+        InvalidConfigError, DrafterMismatchError: See `find_tree`.
     """
     found = find_tree(
         model, head, data, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k, context=context
     )
     if found.expected_speed_up is not None and found.expected_speed_up < 1:
         logger.warning(
-            "No tree of this head pays here: the best one, of %d nodes, is expected to run at %.2f of the speed of "
-            "plain decoding. Its first guess is right in %.0f %% of the places; train it further.",
+            "No tree of this head is faster than plain decoding here: the best one, with %d nodes, is expected to run "
+            "at %.2f times its speed. The first drafted token is correct in %.0f %% of cases; train the head further.",
             found.num_nodes, found.expected_speed_up, 100 * found.accuracies[0][0],
         )  # fmt: skip
     head.config.tree = [list(path) for path in found.choices]
@@ -110,26 +111,26 @@ def find_tree(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
     num_steps: int = 5, top_k: int = 10, context: int = 256,
 ) -> TreeSearch:  # fmt: skip
-    """Measure, grow, choose.
+    """Find the static tree with the most expected tokens per second.
 
     Args:
         model: The target.
         head: A trained head.
-        data: Calibration: answers of the target, captured or not; greedy ones tell best.
-        num_nodes: Size of the tree, root included; None chooses what is fastest on this device.
-        max_nodes: Largest size to choose from.
-        num_steps: Deepest level; Medusa has at most one per head.
+        data: Answers of the target, preferably greedy ones; features or conversations.
+        num_nodes: Size of the tree, root included; None chooses the fastest size on this device.
+        max_nodes: Largest size to consider.
+        num_steps: Maximum depth; Medusa has at most one level per head.
         top_k: Candidates measured per node.
-        context: Committed tokens while the verify forward is timed.
+        context: Committed tokens in the cache when forwards are timed.
 
     Raises:
-        InvalidConfigError: No answers in `data`, none that the head foresaw, or invalid sizes.
+        InvalidConfigError: No answers in `data`, no correctly drafted token, or invalid sizes.
         DrafterMismatchError: The head was made for another model.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
         raise InvalidConfigError(
-            f"A tree has 2 nodes or more, a depth and a width, got num_nodes={num_nodes}, max_nodes={max_nodes}, "
-            f"num_steps={num_steps}, top_k={top_k}."
+            "A tree needs `num_nodes` and `max_nodes` of at least 2, `num_steps` and `top_k` of at least 1, got "
+            f"num_nodes={num_nodes}, max_nodes={max_nodes}, num_steps={num_steps}, top_k={top_k}."
         )
     head.check_sizes(text_config(model))
     size = head.config.draft_vocab_size or head.config.vocab_size
@@ -140,7 +141,7 @@ def find_tree(
     accuracies = count_right(model, head, data, num_steps=num_steps, top_k=top_k).accuracies
     grown = likeliest_choices(accuracies, num_nodes or max_nodes)
     if not grown:
-        raise InvalidConfigError("No candidate of this head was ever right on this data.", "Train the head first.")
+        raise InvalidConfigError("This head drafted no correct token on this data.", "Train the head first.")
     gains = [node_acceptance(path, accuracies) for path in grown]
     expected = {size: 1.0 + sum(gains[: size - 1]) for size in range(1, len(grown) + 2)}
     seconds: dict[int, float] = {}
@@ -160,18 +161,18 @@ def find_tree(
 def count_right(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
 ) -> Counts:
-    """How often the r-th candidate of each depth is the target's greedy choice, and how far greedy chains get.
+    """Count how often the r-th candidate of each depth is the target's greedy choice, and how far chains are accepted.
 
     Args:
         model: The target.
         head: The head.
         data: Answers of the target.
-        num_steps: Depths; Medusa has at most one per head.
-        top_k: Ranks.
+        num_steps: Number of depths; Medusa has at most one per head.
+        top_k: Number of ranks.
         batch_size: Conversations per forward.
 
     Raises:
-        InvalidConfigError: No place in `data` where drafting could happen.
+        InvalidConfigError: `data` has no position to draft at.
     """
     objective = OBJECTIVES[type(head)](head, model, num_steps)
     parameter = next(head.parameters())
@@ -185,5 +186,5 @@ def count_right(
         found.append(counts.packed().cpu())
     counted = Counts.of(torch.stack(found).sum(0)[:num_steps])
     if not bool(counted.counted.sum()):
-        raise InvalidConfigError("The calibration data has no answers to draft.", "Give conversations with answers.")
+        raise InvalidConfigError("The calibration data has no answers to draft.", "Use conversations with answers.")
     return counted

@@ -1,34 +1,32 @@
-"""How much may be drafted, and what was: `Budget` and `Draft`, the hand-overs around a drafter."""
+"""`Budget` and `Draft`: what a drafter is given and what it returns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, stack_trees
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that one step may draft. Its limits are a drafter's largest tree, over all steps of a call.
+    """The most that one step may draft. A drafter's limits are the budget that no step of a call exceeds.
 
     Args:
         num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
         num_steps: Depth below the root; 0 in a plain step.
-        top_k: Children of a node; 1 asks for a chain.
-        costs: Seconds of a step that verifies 1, 2, ... nodes per row, drafting not counted; None: not known. Whoever
-            knows how likely its nodes are drafts as many as pay.
-        least: What a level must promise: whoever grows a tree level by level stops where the best candidates of all
-            rows are together less likely. Looking is a read of the device, so this is for drafting on the host's.
+        top_k: Children per node; 1 gives a chain.
+        min_level_probability: Stop growing if the summed probability of the best candidates of all rows falls below
+            this. Checking it reads the device, so it is set only for drafters that run on the CPU.
     """
 
     num_nodes: int
     num_steps: int
     top_k: int
-    costs: tuple[float, ...] | None = field(default=None, compare=False, repr=False)
-    least: float = field(default=0.0, compare=False, repr=False)
+    min_level_probability: float = field(default=0.0, compare=False, repr=False)
 
     @property
     def is_plain(self) -> bool:
@@ -36,7 +34,7 @@ class Budget:
         return self.num_nodes == 1
 
     def within(self, limits: Budget) -> Budget:
-        """The smaller of the two in every respect.
+        """Return the smaller of the two in every respect.
 
         Example: (32, 4, 2) within (8, 6, 6) is (8, 4, 2).
         """
@@ -49,33 +47,42 @@ class Budget:
 
     @property
     def chain(self) -> Budget:
-        """As deep, without branches."""
+        """The same depth without branches."""
         return replace(self, num_nodes=min(self.num_nodes, self.num_steps + 1), top_k=1)
 
 
 PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)
-"""One token of plain decoding."""
+"""A step that verifies the root alone: plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafted tree, and how sure its drafter is of it."""
+    """A drafted tree with the drafter's confidence in each node."""
 
     tree: TokenTree
-    log_probs: Tensor | None = None  # [B, N] of each node given its parent, uncalibrated; None: not told
-    bucket: Tensor | None = None  # [B, N] long, calibration class of each node; None: one class
-    sources: tuple[tuple[str, ...], ...] | None = None  # whose idea each node of each row is; None: its drafter's
+    log_probs: Tensor | None = None  # [B, N] of each node given its parent; None: unknown
+    sources: tuple[tuple[str, ...], ...] | None = None  # drafter of each node of each row; None: the session's drafter
 
     @classmethod
     def plain(cls, roots: Tensor) -> Draft:
-        """Nothing drafted: verifying the roots `[B]` alone is one step of plain decoding."""
+        """Draft nothing: verifying the roots `[B]` alone is one step of plain decoding."""
         return cls(TokenTree(roots[:, None], torch.full_like(roots[:1], ROOT_PARENT), max_depth=0))
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Draft:
+        """Make a draft from trees on the host, see `stack_trees`.
+
+        Args:
+            rows: Tokens and parents of each row, root first.
+            device: Device of the roots.
+        """
+        return cls(stack_trees(rows, device))
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` drafted nodes of each row: neither the root nor what pads the row."""
+        """`[B]` nodes of each row without the root and padding."""
         return self.tree.num_drafted
 
     def with_repeated(self, token: int, rows: Tensor) -> Draft:
-        """The same draft, where some rows repeat one token, see `TokenTree.with_repeated`."""
+        """Return the draft with some rows replaced by one repeated token, see `TokenTree.with_repeated`."""
         return replace(self, tree=self.tree.with_repeated(token, rows))

@@ -1,8 +1,8 @@
-"""How trees come to be: grown level by level, filled into given ranks, or merged from chains.
+"""Growing trees: dynamic ones level by level, static ones from given ranks, and merging chains.
 
-Whoever can score the children of a node grows a tree here; what scores them (`Expand`) is the drafter's. Sources:
-EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for the dynamic
-one, Medusa (https://arxiv.org/abs/2401.10774) for the likeliest ranks.
+A drafter provides `Expand`, which scores the children of nodes. Sources: EAGLE (https://arxiv.org/abs/2401.15077) for
+static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for dynamic trees, Medusa (https://arxiv.org/abs/2401.10774)
+for choosing the likeliest ranks.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 BLOCK = 128
-"""Tokens whose maximum is taken first where the best of many are sought on the CPU."""
+"""Tokens per block in `best_children` on the CPU."""
 Accuracies = tuple[tuple[float, ...], ...]
-"""`[depth][rank]`: how often that candidate is the target's choice, where everything above it was."""
+"""`[depth][rank]`: how often that candidate is the target's choice, given that all tokens above it are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Drafted nodes of one depth that may be expanded, as the draft model left them."""
+    """The draft model's output at the expanded nodes of one depth."""
 
-    features: Tensor  # [B, K, D] what it knows of the nodes
-    log_probs: Tensor  # [B, K, W] of the W best children
-    tokens: Tensor  # [B, K, W] target ids of the children
+    features: Tensor  # [B, K, D] of the nodes, input for expanding their children
+    log_probs: Tensor  # [B, K, W] of each node's W best children
+    tokens: Tensor  # [B, K, W] ids of these children in the target's vocabulary
 
 
 Expand = Callable[[Tensor, Level, Tensor, Tensor, int], Level]
-"""`expand(tokens [B, K], level above, parent_index [B, K], seen [B, K, appended], depth)`: the nodes' own level.
+"""`expand(tokens [B, K], level above, parent_index [B, K], seen [B, K, expanded], depth)` returns the nodes' level.
 
-`parent_index` is each node's parent in the level above, `seen` (bool) which of the nodes expanded so far it sees,
-`depth` that of the nodes; children of the root have 1.
+`parent_index` is the index of each node's parent in the level above. `seen` is True at the nodes expanded so far that
+a node attends to: its ancestors and itself. `depth` is the depth of the nodes, 1 for children of the root.
 """
 
 
 def scored(features: Tensor, logits: Tensor, top_k: int, hot_token_ids: Tensor | None) -> Level:
-    """The level of K nodes with features `[B, K, D]` and logits `[B, K, Vd]` over a draft vocabulary, or all of V."""
+    """Return the level of K nodes from features `[B, K, D]` and logits `[B, K, Vd]`; Vd is V if no ids are given."""
     log_probs, ids = best_children(logits, top_k)
     return Level(features, log_probs, ids if hot_token_ids is None else hot_token_ids.to(ids.device)[ids])
 
 
 def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids `[..., count]` of the likeliest tokens by logits `[..., V]`, best first.
+    """Return log-probabilities and ids `[..., count]` of the likeliest tokens by logits `[..., V]`, best first.
 
-    The logarithm of the sum is taken by way of `log_softmax`, one pass on any device where `logsumexp` takes several.
-    On the CPU, whose `topk` looks at every token in turn, the best tokens are sought in the blocks of the best maxima.
+    `log_softmax` is one pass on every device, while `logsumexp` takes several. On the CPU, `topk` is slow for large
+    vocabularies, so only the blocks with the `count` largest maxima are searched.
     """
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     size = log_probs.shape[-1]
@@ -60,39 +60,40 @@ def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values, ids = log_probs.topk(count, dim=-1)
         return values.clamp(max=0), ids
     blocks = log_probs.unflatten(-1, (-1, BLOCK))
-    numbers = blocks.amax(-1).topk(count, dim=-1).indices
-    found = blocks.gather(-2, numbers[..., None].expand(*numbers.shape, BLOCK)).flatten(-2)
-    values, places = found.topk(count, dim=-1)
-    # at most 0 also after rounding: no child may score above its parent
-    return values.clamp(max=0), numbers.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
+    best_blocks = blocks.amax(-1).topk(count, dim=-1).indices
+    candidates = blocks.gather(-2, best_blocks[..., None].expand(*best_blocks.shape, BLOCK)).flatten(-2)
+    values, index = candidates.topk(count, dim=-1)
+    # rounding must not make a log-probability positive: no child may score above its parent
+    return values.clamp(max=0), best_blocks.gather(-1, index // BLOCK) * BLOCK + index % BLOCK
 
 
 # ----------------------------------------------------------------------------------------------- dynamic trees
 
 
 def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> Draft:
-    """EAGLE-2: expand the top k nodes of each level by cumulative log-probability, then keep the best of all.
+    """Grow a tree as EAGLE-2 does: expand the k best nodes of each level, then keep the best nodes of all levels.
 
-    A child's score never exceeds its parent's, and of equal ones the earlier is kept, so parents are always kept with
-    their children.
+    The score of a node is its cumulative log-probability. A child's score never exceeds its parent's and ties go to
+    the earlier node, so the parent of a kept node is always kept.
 
     Args:
         roots: `[B]` root tokens.
         root: The root's children, at least `top_k` of them; log-probabilities are at most 0.
         expand: Scores the children of nodes.
-        budget: `num_steps` levels at most, see `Budget.least`, `top_k` nodes expanded in each, `num_nodes` kept.
+        budget: At most `num_steps` levels (see also `Budget.min_level_probability`), with `top_k` expanded nodes each;
+            `num_nodes` nodes are kept.
     """
     k, batch_size = budget.top_k, len(roots)
     rows = torch.arange(batch_size, device=roots.device)[:, None]
     scores, edges, tokens = [root.log_probs[:, 0, :k]], [root.log_probs[:, 0, :k]], [root.tokens[:, 0, :k]]
     parents = [torch.full_like(tokens[0], ROOT_PARENT)]
-    frontier = torch.arange(k, device=rows.device).expand(batch_size, -1)  # candidates to expand
+    frontier = torch.arange(k, device=rows.device).expand(batch_size, -1)  # indices of the candidates to expand
     level, parent_index = root, torch.zeros_like(frontier)
     frontier_tokens, frontier_scores = tokens[0], scores[0]
     seen = torch.zeros(batch_size, k, 0, dtype=torch.bool, device=rows.device)
     eye = torch.eye(k, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
     for depth in range(1, budget.num_steps):
-        if budget.least and float(frontier_scores.amax(-1).exp().sum()) < budget.least:
+        if _is_unlikely(frontier_scores, budget.min_level_probability):
             break
         seen = torch.cat([seen, eye], dim=-1)
         level = expand(frontier_tokens, level, parent_index, seen, depth)
@@ -110,39 +111,44 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
     return _keep_best(roots, *grown, budget)
 
 
+def _is_unlikely(scores: Tensor, min_probability: float) -> bool:
+    """Whether the best probability of each row, summed over rows, is too low; reads the device if a minimum is set."""
+    return min_probability > 0 and float(scores.amax(-1).exp().sum()) < min_probability
+
+
 def growable(budget: Budget) -> Budget:
-    """The budget, with no more nodes than a dynamic tree of this depth and width has candidates."""
+    """Return the budget with `num_nodes` reduced to what a dynamic tree of this depth and width can have."""
     candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
     return replace(budget, num_nodes=min(budget.num_nodes, 1 + candidates))
 
 
 def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:
-    """The best `num_nodes - 1` of M candidates `[B, M]`, in their order of growth, with parents renumbered."""
+    """Keep the best `num_nodes - 1` of M candidates `[B, M]` in order of growth, and renumber their parents."""
     rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
     kept = _best(scores, min(budget.num_nodes - 1, scores.shape[1]))
-    # place[c + 1] is the node of candidate c; candidate -1 is the root, node 0
-    place = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.long, device=scores.device)
+    # index[c + 1] is the node of candidate c; candidate -1 is the root, node 0
+    index = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.long, device=scores.device)
     nodes = torch.arange(1, kept.shape[1] + 1, device=scores.device).expand_as(kept)
-    place = place.scatter(1, kept + 1, nodes)
+    index = index.scatter(1, kept + 1, nodes)
     tree = TokenTree(
         tokens=torch.cat([roots[:, None], tokens.gather(1, kept)], dim=-1),
-        parents=torch.cat([torch.full_like(rows, ROOT_PARENT), place.gather(1, parents.gather(1, kept) + 1)], dim=-1),
+        parents=torch.cat([torch.full_like(rows, ROOT_PARENT), index.gather(1, parents.gather(1, kept) + 1)], dim=-1),
         max_depth=budget.num_steps,
     )
     return Draft(tree, torch.nn.functional.pad(edges.gather(1, kept), (1, 0)))
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Find the best of M candidates `[B, M]`, of equal ones the first; their places `[B, count]`, ascending."""
-    if scores.device.type == "cpu":  # there one sort is the fastest way
+    """Return the indices `[B, count]`, ascending, of the best of M candidates `[B, M]`; ties go to the first."""
+    if scores.device.type == "cpu":  # one sort is fastest there
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(dim=-1).values
     return _best_of_ties(scores, count)
 
 
 def _best_of_ties(scores: Tensor, count: int) -> Tensor:
-    """`_best` for backends whose sort need not keep equal scores in order, although it is told to, as that of MPS.
+    """Do the same as `_best` on backends whose sort is not stable even with `stable=True`, such as MPS.
 
-    Only candidates that equal the last one kept compete by their places; `float32` holds those exactly.
+    Only candidates that tie with the last kept one are ordered by index, which `float32` represents exactly.
     """
     size = scores.shape[1]
     last = scores.topk(max(count, 1), dim=-1).values[:, -1:]
@@ -158,23 +164,23 @@ def _best_of_ties(scores: Tensor, count: int) -> Tensor:
 class StaticStep:
     """One level of a static tree."""
 
-    parents: Tensor  # [K] which expanded node of the level above each node hangs on
-    ranks: Tensor  # [K] which of its children
-    expanded: Tensor  # [E] nodes of this level that have children
+    parents: Tensor  # [K] index of each node's parent among the expanded nodes of the level above
+    ranks: Tensor  # [K] rank of each node among the parent's children
+    expanded: Tensor  # [E] indices of this level's nodes with children
 
 
 @dataclass(frozen=True, slots=True)
 class StaticLevels:
-    """A choice list as index tensors, level by level."""
+    """A static tree as index tensors, level by level."""
 
     choices: tuple[Choice, ...]
-    node_parents: Tensor  # [N] of the whole tree
+    node_parents: Tensor  # [N] parents of all nodes
     steps: tuple[StaticStep, ...]
-    top_k: int  # children that are looked at: one more than the largest rank
+    top_k: int  # children needed per node: the largest rank + 1
 
     @classmethod
     def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
-        """From choices sorted by depth."""
+        """Create the levels from choices sorted by depth."""
         steps = []
         expanded: list[Choice] = [()]
         for depth in range(1, max(map(len, choices)) + 1):
@@ -193,18 +199,18 @@ class StaticLevels:
 
     @property
     def num_entries(self) -> int:
-        """Nodes that are expanded below the root: what a draft layer reads."""
+        """Number of expanded nodes below the root, which are the entries that a draft layer appends."""
         return sum(len(step.expanded) for step in self.steps)
 
 
 def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels) -> Draft:
-    """EAGLE-1: the nodes are given as ranks; expand those that have children.
+    """Grow a static tree as EAGLE-1 does: nodes are given by rank, and those with children are expanded.
 
     Args:
         roots: `[B]` root tokens.
-        root: The root's children, as many as the ranks ask for.
+        root: The root's children, at least `levels.top_k` of them.
         expand: Scores the children of nodes.
-        levels: The tree.
+        levels: Shape of the tree.
     """
     batch_size, level = len(roots), root
     tokens, edges = [roots[:, None]], [torch.zeros_like(root.log_probs[:, 0, :1])]
@@ -222,7 +228,7 @@ def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels
 
 
 def choice_parents(choices: Sequence[Choice]) -> list[int]:
-    """Parents of the tree of sorted choices, root first.
+    """Return the parents of all nodes of a static tree, root first.
 
     Example: [(0,), (1,), (0, 0)] gives [-1, 0, 0, 1].
     """
@@ -231,11 +237,11 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
 
 
 def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
-    """The first choices of a list that fit a budget; parents stand before their children, and so they do here.
+    """Return the first choices of a list that fit a budget; parents must precede their children.
 
     Example: [(0,), (1,), (0, 2), (0, 3)] within 4 nodes, 2 steps, 1 child is [(0,), (0, 2)].
     """
-    kept: dict[Choice, int] = {(): 0}  # with the number of their children
+    kept: dict[Choice, int] = {(): 0}  # number of kept children of each
     for path in choices:
         parent = path[:-1]
         if len(path) <= budget.num_steps and kept.get(parent, budget.top_k) < budget.top_k:
@@ -245,41 +251,41 @@ def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
 
 
 def limits_of(choices: Sequence[Choice]) -> Budget:
-    """What a whole choice list takes."""
+    """Return the budget that a whole choice list needs."""
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     return Budget(len(choices) + 1, deepest, widest + 1)
 
 
-Plan = Budget | StaticLevels
-"""How a tree grows: a dynamic one within a budget, or a static one."""
+TreeShape = Budget | StaticLevels
+"""Shape of a tree to grow: dynamic within a budget, or static."""
 
 
-def grow(roots: Tensor, root: Level, expand: Expand, plan: Plan) -> Draft:
-    """`grow_static` or `grow_dynamic`."""
-    if isinstance(plan, StaticLevels):
-        return grow_static(roots, root, expand, plan)
-    return grow_dynamic(roots, root, expand, plan)
+def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape) -> Draft:
+    """Grow a tree with `grow_static` or `grow_dynamic`."""
+    if isinstance(shape, StaticLevels):
+        return grow_static(roots, root, expand, shape)
+    return grow_dynamic(roots, root, expand, shape)
 
 
 # ----------------------------------------------------------------------------------------------- likeliest ranks
 
 
 def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
-    """Probability that a node is accepted, as if ranks of different depths were independent (Medusa's paper does)."""
+    """Return the probability that a node is accepted, assuming independent depths as the Medusa paper does."""
     return prod(accuracies[depth][rank] for depth, rank in enumerate(path))
 
 
 def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
-    """The likeliest nodes, best first; parents come before their children. Medusa, section 2.3.3.
+    """Return the likeliest nodes, best first, parents before their children. Source: Medusa, section 2.3.3.
 
     Args:
         accuracies: `[depth][rank]`.
-        num_nodes: Size of the tree, root included; fewer where no other candidate was ever right.
+        num_nodes: Size of the tree, root included; the tree is smaller if all other candidates have accuracy 0.
 
     Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
     """
     ranks = range(len(accuracies[0]))
-    # ties go to the shallower, then the lower rank
+    # ties go to the shallower node, then to the lower rank
     heap: list[tuple[float, int, Choice]] = [(-accuracies[0][rank], 1, (rank,)) for rank in ranks]
     heapq.heapify(heap)
     grown: list[Choice] = []
@@ -298,13 +304,13 @@ def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
 
 
 class PrefixTree:
-    """A tree on the host to which paths from the root are added; paths that begin alike share nodes.
+    """A tree on the host that paths can be added to; paths with a common prefix share its nodes.
 
     Args:
         root: The root's token.
 
     Attributes:
-        tokens, parents: Of each node, the root first.
+        tokens, parents: Token and parent of each node, root first.
     """
 
     def __init__(self, root: int) -> None:
@@ -312,7 +318,7 @@ class PrefixTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, chain: Iterable[int], num_nodes: int, node: int = 0) -> int:
-        """Add a path below a node, as far as the tree then has no more nodes than it may; returns its last node."""
+        """Add a path below a node until the tree has `num_nodes` nodes; return the last node on the path."""
         for token in chain:
             child = self._children.get((node, token))
             if child is None:

@@ -1,15 +1,16 @@
-"""The tree of drafted tokens, and the words of this package.
+"""The tree of drafted tokens, and the terms used in this package.
 
 **Invariant: between steps the cache holds exactly the L committed tokens of each row; the root token is chosen
 but its keys are not cached yet.**
 
-* root: node 0, the last token chosen; it is emitted already. Every other node is *drafted*.
-* path: nodes from the root downwards. *Accepted*: drafted nodes on the path that the target agrees with.
+* *root*: node 0, the last chosen token, already emitted. All other nodes are *drafted*.
+* *path*: nodes from the root downwards. *Accepted*: drafted nodes on the path that the target agrees with.
 * *correction*: the target's token after a rejection; *bonus*: its token after a fully accepted path.
-  Either is the next root. *Committed*: in the cache for good.
+  Either is the next root.
+* *committed*: tokens that stay in the cache.
 
-Letters: B rows, N nodes, P path length, L committed length, V vocabulary, D hidden size, K children.
-Knows no model and no cache.
+Letters: B rows, N nodes, P path length, L committed length, V vocabulary size, D hidden size, K children.
+Independent of models and caches.
 """
 
 from __future__ import annotations
@@ -23,61 +24,61 @@ from torch import Tensor
 from hf_specdec.host_sync import upload
 
 ROOT_PARENT = -1
-"""Parent of node 0, and of every node that only pads a row: such a node is on no path."""
+"""Parent of the root, and of nodes that pad a row and are on no path."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
     """Candidate continuations of the root, one tree per row. Parents precede their children.
 
-    Example: root A with children B and C, and D below B, is `tokens [[A, B, C, D]]`, `parents [-1, 0, 0, 1]`.
+    Example: root A with children B and C, and B with child D: `tokens [[A, B, C, D]]`, `parents [-1, 0, 0, 1]`.
     """
 
     tokens: Tensor  # [B, N] long; column 0 is the root
     parents: Tensor  # [N] or [B, N] long; -1 at the root and at padding
-    # [B, N, V] what the children of each node were drawn from, without replacement; None = deterministic draft
+    # [B, N, V] distribution from which each node's children were drawn without replacement; None: deterministic draft
     draft_probs: Tensor | None = None
-    max_depth: int | None = None  # no node is deeper; known on the host. None: no deeper than there are nodes
+    max_depth: int | None = None  # upper bound of the depth, known on the host; None: N - 1
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
+        """N, root included."""
         return self.tokens.shape[1]
 
     @property
     def depth_bound(self) -> int:
-        """No node is deeper than this."""
+        """Upper bound of the depth, known on the host."""
         return self.num_nodes - 1 if self.max_depth is None else min(self.max_depth, self.num_nodes - 1)
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` nodes of each row but the root and its padding."""
+        """`[B]` nodes of each row, without root and padding."""
         return (self.parents.expand(self.tokens.shape) != ROOT_PARENT).sum(-1)
 
     def ancestor_mask(self) -> Tensor:
-        """`[B or 1, N, N]` bool: entry (i, j) is True where j is i itself or an ancestor of i.
+        """Return `[B or 1, N, N]` bool: entry (i, j) is True if j is i or an ancestor of i.
 
         Example: parents [-1, 0, 0, 1] give rows 1000, 1100, 1010, 1101.
         """
         parents = self.parents if self.parents.dim() == 2 else self.parents[None]
         nodes = torch.arange(self.num_nodes, device=parents.device)
         reach = (parents[:, :, None] == nodes) | (nodes[:, None] == nodes)
-        # reachability by squaring: after k rounds every ancestor within 2^k generations is marked
+        # repeated squaring: after k rounds all ancestors within 2^k generations are marked
         for _ in range(max(self.depth_bound - 1, 0).bit_length()):
             steps = reach.float()
             reach = steps @ steps > 0
         return reach
 
     def depths(self) -> Tensor:
-        """`[B or 1, N]` long: generations below the root (0 for the root and for padding)."""
+        """Return `[B or 1, N]` long: depth of each node, 0 for the root and padding."""
         return self.ancestor_mask().sum(-1) - 1
 
     def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
-        """The same tree, where some rows draft nothing but one token again and again (padding, after their end).
+        """Return the tree with the drafts of some rows replaced by a chain of one repeated token, e.g. padding.
 
         Args:
-            token: The token.
-            rows: `[B]` bool.
+            token: The token to repeat.
+            rows: `[B]` bool, the rows to replace.
 
         Example: row [A, B, C] with parents [-1, 0, 0] and token P becomes [A, P, P] with parents [-1, 0, 1].
         """
@@ -90,7 +91,7 @@ class TokenTree:
         )
 
     def first_children(self) -> TokenTree:
-        """The chain of first children, for targets that take no branches; rows of shorter chains are padded.
+        """Return the chain of first children, for targets that verify chains only; shorter rows are padded.
 
         Example: tokens [A, B, C, D] with parents [-1, 0, 0, 1] become [A, B, D] with parents [-1, 0, 1].
         """
@@ -113,10 +114,10 @@ class TokenTree:
         )
 
     def validate(self) -> None:
-        """Check every invariant; tests and the drafters' own tests call it, the loop does not.
+        """Check all invariants; for tests, as the decoding loop does not call it.
 
         Raises:
-            ValueError: Naming the first violated invariant.
+            ValueError: An invariant is violated; the message names the first one.
         """
         batch, nodes = self.tokens.shape
         parents = self.parents if self.parents.dim() == 2 else self.parents[None]
@@ -131,11 +132,11 @@ class TokenTree:
 
 
 def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> TokenTree:
-    """One tree of the widest row's size; shorter rows are padded with nodes that are on no path.
+    """Stack one tree per row; smaller trees are padded to the largest with nodes that are on no path.
 
     Args:
         rows: Tokens and parents of each row.
-        device: Where to put it, in one transfer.
+        device: Device of the tree, to which it is copied in one transfer.
     """
     width = max(len(tokens) for tokens, _ in rows)
     padded, deepest = [], 0
@@ -150,7 +151,7 @@ def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
 
 
 def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
-    """The nodes of one path per row in order of depth.
+    """Return the nodes of one path per row, in order of depth.
 
     Args:
         tree: The tree.
@@ -159,7 +160,7 @@ def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
     Returns:
         `[B, P]` node indices padded with -1; P is one more than the tree's `depth_bound`.
 
-    Example: on_path 1101 of parents [-1, 0, 0, 1] gives [0, 1, 3]: a path's nodes are in ascending order.
+    Example: on_path 1101 with parents [-1, 0, 0, 1] gives [0, 1, 3], since node indices ascend along a path.
     """
     nodes = torch.arange(tree.num_nodes, device=on_path.device)
     order = torch.where(on_path, nodes, tree.num_nodes).sort(dim=-1).values[:, : tree.depth_bound + 1]

@@ -1,10 +1,10 @@
-"""Attention during verification, without copies of keys and values: queries that share them are packed into rows.
+"""Attention for tree verification that does not copy keys and values.
 
-transformers' `sdpa` repeats keys and values for every query head of a group and turns a bool mask into an additive
-one in every layer. Here the queries of a group are rows of one attention over keys and values as they lie in the
-cache (`verification/kernels.py`), and the additive mask is made once per forward. The function is registered under
-another name, which a configuration has only while a forward of ours runs; any other forward that meets the name gets
-transformers' `sdpa`.
+transformers' `sdpa` repeats keys and values for every query head of a group, and converts a bool mask to an additive
+one in every layer. Here the query heads that share keys are packed into the rows of one attention over the cache
+(`verification/kernels.py`), and the additive mask is built once per forward. The function is registered with
+transformers under the name `NAME`, which a model's configuration has only while one of our forwards runs; any other
+forward that reads the name gets transformers' `sdpa`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_specdec.transformers_private import attention_name, set_attention_name
 from hf_specdec.verification.kernels import attend, packed_mask
 
 NAME = "hf_specdec"
-"""Of the attention function, in transformers' registry."""
+"""Name of the attention function in transformers' registry."""
 REPLACED = "sdpa"
-"""The only attention function that is replaced: its masks and its numbers are known."""
-BESIDES = ("softcap", "s_aux", "position_bias")
-"""Arguments of attention layers that change what is computed; layers that give one get transformers' function."""
+"""The only attention implementation that is replaced: its mask format and its rounding are known."""
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments that change the result of attention; a layer that passes one gets transformers' function."""
 
 
 Attend = Callable[[str, Tensor, Tensor, Tensor, float | None], Tensor]
-"""Layer type, query, key, value and scale to the attention's output, see `AttentionContext.attend`."""
+"""Function of layer type, query, key, value and scale; see `AttentionContext.attend`."""
 
 
 class AttentionContext:
-    """What the attention layers of one forward have in common.
+    """Masks shared by the attention layers of one forward.
 
     Args:
-        masks: By layer type, as the model gets them: bool `[B, 1, N, S]`, True for keys that are seen.
-        all_seen: Layer types of which every mask entry is True.
-        attend: What its layers call instead of `attend`: a forward that is recorded.
+        masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
+        all_seen: Layer types whose mask is True everywhere.
+        attend: Called by the layers instead of `self.attend`; used to capture a forward.
     """
 
     def __init__(
@@ -52,79 +53,80 @@ class AttentionContext:
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
-        """The layer type whose mask this is; None where it is another, or a part of one."""
+        """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
         return next((name for name, known in self.masks.items() if known is mask), None)
 
     def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
-        """The additive mask of a layer type, made once; None if nothing is hidden.
+        """Return the additive mask of a layer type, built once per forward.
 
         Args:
-            kind: The layer type.
-            groups: Query heads per head of keys.
-            dtype: Of the queries.
-            num_splits: Parts that the keys are split into.
+            kind: Layer type.
+            groups: Query heads per key head.
+            dtype: Dtype of the queries.
+            num_splits: Number of parts that the keys are split into.
 
         Returns:
-            `[B, 1, groups * N, S]`, see `packed_mask`.
+            `[B, 1, groups * N, S]`, see `packed_mask`; None if no key is hidden.
         """
         key = kind, groups, dtype, num_splits
         if key not in self._packed:
             self._packed[key] = packed_mask(self.masks[kind], *key[1:], all_seen=kind in self._all_seen)
         return self._packed[key]
 
-    def layer_attends(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """What a layer calls: `attend`, or what was given in its place."""
+    def dispatch(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Call `attend`, or the function passed to replace it."""
         return (self._attend or self.attend)(kind, query, key, value, scaling)
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """`[B, N, H, Dv]` from queries `[B, H, N, D]` and the keys and values `[B, Hkv, S, D]` of their groups."""
+        """Attend with queries `[B, H, N, D]` to keys and values `[B, Hkv, S, *]`; return `[B, N, H, Dv]`."""
         masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
         return attend(query, key, value, masks, scaling)
 
 
-_FORWARD: ContextVar[AttentionContext | None] = ContextVar("tree_forward", default=None)
+_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)
 
 
 def tree_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """As transformers' attention functions: `[B, H, N, D]` queries to `[B, N, H, Dv]`."""
-    forward = _FORWARD.get()
-    kind = None if forward is None else forward.kind(attention_mask)
-    if forward is None or kind is None or dropout or any(kwargs.get(name) is not None for name in BESIDES):
+    """Attention function with transformers' interface: queries `[B, H, N, D]` to outputs `[B, N, H, Dv]`."""
+    context = _CONTEXT.get()
+    kind = None if context is None else context.kind(attention_mask)
+    unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    if context is None or kind is None or unsupported:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    return forward.layer_attends(kind, query, key, value, scaling), None
+    return context.dispatch(kind, query, key, value, scaling), None
 
 
 @functools.cache
 def register() -> None:
-    """Make the function known to transformers, once in a process."""
+    """Register the attention function with transformers, once per process."""
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def implementation(config: Any) -> str:
-    """The attention of a text configuration as its owner set it, whoever is inside a forward at this moment."""
-    name: str = config._attn_implementation
+    """Return the attention implementation that the user set, even while `attending` has replaced it."""
+    name = attention_name(config)
     return REPLACED if name == NAME else name
 
 
 @contextmanager
-def attending(config: Any, forward: AttentionContext | None) -> Iterator[None]:
-    """Let the layers of a text configuration attend without copies for one forward of this thread; None leaves them.
+def attending(config: Any, context: AttentionContext | None) -> Iterator[None]:
+    """Use this file's attention for one forward in this thread; does nothing if `context` is None.
 
-    The name is written to the configuration for the moment, and the only value it can have replaced is written back:
-    with several threads inside, a layer may find either name, and both compute the same.
+    The name is written to the text configuration, and `REPLACED` is written back afterwards. With several threads in
+    this block a layer may read either name; the results are the same.
     """
-    if forward is None or implementation(config) != REPLACED:
+    if context is None or implementation(config) != REPLACED:
         yield
         return
     register()
-    token = _FORWARD.set(forward)
-    config._attn_implementation_internal = NAME
+    token = _CONTEXT.set(context)
+    set_attention_name(config, NAME)
     try:
         yield
     finally:
-        config._attn_implementation_internal = REPLACED
-        _FORWARD.reset(token)
+        set_attention_name(config, REPLACED)
+        _CONTEXT.reset(token)

@@ -1,11 +1,9 @@
-"""The static key-value cache: preallocated memory (`memory.py`), in which a tree is tried and its path kept.
+"""The static key-value cache, which holds committed tokens and one tree under verification.
 
-Three verbs: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
-tokens of row b sit in slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` for every row,
-so that appending is one contiguous copy even where rows have accepted different numbers of tokens. Every layer
-holds the full length, sliding-window layers too: their window is in the mask (`masks.py`).
-
-The only file that knows transformers' caches. See docs/cache.md.
+Three operations: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
+tokens of row b occupy slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` in every row, so
+that appending is one contiguous copy even if rows have accepted different numbers of tokens. Every layer holds the
+full length, including sliding-window layers: their window is in the mask (`masks.py`). See docs/cache.md.
 """
 
 from __future__ import annotations
@@ -24,52 +22,52 @@ from hf_specdec.verification.model import CACHE_FIELD
 
 
 class TreeLayer(CacheLayerMixin):
-    """One layer's view of the cache's buffer, in the shape transformers' attention expects."""
+    """One layer's view of the cache's buffer, with the interface that transformers' attention expects."""
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
         self.store, self.layout = store, layout
-        self.window: int | None = None  # while a prompt is read, see `TreeCache.begin_prompt`
-        self.share: Share | None = None  # of the store, from the first forward on
+        self.window: int | None = None  # set during prefill, see `TreeCache.begin_prompt`
+        self.share: Share | None = None  # allocated by the first forward
         self.end = 0  # slots written, committed or not
         self.is_initialized = False
 
     @property
     def is_sliding(self) -> bool:
-        """Whether transformers' own masks (at prefill) are those of a window."""
+        """Whether transformers builds a sliding-window mask for this layer during prefill."""
         return self.window is not None
 
     @property
     def keys(self) -> Tensor:
         """`[B, H, capacity, Dk]`."""
-        return self._taken.keys
+        return self._allocated.keys
 
     @property
     def values(self) -> Tensor:
         """`[B, H, capacity, Dv]`."""
-        return self._taken.values
+        return self._allocated.values
 
     @property
-    def _taken(self) -> Share:
+    def _allocated(self) -> Share:
         assert self.share is not None
         return self.share
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take this layer's share of the buffer at the first forward, which knows batch size and dtype."""
+        """Allocate this layer's memory; the first forward's tensors determine batch size and dtype."""
         self.share = self.store.allocate(self.layout, key_states, value_states)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append T tokens and return everything written so far: `[B, H, end, D]` views of the buffer.
+        """Append T tokens and return views `[B, H, end, D]` of all slots written so far.
 
-        While a prompt is read, a layer with a window returns what transformers' own would: the window and T tokens.
+        During prefill, a sliding-window layer returns only the keys within the window, like transformers' cache.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, first, self.end = self.end, self._first_seen, self.end + key_states.shape[-2]
         self.store.make_room(self.end)
-        keys, values = self._taken.keys, self._taken.values
+        keys, values = self._allocated.keys, self._allocated.values
         keys[:, :, begin : self.end] = key_states
         values[:, :, begin : self.end] = value_states
         return keys[:, :, first : self.end], values[:, :, first : self.end]
@@ -79,34 +77,34 @@ class TreeLayer(CacheLayerMixin):
         return 0 if self.window is None else max(self.end - self.window + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset that transformers' own masks (at prefill) must have."""
+        """Return key length and offset of the masks that transformers builds during prefill."""
         return self.end - self._first_seen + query_length, self._first_seen
 
     def get_seq_length(self) -> int:
-        """Slots written so far."""
+        """Return the number of slots written so far."""
         return self.end
 
     def get_max_length(self) -> int:
-        """Slots there may be."""
+        """Return the maximum number of slots."""
         return self.store.limit
 
     def get_max_cache_shape(self) -> int:
-        """The name transformers 5.17 has for `get_max_length`."""
+        """`get_max_length` under its name in transformers 5.17."""
         return self.store.limit
 
 
 class TreeCache(Cache):
-    """The target's key-value cache during speculation, and the drafter's.
+    """Static key-value cache of the target, and of drafters that need one.
 
-    Bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`, see `num_bytes`.
+    Size in bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`, see `num_bytes`.
 
     Args:
-        layout: One entry per layer, from `probe.inspect_target`; layers of one layout share one buffer. A layer
-            whose first keys do not fit its layout gets a buffer of its own.
-        capacity: Slots per row that will be needed at most.
-        reserve: Slots kept ready behind the text: the buffers are moved to larger ones as it grows, also beyond
-            `capacity`. None allocates all of `capacity` with the first forward, and no more ever.
-        store: Memory of former calls, reopened for these sizes; None takes new memory.
+        layout: One entry per layer, from `probe.inspect_target`; layers with equal layouts share one buffer. A layer
+            whose first keys do not match its layout gets a separate buffer.
+        capacity: Expected maximum number of slots per row.
+        reserve: Free slots to keep after the text: buffers are reallocated as it grows, also beyond `capacity`. None
+            allocates `capacity` slots with the first forward and never grows.
+        store: Memory kept from earlier calls, already reopened for these sizes; None allocates new memory.
     """
 
     def __init__(
@@ -116,22 +114,22 @@ class TreeCache(Cache):
         self.store = KeyValueStore(layout, capacity, reserve) if store is None else store
         super().__init__(layers=[TreeLayer(self.store, entry) for entry in layout])
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
-        self._lengths: Tensor | None = None  # the same on the device that last asked
+        self._lengths: Tensor | None = None  # the same on the device last passed to `lengths_on`
         self._adopted: Cache | None = None
 
     @property
     def capacity(self) -> int:
-        """Slots per row that are allocated."""
+        """Number of allocated slots per row."""
         return self.store.capacity
 
     @property
     def buffers(self) -> list[KeyValueBuffer]:
-        """The buffers of all layers."""
+        """Buffers of all layers."""
         return self.store.buffers
 
     @property
     def start(self) -> int:
-        """The slot at which the next tree is appended."""
+        """Slot at which the next tree is appended."""
         return max(self.lengths, default=0)
 
     @property
@@ -140,16 +138,16 @@ class TreeCache(Cache):
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
-        """`[B]` committed tokens of each row; kept on the device, so that a step uploads nothing."""
+        """Return the committed tokens of each row, `[B]`; cached on the device, so that a step uploads nothing."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
             self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
         return self._lengths
 
     def commit(self, path: Tensor, nodes: Sequence[Sequence[int]]) -> None:
-        """Keep one path per row of what was appended since the last commit, in place; forget the rest.
+        """Keep one path per row of the nodes appended since the last commit, in place; discard the rest.
 
         Args:
-            path: `[B, P]` appended nodes that are kept, in order, counted from `start`; -1 beyond a row's path.
+            path: `[B, P]` nodes to keep, in order, counted from `start`; -1 after the end of a row's path.
             nodes: The same on the host, without padding.
 
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
@@ -157,12 +155,12 @@ class TreeCache(Cache):
         start, lengths = self.start, self.lengths or [0] * len(nodes)
         device_lengths = self.lengths_on(path.device, len(nodes))
         moved = [
-            place
+            index
             for kept, length in zip(nodes, lengths, strict=True)
-            for place, node in enumerate(kept)
-            if start + node != length + place
+            for index, node in enumerate(kept)
+            if start + node != length + index
         ]
-        if moved:  # what stands before the first of them stays where it is in every row
+        if moved:  # nodes before the first moved one are already in place in every row
             first = min(moved)
             targets = device_lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
             sources = torch.where(path[:, first:] >= 0, start + path[:, first:], targets)
@@ -173,13 +171,10 @@ class TreeCache(Cache):
         self._rewind()
 
     def commit_unread(self, path: Tensor) -> None:
-        """Keep one path per row, like `commit`, before the host has read how long the paths are.
+        """Keep one path per row, like `commit`, before the host has read the path lengths.
 
-        The lengths on the device are exact at once; `lengths` and `start` count all P columns as kept until
+        Lengths on the device are exact immediately; `lengths` and `start` count all P columns as kept until
         `correct_lengths` is called.
-
-        Args:
-            path: See `commit`.
         """
         start, device_lengths = self.start, self.lengths_on(path.device, len(path))
         targets = device_lengths[:, None] + torch.arange(path.shape[1], device=path.device)
@@ -189,7 +184,7 @@ class TreeCache(Cache):
         self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Note that at most so many tokens were committed in every row, and on the device how many there are `[B]`."""
+        """Add `num_slots`, an upper bound, to each row's length; `lengths` `[B]` are the exact ones on the device."""
         self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
         self._lengths = lengths
         self._rewind()
@@ -200,57 +195,57 @@ class TreeCache(Cache):
         self._rewind()
 
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
-        """Until `commit_all`, return from each layer what transformers' own cache would.
+        """Until `commit_all`, let each layer return the same keys as transformers' own cache.
 
-        Some models build full causal masks over caches with windows: a prompt in chunks, or after a handed-in cache,
-        depends on what the cache has dropped.
+        Some models build full causal masks over caches with windows, so prefill in chunks or after an adopted cache
+        depends on which tokens the cache has dropped.
 
         Args:
-            windows: Of each layer, see `layer_windows`.
+            windows: Window of each layer, see `layer_windows`.
         """
         for layer, window in zip(self.layers, windows, strict=False):
             layer.window = window
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
-        """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
+        """Keep everything appended in every row; `num_tokens` is unused, since attention layers count their slots."""
         self.begin_prompt([None] * len(self.layers))
         end = max(layer.end for layer in self.layers)
         self.lengths, self._lengths = [end] * batch_size, None
 
     def rollback(self) -> None:
-        """Forget everything appended since the last commit."""
+        """Discard everything appended since the last commit."""
         self._rewind()
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Discard all tokens, but keep the buffers."""
         self.lengths, self._lengths = [], None
         self._rewind()
 
     def adopt(self, cache: Cache) -> None:
-        """Continue a cache of transformers': copy what it holds; it is written to in `hand_back` only.
+        """Copy the tokens of a transformers cache; the cache itself is not modified until `hand_back`.
 
         Raises:
-            UnsupportedGenerationError: Its layers are not plain keys and values.
+            UnsupportedGenerationError: Its layers hold more than plain keys and values.
         """
         length = seen_tokens(cache)
         self._adopted = cache
         if length == 0:
             return
-        for mine, given in zip(self.layers, cache.layers, strict=False):
-            if getattr(given, "is_initialized", False):
-                keys, values = given.keys[:, :, :length], given.values[:, :, :length]
-                mine.lazy_initialization(keys, values)
-                first = length - keys.shape[2]  # a sliding layer holds its window only; no mask shows what was before
-                for states, source in ((mine.keys, keys), (mine.values, values)):
+        for layer, source in zip(self.layers, cache.layers, strict=False):
+            if getattr(source, "is_initialized", False):
+                keys, values = source.keys[:, :, :length], source.values[:, :, :length]
+                layer.lazy_initialization(keys, values)
+                first = length - keys.shape[2]  # a sliding layer holds only its window; masks hide the slots before
+                for states, copied in ((layer.keys, keys), (layer.values, values)):
                     states[:, :, :first] = 0
-                    states[:, :, first:length] = source
-                mine.end = length
+                    states[:, :, first:length] = copied
+                layer.end = length
                 self.lengths, self._lengths = [length] * keys.shape[0], None
 
     def hand_back(self, config: object) -> Cache:
-        """The committed tokens as transformers' own cache: the adopted one, or a new dynamic one.
+        """Return the committed tokens as a transformers cache: the adopted one, or a new `DynamicCache`.
 
-        All rows must have one length. Going on with plain `generate()` is possible.
+        All rows must have the same length. Plain `generate()` can continue from the result.
         """
         cache = DynamicCache(config=config) if self._adopted is None else self._adopted
         known = seen_tokens(cache)
@@ -266,74 +261,74 @@ class TreeCache(Cache):
 
 
 def measured_layout(cache: TreeCache) -> CacheLayout:
-    """The layout of a cache that has been through a forward."""
+    """Return the layout of a cache after a forward."""
     return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
 
 
 ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
-"""transformers' layers that hold plain keys and values, or (a dummy) share another layer's."""
+"""transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
 
 
 def seen_tokens(cache: Any) -> int:
-    """Tokens that a cache of transformers' holds.
+    """Return the number of tokens in a transformers cache.
 
     Raises:
-        UnsupportedGenerationError: It is no cache, is offloaded or quantised, or holds more than keys and values.
+        UnsupportedGenerationError: Not a cache, offloaded, quantised, or with layers that hold more than keys and
+            values.
     """
     known = type(cache) in (DynamicCache, StaticCache)
-    strange = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
-    if not known or strange or cache.offloading:
+    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
+    if not known or unsupported or cache.offloading:
         raise UnsupportedGenerationError(
-            f"`speculative` continues a DynamicCache, or a StaticCache without sliding windows, as `{CACHE_FIELD}`; "
-            f"got {type(cache).__name__}{' of ' + ', '.join(sorted(strange)) if strange else ''}"
+            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache, or a StaticCache without sliding windows; "
+            f"got {type(cache).__name__}{' with ' + ', '.join(sorted(unsupported)) if unsupported else ''}"
             f"{', offloaded' if known and cache.offloading else ''}.",
-            "Pass such a cache, or drop one of the two.",
+            f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
         )
     return int(cache.get_seq_length())
 
 
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Compare a cache of transformers' with the one that the model fills.
+    """Check that a transformers cache was filled by this model, for this batch size.
 
     Args:
-        cache: Passed `seen_tokens`.
-        layout: What the probe measured.
-        rows: Prompts of the call, each as often as it is answered.
+        cache: A cache that `seen_tokens` accepts.
+        layout: The model's cache layout, as measured by the probe.
+        rows: Batch size of the call, after `num_return_sequences`.
 
     Raises:
-        UnsupportedGenerationError: Another model filled it, or it was filled for other prompts.
+        UnsupportedGenerationError: Layers, rows, shapes, dtypes or lengths do not match.
     """
-    held = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
-    wanted = {index: entry for index, entry in enumerate(layout) if entry is not None}
+    filled = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
+    expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
     length, in_layer = seen_tokens(cache), dict[int, int]()
-    if isinstance(cache, DynamicCache):  # a static layer keeps the number on its device
-        in_layer = {index: layer.get_seq_length() for index, layer in held.items()}
+    if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
+        in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
         length = max([length, *in_layer.values()])
-    if length and held.keys() != wanted.keys():
-        _refuse(
-            f"has {len(held)} filled layers, the model fills {len(wanted)}", "Pass a cache that this model filled."
-        )
-    for index in held.keys() & wanted.keys():
-        layer, entry = held[index], wanted[index]
+    if length and filled.keys() != expected.keys():
+        _refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}", "Pass a cache of this model.")
+    for index in filled.keys() & expected.keys():
+        layer, entry = filled[index], expected[index]
         if len(layer.keys) != rows:
-            _refuse(
-                f"has {len(layer.keys)} rows, the prompt has {rows}", "Give as many prompts as the cache has rows."
-            )
+            _refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
         found = layer_layout(layer.keys, layer.values)
         if found != entry:
-            _refuse(f"holds in layer {index} {_shape(found)}, the model {_shape(entry)}", "Pass one that fits it.")
+            _refuse(f"has {_shape(found)} in layer {index}, the model has {_shape(entry)}", "Pass a matching cache.")
         if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
-            _refuse(f"holds {_types(found)}, the model computes {_types(entry)}", "Pass one that this model filled.")
+            _refuse(f"holds {_dtypes(found)}, the model computes {_dtypes(entry)}", "Pass a cache of this model.")
         window = getattr(layer, "sliding_window", None) or length + 1
         if in_layer.get(index, length) < length or layer.keys.shape[2] < min(length, window - 1):
-            _refuse(f"has {layer.keys.shape[2]} of {length} tokens in layer {index}", "Fill or cut all layers alike.")
+            _refuse(
+                f"has {layer.keys.shape[2]} of {length} tokens in layer {index}",
+                "Fill or crop all layers to the same length.",
+            )
 
 
-def _refuse(what: str, hint: str) -> None:
-    raise UnsupportedGenerationError(f"The cache handed in as `{CACHE_FIELD}` {what}.", hint)
+def _refuse(reason: str, hint: str) -> None:
+    raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
 
 
-def _types(entry: LayerLayout) -> str:
+def _dtypes(entry: LayerLayout) -> str:
     return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
 
 
@@ -342,5 +337,5 @@ def _shape(entry: LayerLayout) -> str:
 
 
 def layer_windows(config: object) -> list[int | None]:
-    """Per layer, how many slots its keys reach back in transformers' own cache; None is all of them."""
+    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -1,4 +1,4 @@
-"""Greedy acceptance as a device graph: one launch instead of some sixty small ones."""
+"""Greedy acceptance as a device graph: one launch instead of about sixty small ones."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import WIDTHS, Captures, Shape, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, Shape, width_for
 from hf_specdec.verification.memory import persistent_tensors
 
 
 class CapturedGreedy:
-    """`rules.greedy`, captured for each number of rows and nodes.
+    """`rules.greedy`, captured for each batch size and tree width.
 
-    Threads take turns: their steps go through the same buffers.
+    A lock serializes threads, which share the buffers.
 
     Args:
-        backend: Of the device that decides.
+        backend: Graph backend of the device that holds the logits.
     """
 
     decides_on_device = True
 
     def __init__(self, backend: GraphBackend) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._captures = Captures(backend, "Acceptance")
-        self._ends: dict[RowEnds, int] = {}  # a number for each, as part of a key
+        self._ends: dict[RowEnds, int] = {}  # an index for each, used in shape keys
 
     def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-        """See `rules.greedy`; processed scores, and trees wider than any graph, are decided without one."""
+        """See `rules.greedy`; not captured if scores are processed or the tree is wider than any captured width."""
         rows, num_nodes = tree.tokens.shape
         on_device = transcript.decides_on(logits.device) and not transcript.processes_scores
-        if not on_device or num_nodes > WIDTHS[-1]:
+        if not on_device or num_nodes > CAPTURED_WIDTHS[-1]:
             return greedy(tree, logits, transcript)
         account, width = transcript.account_on(logits.device), width_for(num_nodes)
-        with self._turn:
+        with self._lock:
             key = rows, width, self._ends.setdefault(account.ends, len(self._ends))
             shape = self._captures.shape(key, 0, lambda: _Match(rows, width, account))
             assert isinstance(shape, _Match)
@@ -53,24 +53,24 @@ class CapturedGreedy:
 
 
 class _Match(Shape):
-    """What a number of rows keep of trees of a number of nodes.
+    """The accepted path of each tree, for one batch size and tree width.
 
     Args:
-        rows, width: Of the trees.
-        account: What ends rows.
+        rows, width: Batch size and number of nodes.
+        account: Conditions that end rows.
     """
 
     def __init__(self, rows: int, width: int, account: DeviceAccount) -> None:
         super().__init__()
         self._ends, self._num_nodes = account.ends, width
         with persistent_tensors():
-            size = torch.zeros(3, rows, width, dtype=torch.long, device=account.device)
-            self._tokens, self._parents, self._choices = size.unbind()
+            buffers = torch.zeros(3, rows, width, dtype=torch.long, device=account.device)
+            self._tokens, self._parents, self._choices = buffers.unbind()
             self._remaining = torch.zeros(rows, dtype=torch.long, device=account.device)
             self._eos = None if account.eos is None else account.eos.clone()
 
     def fill(self, tree: TokenTree, choices: Tensor, remaining: Tensor) -> None:
-        """Give it a tree and the target's choices after its nodes."""
+        """Copy a tree, the target's token after each node and the remaining lengths into the buffers."""
         num_nodes = tree.num_nodes
         self._tokens[:, :num_nodes] = tree.tokens
         self._parents[:, :num_nodes] = tree.parents
@@ -84,13 +84,12 @@ class _Match(Shape):
         """See `Shape`."""
         tree = TokenTree(self._tokens, self._parents)
         cut = match(tree, self._choices, self._remaining, self._eos, self._ends)
-        single = [cut.decision.next_token, cut.num_drafted, cut.remaining]
-        columns = [tensor[:, None] for tensor in single]
+        columns = [tensor[:, None] for tensor in (cut.decision.next_token, cut.num_drafted, cut.remaining)]
         return [torch.cat([*columns, cut.decision.path, cut.decision.tokens], dim=-1)]
 
 
 def _unpacked(packed: Tensor, path_length: int) -> Cut:
-    """What `_Match` packs, its paths no longer than a tree is deep."""
+    """Unpack the output of `_Match`; paths are cut to `path_length`."""
     width = (packed.shape[1] - 3) // 2
     path, tokens = packed[:, 3 : 3 + path_length], packed[:, 3 + width : 3 + width + path_length]
     return Cut(Decision(path, tokens, packed[:, 0]), packed[:, 1], packed[:, 2])

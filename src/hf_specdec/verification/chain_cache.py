@@ -1,9 +1,9 @@
-"""The cache of models that can verify a chain but no branches: transformers' own, with a way back.
+"""The cache of models that can verify only chains: transformers' dynamic cache with rollback.
 
-For recurrent states, short convolutions, alibi and whatever else knows a token by its slot. Rows go in lockstep, so a
-chain is to the model what plain generation is, only several tokens at once. Attention layers are cut back to what was
-accepted; a recurrent state cannot be cut, it is restored from before the chain and the accepted tokens are run again.
-The counterpart for trees is `cache.py`.
+For recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All rows have the
+same length, so verifying a chain is plain decoding with several tokens per forward. Attention layers are cropped to
+the accepted tokens. A recurrent state cannot be cropped: it is restored to its value before the chain, and the
+accepted tokens are run again. The counterpart for trees is `cache.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from transformers import Cache, DynamicCache
 
 
 class ChainCache(DynamicCache):
-    """A dynamic cache that forgets the end of a rejected chain.
+    """Dynamic cache that can discard the rejected end of a chain.
 
     Args:
-        config: The text decoder's.
+        config: Configuration of the text decoder.
     """
 
     def __init__(self, config: Any) -> None:
@@ -27,51 +27,51 @@ class ChainCache(DynamicCache):
         self.lengths: list[int] = []  # committed tokens of each row, all equal; empty before the first commit
         self._can_cut = not any(hasattr(layer, "recurrent_states") for layer in self.layers)
         self._snapshot: list[dict[str, Any]] = []
-        self._recorded = [layer for layer in self.layers if self._can_cut and hasattr(layer, "sliding_window")]
+        self._sliding = [layer for layer in self.layers if self._can_cut and hasattr(layer, "sliding_window")]
 
     @property
     def start(self) -> int:
-        """The slot at which the next chain begins."""
+        """Slot at which the next chain begins."""
         return max(self.lengths, default=0)
 
     @property
     def needs_replay(self) -> bool:
-        """Whether a partly accepted chain costs a second forward."""
+        """Whether a partly accepted chain needs a second forward."""
         return not self._can_cut
 
     def snapshot(self, whole: bool = False) -> None:
-        """Remember the state before a chain. Keys and values are never written in place, so keeping them is free.
+        """Prepare to undo the next chain; only recurrent states are copied, keys and values are not written in place.
 
         Args:
-            whole: For `rollback`, also where the layers could be cut back.
+            whole: Save layers that can be cropped as well, for `rollback`.
         """
         if not whole:
-            for layer in self._recorded:
+            for layer in self._sliding:
                 layer.activate_past_recording()
         if whole or not self._can_cut:
             self._snapshot = [_copy(vars(layer)) for layer in self.layers]
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
-        """Keep everything that was appended, in every row: a prompt of that many tokens, and what was put before."""
+        """Keep everything appended in every row: a prompt of `num_tokens`, and any virtual tokens before it."""
         attention = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "get_seq_length")]
         self.lengths = [max([num_tokens, *attention])] * batch_size
 
     def rollback(self) -> None:
-        """Put every layer back as it was at the last whole snapshot; some have grown since, others not."""
+        """Restore every layer to the last snapshot that covers all layers."""
         for layer, state in zip(self.layers, self._snapshot, strict=True):
             vars(layer).clear()
             vars(layer).update(state)
         self._snapshot = []
 
     def keep(self, paths: Sequence[Sequence[int]], num_nodes: int) -> int:
-        """Keep the first nodes of the chain of the last forward, the same number in every row.
+        """Keep the first nodes of the last forward's chain, the same number in every row.
 
         Args:
-            paths: Per row the kept nodes, of one length.
+            paths: Kept nodes of each row; all rows have the same number.
             num_nodes: Nodes of the chain.
 
         Returns:
-            How many of them must be run again before they are in the cache.
+            Number of kept nodes that must be run again to enter the cache.
         """
         kept = len(paths[0])
         self.lengths = [self.start + kept] * len(paths)
@@ -86,8 +86,8 @@ class ChainCache(DynamicCache):
         return kept
 
     def hand_back(self, config: Any) -> Cache:
-        """The committed tokens as a plain dynamic cache, with which `generate()` can go on."""
-        for layer in self._recorded:
+        """Return the committed tokens as a `DynamicCache`, from which plain `generate()` can continue."""
+        for layer in self._sliding:
             layer.record_past = False
         cache = DynamicCache(config=config)
         cache.layers = self.layers
@@ -95,7 +95,7 @@ class ChainCache(DynamicCache):
 
 
 def _copy(state: Any) -> Any:
-    """A copy of a layer's attributes in which the states that are written in place are copies, too."""
+    """Copy a layer's attributes, including the states that the layer writes in place."""
     return {
         name: {index: part.clone() if isinstance(part, Tensor) else part for index, part in value.items()}
         if isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""A target that verifies chains over transformers' own cache: recurrent states, attention without masks of ours."""
+"""Target that verifies chains with transformers' own cache, masks and positions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hf_specdec.verification.target import Target
 
 
 class ChainTarget(Target):
-    """A model that can verify a chain but no branches: to it, a chain is several steps of plain decoding at once.
+    """Target for models that can verify only chains, as several steps of plain decoding in one forward.
 
     Args:
         model, outputs: See `Target`.
-        cache: This generation's.
+        cache: Cache of this generation.
     """
 
-    branches, lockstep = False, True
+    supports_trees, lockstep = False, True
     cache: ChainCache
 
     def __init__(
@@ -41,25 +41,24 @@ class ChainTarget(Target):
 
     @property
     def capacity(self) -> int | None:
-        """None: transformers' own cache grows with every token."""
+        """None, because transformers' cache grows with every token."""
         return None
 
     def adopt(self, cache: Cache) -> None:
-        """Refuse: it is not known how to copy a recurrent state without touching its owner's."""
+        """Raise `UnsupportedGenerationError`: a recurrent state cannot be copied reliably."""
         raise UnsupportedGenerationError(
-            "This model verifies chains over a cache of its own, so it cannot continue one handed in as "
-            f"`{CACHE_FIELD}` with `speculative`.",
-            "Leave it out: the prompt is read anew.",
+            f"This model verifies only chains, so `speculative` cannot continue a cache passed as `{CACHE_FIELD}`.",
+            f"Omit `{CACHE_FIELD}`; the whole prompt is then processed.",
         )
 
     def admit(self, draft: Draft) -> Draft:
-        """The chain of first children; what its drafter told of other nodes is dropped with them."""
+        """Return the chain of first children, without the draft's log-probabilities and sources."""
         if draft.tree.num_nodes == 1:
             return draft
-        return replace(draft, tree=draft.tree.first_children(), log_probs=None, bucket=None, sources=None)
+        return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Cut the chain back; a recurrent state is restored, and the kept nodes are run again."""
+        """Crop the chain to the kept nodes; if the cache cannot be cropped, restore it and run them again."""
         lengths = self.cache.lengths
         again = self.cache.keep(acceptance.nodes, tree.num_nodes)
         if again:
@@ -72,7 +71,7 @@ class ChainTarget(Target):
         self.cache.keep([[]] * max(self.num_rows, 1), num_nodes)
 
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Nothing to do: rows go in lockstep."""
+        """Do nothing: all rows always have the same length."""
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
         if not known:
@@ -80,18 +79,18 @@ class ChainTarget(Target):
         return self._forward(tree.tokens[:, known:], known)
 
     def _forward(self, tokens: Tensor, known: int = 0) -> Any:
-        """Several steps of plain decoding at once: transformers' own masks and positions."""
+        """Run several steps of plain decoding in one forward, with transformers' own masks and positions."""
         num_nodes, cache, mask = tokens.shape[1], self.cache, None
         start = cache.start + known
         if self.padding is not None:
             more = start + num_nodes - self.padding.valid.shape[1]
             mask = nn.functional.pad(self.padding.valid, (0, more), value=True).long()
-        inputs = self._every_step(tokens)
+        inputs = self._step_inputs(tokens)
         if self._takes_positions:
             depths = torch.arange(num_nodes, device=tokens.device)[None]
             lengths = torch.full((len(tokens),), start, dtype=torch.long, device=tokens.device)
             inputs["position_ids"] = self.positions.of_nodes(depths, lengths)
         inputs[cache_argument(self.model)] = cache
         prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
-        prepared.pop("logits_to_keep", None)  # some models put it to one; here every node's logits are needed
+        prepared.pop("logits_to_keep", None)  # some models set it to 1, but every node's logits are needed
         return self.model(**prepared, return_dict=True)

@@ -1,4 +1,4 @@
-"""Put a model's verify forward into another form, and see that it answers as the model does before it is used."""
+"""Compile or capture a model's verify forward, and check its outputs against the model's before it is used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graph_forward import GraphForward
@@ -16,30 +17,30 @@ from hf_specdec.verification.model import cache_argument, execution_device, text
 from hf_specdec.verification.probe import EXACT, MOST_ROUNDED, TargetFacts
 from hf_specdec.verification.runners import CaptureError, CompiledForward, ExecutionMode, ModelForward, Runner
 
-CHECKED_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
-"""Parents of the trees that are verified one after the other in both forms; of each the root and a child are kept."""
-CHECKED_PROMPT = 13
-"""Tokens of the prompt before them, two of them padding in the second of two rows."""
+TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
+"""Parents of the trees that both forwards verify in turn; the root and its first child are accepted each time."""
+TEST_PROMPT_LENGTH = 13
+"""Length of the prompt before them; with two rows, the second starts with two padding tokens."""
 
 
 @torch.no_grad()
-def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode) -> Runner:
-    """The model's verify forward in another form.
+def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
+    """Compile or capture the model's verify forward.
 
     Args:
-        model: The target; it is left as it is.
-        facts: What the probe found.
-        layers: Whose hidden states will be wanted.
-        form: "compile", a program of inductor's, or "cuda_graph", graphs of the model's own forward. On a device that
-            records graphs a program is recorded, too.
+        model: The target; it is not modified.
+        facts: Result of probing the target.
+        layers: Layers whose hidden states the runner returns.
+        mode: "inductor" compiles the forward with inductor, "cuda_graph" captures the model's own forward. A compiled
+            forward is captured as well if the device has a graph backend.
 
     Raises:
-        CaptureError: The model's forward cannot take this form, or answers differently in it.
+        CaptureError: The forward cannot be compiled or captured, or its outputs differ from the model's.
     """
-    if reason := why_not(model, facts):
+    if reason := unsupported_reason(model, facts):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    runner: Runner = CompiledForward.of(model, order) if form == "compile" else ModelForward(model, order)
+    runner: Runner = CompiledForward.of(model, order) if mode == "inductor" else ModelForward(model, order)
     if device.type in GRAPH_BACKENDS:
         runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
     try:
@@ -47,48 +48,48 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
             _check(model, facts, runner, rows)
     except CaptureError:
         raise
-    except Exception as error:  # of any kind: it comes out of a model's own code, or there is no memory for both
-        raise CaptureError(f"it fails in this form ({type(error).__name__}: {error})") from error
+    except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
+        raise CaptureError(f"checking it against the model failed ({type(error).__name__}: {error})") from error
     return runner
 
 
-def why_not(model: PreTrainedModel, facts: TargetFacts) -> str:
-    """What is known to rule out a program before anything is tried; empty where nothing is."""
+def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
+    """Return why the forward can be neither compiled nor captured, or an empty string if no reason is known."""
     if not facts.supports_trees:
         return f"it verifies chains only: {facts.chain_only_reason}"
     if not facts.uses_packed_attention:
         return "its layers do not take an attention function by name"
     if facts.fingerprint.hooks:
-        return "it has forward hooks, which a program would not call"
+        return "it has forward hooks, which a compiled forward would not call"
     if model.training:
         return "it is in train mode"
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {execution_device(model)}:
-        return f"its weights lie on {', '.join(sorted(map(str, devices)))}"
+        return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
     if getattr(model, "hf_quantizer", None) is not None and not model.hf_quantizer.is_compileable:
-        return "transformers calls its quantisation not compileable"
+        return "its quantisation cannot be compiled, according to transformers"
     compiled = next((name or "it" for name, module in model.named_modules() if _is_compiled(module)), None)
     if compiled is not None:
-        return f"{compiled} is compiled by torch.compile already"
+        return f"{compiled} is already compiled by torch.compile"
     return ""
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs by torch.compile: it may compile, and read the device, at any call."""
+    """Whether a module is compiled by torch.compile: any call may compile again and read from the device."""
     forward = getattr(module.forward, "__func__", module.forward)
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _check(model: PreTrainedModel, facts: TargetFacts, program: Runner, rows: int) -> None:
-    """Verify the same trees both ways, behind texts of several lengths.
+def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int) -> None:
+    """Verify the same trees with the runner and the model, after texts of several lengths.
 
     Raises:
-        CaptureError: The answers differ by more than rounding.
+        CaptureError: The outputs differ by more than rounding.
     """
     tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MOST_ROUNDED
-    found = [_verified(model, facts, runner, rows, program.layers) for runner in (None, program)]
-    for plain, compiled in zip(*found, strict=True):
-        distance = (compiled - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=1e-6)
+    outputs = [_verified(model, facts, used, rows, runner.layers) for used in (None, runner)]
+    for expected, actual in zip(*outputs, strict=True):
+        distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
         if not float(distance.median()) <= tolerance:
             raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
 
@@ -96,29 +97,29 @@ def _check(model: PreTrainedModel, facts: TargetFacts, program: Runner, rows: in
 def _verified(
     model: PreTrainedModel, facts: TargetFacts, runner: Runner | None, rows: int, layers: frozenset[int]
 ) -> list[Tensor]:
-    """Logits `[B, N, V]` of the trees, and hidden states `[B, N, len(layers) * D]` where any are wanted."""
+    """Return the logits `[B, N, V]` of each tree, each followed by hidden states `[B, N, len(layers) * D]` if any."""
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
-    widest = max(map(len, CHECKED_TREES))
-    target = facts.new_target(model, CHECKED_PROMPT + widest + 2 * len(CHECKED_TREES), widest, runner=runner)
-    tokens = ((torch.arange(rows * (CHECKED_PROMPT + widest), device=device) * 7 + 3) % vocab_size).view(rows, -1)
-    prompt = tokens[:, :CHECKED_PROMPT]
+    widest = max(map(len, TEST_TREES))
+    target = facts.new_target(model, TEST_PROMPT_LENGTH + widest + 2 * len(TEST_TREES), widest, runner=runner)
+    tokens = ((torch.arange(rows * (TEST_PROMPT_LENGTH + widest), device=device) * 7 + 3) % vocab_size).view(rows, -1)
+    prompt = tokens[:, :TEST_PROMPT_LENGTH]
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": True, cache_argument(model): target.cache}
     inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    found: list[Tensor] = []
-    with target.tapped(sorted(layers)), model._optimize_model_for_decode():
+    outputs: list[Tensor] = []
+    with target.tapped(sorted(layers)), decode_optimizations(model):
         target.prefill(prompt, GenerationConfig(), inputs)
-        for parents in CHECKED_TREES:
-            nodes = tokens[:, CHECKED_PROMPT : CHECKED_PROMPT + len(parents)]
+        for parents in TEST_TREES:
+            nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
             tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
             verification = target.verify(tree)
-            found.append(verification.logits.float())
+            outputs.append(verification.logits.float())
             if verification.features is not None:
-                found.append(verification.features.of(sorted(layers)).float())
+                outputs.append(verification.features.of(sorted(layers)).float())
             kept = min(2, len(parents))
             path = torch.arange(kept, device=device).expand(rows, -1)
             host = (tuple(range(kept)),) * rows
             drafted = (len(parents) - 1,) * rows
             target.commit(tree, Acceptance(path, nodes[:, :kept], nodes[:, kept - 1], host, host, drafted))
-    return found
+    return outputs

@@ -1,4 +1,4 @@
-"""The hidden states of a target's forwards, kept by hooks for whoever reads them: drafters, teachers, training."""
+"""Hidden states of the target's forwards, captured by hooks for drafters and training."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.verification.model import find_backbone
 
 LAST = -1
-"""Index of the last hidden state, behind the final norm: what lm_head reads."""
+"""Index of the last hidden state, after the final norm: the input of lm_head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Hidden states of one forward by layer, so that several readers share one tap.
+    """Hidden states of one forward by layer, so that several drafters can share one tap.
 
-    Layers are counted as transformers' `hidden_states`: 0 is the embedding, i the output of decoder layer i-1, and
-    `LAST` (also the number of layers) the last one behind the final norm.
+    Layers are counted like transformers' `hidden_states`: 0 is the embedding, i the output of decoder layer i-1, and
+    `LAST` (or the number of layers) the output of the final norm.
     """
 
     states: Mapping[int, Tensor]  # [B, T, D] by layer
     depth: int  # number of decoder layers
 
     def of(self, layers: Sequence[int]) -> Tensor:
-        """`[B, T, len(layers) * D]`: the hidden states side by side in this order, on the device of the last."""
+        """Concatenate the hidden states of layers to `[B, T, len(layers) * D]`, on the device of the last one."""
         chosen = [self.states[canonical(layer, self.depth)] for layer in layers]
         if len(chosen) == 1:
             return chosen[0]
@@ -38,18 +38,18 @@ class Features:
 
 
 def canonical(layer: int, depth: int) -> int:
-    """The one number of a layer that has two."""
+    """Normalize a layer index: `depth` becomes `LAST`."""
     return LAST if layer == depth else layer
 
 
 class FeatureTap:
-    """Context manager: keeps hidden states of this thread's forwards, then unhooks itself.
+    """Context manager that captures hidden states of the forwards in the thread that created it.
 
-    Two threads may generate on one model, so a hook ignores the forwards of any thread but its own.
+    Hooks ignore forwards of other threads, because several threads may generate with one model.
 
     Args:
         model: The target.
-        layers: Which hidden states, see `Features`.
+        layers: Layers to capture, numbered as in `Features`.
 
     Raises:
         DrafterMismatchError: The target has no such layer.
@@ -61,7 +61,7 @@ class FeatureTap:
         if any(not LAST <= layer <= depth for layer in layers):
             raise DrafterMismatchError(
                 f"{type(model).__name__} has hidden states 0 to {depth}, the head reads {list(layers)}.",
-                "It was trained for a deeper model.",
+                "The head was trained for a deeper model.",
             )
         self._layers, self._depth = {canonical(layer, depth) for layer in layers}, depth
         self._thread = threading.get_ident()
@@ -91,11 +91,11 @@ class FeatureTap:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Whose hidden states are kept."""
+        """Layers whose hidden states are captured."""
         return frozenset(self._layers)
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
-        """Keep hidden states of a forward that calls no hooks; those of other layers are left out."""
+        """Store the hidden states of a forward that calls no hooks; layers that are not captured are ignored."""
         for layer in self._layers:
             self._kept[layer].append(states[layer])
 
@@ -104,15 +104,15 @@ class FeatureTap:
             self._kept[layer].append(hidden)
 
     def clear(self) -> None:
-        """Forget what was kept: forwards that are not this generation's, such as a guidance processor's."""
+        """Discard stored hidden states, for example of forwards by a guidance processor."""
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
     def shapes(self) -> dict[int, list[tuple[int, ...]]]:
-        """What was kept so far, by layer; several where a prompt came in chunks."""
+        """Return the shapes of the stored hidden states by layer; several if the prompt was processed in chunks."""
         return {layer: [tuple(states.shape) for states in kept] for layer, kept in self._kept.items()}
 
     def take(self) -> Features:
-        """Features since the last call (of several forwards where a prompt came in chunks)."""
+        """Return and discard the stored features; those of a prompt in chunks are concatenated."""
         whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
         self.clear()
         return Features(whole, self._depth)

@@ -1,6 +1,6 @@
-"""What records the work of a device as a graph, and the guard in front of it.
+"""Backends that capture device graphs, and a check that a step can be captured.
 
-The only file that knows CUDA's graphs.
+This is the only file that uses CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,54 +19,53 @@ from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger(__name__)
 
-UNCAPTURED: dict[str, Any] = {"triton.cudagraphs": False}
-"""Inductor's options for programs that are captured here, and not by inductor."""
+ACCELERATOR_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
+"""Inductor options on devices other than CPUs: graphs are captured by this package, not by inductor."""
 
 
 class GraphBackend(Protocol):
-    """What a device's graphs are recorded with."""
+    """Captures graphs on one device."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what a function does on the device, once; what it returns does it again, without the function.
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture the device operations of `run` and return a function that replays them.
 
         Args:
-            run: Reads and writes the same memory whenever it is called.
+            run: Must read and write the same memory in every call.
 
         Raises:
-            Exception: Of any kind, where it reads the device, copies from the host, or waits.
+            Exception: Any exception, if `run` reads from the device, copies from the host or synchronizes.
         """
 
 
 class CudaGraphs:
     """CUDA graphs of one device, in one pool of memory and on one stream.
 
-    A pool lives as long as a graph in it, so an empty one keeps it. Workspaces of matrix products are taken anew
-    inside of it: those outside may be freed by anybody.
+    An empty graph keeps the pool alive. cuBLAS workspaces are cleared before a capture, so that the graph allocates
+    its workspaces in the pool: torch may free any others.
 
-    A recording that fails leaves torch's allocator and its random number generators in the middle of it
-    (https://github.com/pytorch/pytorch/issues/180395); `_recover` ends it, and the next recording has a new pool.
+    A failed capture leaves torch's allocator and random number generators in capture mode
+    (https://github.com/pytorch/pytorch/issues/180395). `_recover` ends it, and the next capture uses a new pool.
 
     Args:
         device: A CUDA device.
     """
 
-    _underway = threading.Lock()  # torch records one graph at a time in a process
-    _failed: ClassVar[
-        list[Any]
-    ] = []  # graphs whose recording failed: before torch 2.12 their end may be the process's
-    _broken: ClassVar[set[torch.device]] = set()  # devices on which nothing can be recorded after a failure
+    _lock = threading.Lock()  # torch captures one graph at a time per process
+    # kept alive: before torch 2.12, destroying a graph whose capture failed may crash the process
+    _failed: ClassVar[list[Any]] = []
+    _broken: ClassVar[set[torch.device]] = set()  # devices on which recovery from a failed capture failed
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._keeper: Any = None
+        self._keeper: Any = None  # an empty graph in the pool
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphBackend`. Everything that is made once per stream (workspaces, handles) is made before."""
-        with self._underway, torch.cuda.device(self._device):
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `GraphBackend`; runs the step twice first, to create what is allocated once per stream."""
+        with self._lock, torch.cuda.device(self._device):
             if self._device in self._broken:
-                raise NotCapturableError("an earlier recording in this process failed and could not be ended")
+                raise NotCapturableError("an earlier capture in this process failed and could not be ended")
             before = torch.cuda.current_stream()
             try:
                 self._stream.wait_stream(before)
@@ -75,11 +74,11 @@ class CudaGraphs:
                         run()
                 before.wait_stream(self._stream)
                 if self._keeper is None:
-                    with warnings.catch_warnings(action="ignore"):  # it is empty, on purpose
-                        self._keeper = self._captured(lambda: None)
+                    with warnings.catch_warnings(action="ignore"):  # torch warns about empty graphs
+                        self._keeper = self._capture(lambda: None)
                 torch._C._cuda_clearCublasWorkspaces()
                 try:
-                    graph = self._captured(run)
+                    graph = self._capture(run)
                 finally:
                     torch._C._cuda_clearCublasWorkspaces()
             except BaseException:
@@ -91,10 +90,10 @@ class CudaGraphs:
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _captured(self, run: Callable[[], None]) -> Any:
+    def _capture(self, run: Callable[[], None]) -> Any:
         graph = torch.cuda.CUDAGraph()
         try:
-            # another thread of the user's may allocate meanwhile, which is none of this graph's business
+            # other threads may allocate meanwhile, which must not invalidate this capture
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
         except BaseException:
@@ -103,31 +102,34 @@ class CudaGraphs:
         return graph
 
     def _recover(self) -> None:
-        """End a recording that failed, so that this process can allocate, draw random numbers and record again."""
+        """End a failed capture, so that this process can allocate, draw random numbers and capture again."""
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # torch has ended it itself
+        with contextlib.suppress(RuntimeError):  # raised if torch has ended the capture
             torch._C._cuda_endAllocateToPool(index, self._pool)
         self._pool, self._keeper = torch.cuda.graph_pool_handle(), None
         try:
             torch.cuda.synchronize(self._device)
             with warnings.catch_warnings(action="ignore"):
-                # the end of a recording that works resets the generators, which the failed one never reached
-                self._keeper = self._captured(lambda: None)
-        except Exception as error:  # of any kind: it comes out of a driver
+                # a successful capture resets the random number generators
+                self._keeper = self._capture(lambda: None)
+        except Exception as error:  # drivers raise various types
             self._broken.add(self._device)
-            logger.warning("No graphs are recorded on %s any more: %s", self._device, error)
+            logger.warning("Graphs can no longer be captured on %s: %s", self._device, error)
 
 
 GRAPH_BACKENDS: dict[str, Callable[[torch.device], GraphBackend]] = {"cuda": CudaGraphs}
-"""What records, by type of device."""
+"""Graph backends by device type."""
 
 
 class NotCapturableError(RuntimeError):
-    """A step does what no graph can hold, in whatever shape it is run."""
+    """Raised when a step contains an operation that cannot be captured for any shape."""
 
 
 class CapturableOnly(TorchDispatchMode):
-    """Refuses what a graph cannot hold before a device is asked to record it."""
+    """Raises `NotCapturableError` at operations that a graph cannot contain.
+
+    Used before a capture, because a capture that fails on the device is hard to recover from.
+    """
 
     waiting = frozenset({
         "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
@@ -137,7 +139,7 @@ class CapturableOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        # elsewhere than in a copy, a number in host memory is an argument of the kernel
+        # except in copies, a host scalar is passed as a kernel argument
         tensors = [
             leaf for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor) and (leaf.dim() or name in self.copies)
@@ -156,14 +158,14 @@ class CapturableOnly(TorchDispatchMode):
         if name == "lift_fresh" and kinds - {"cpu"}:
             raise NotCapturableError("torch.tensor copies from the host")
         if name == "_grouped_mm" and not groups_on_device(args[0]):
-            raise NotCapturableError("_grouped_mm reads the sizes of its groups on the host here")
+            raise NotCapturableError("_grouped_mm reads the sizes of its groups on the host for this device and dtype")
         return func(*args, **kwargs)
 
 
 def groups_on_device(tensor: Tensor) -> bool:
-    """Whether torch has a kernel for products of groups whose sizes only the device knows, as mixtures of experts use.
+    """Whether torch's grouped matrix product, used by mixtures of experts, reads the group sizes on the device.
 
-    It is for bfloat16 on Hopper and Blackwell; elsewhere `_grouped_mm` loops over the groups on the host.
+    True for bfloat16 on Hopper and Blackwell; elsewhere `_grouped_mm` loops over the groups on the host.
     """
     if tensor.device.type != "cuda" or tensor.dtype != torch.bfloat16:
         return False

@@ -1,4 +1,4 @@
-"""A verify forward of which every shape becomes a graph, see `graphs.py`."""
+"""A verify forward that is captured as a device graph for each shape, see `graphs.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_specdec.verification.attention import AttentionContext
 from hf_specdec.verification.cache import TreeCache, TreeLayer
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import (
-    WIDTHS,
+    CAPTURED_WIDTHS,
     BucketLayer,
     Captures,
     KeptMemory,
@@ -26,23 +26,23 @@ from hf_specdec.verification.runners import Runner
 
 
 class GraphForward(Runner):
-    """A verify forward of which every shape becomes a graph.
+    """A verify forward that is captured for each shape.
 
-    One call of `generate()` at a time has its cache; another one at the same moment gets a cache of its own, and runs
+    Only one `generate()` call at a time uses the captured memory. Concurrent calls get a separate cache and run
     without graphs.
 
     Args:
-        inner: What is recorded.
-        backend: Of the model's device.
+        inner: The forward to capture.
+        backend: Graph backend of the model's device.
     """
 
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
         self._inner, self.layers = inner, inner.layers
         self._memory, self._captures = KeptMemory(), Captures(backend, "The forward")
 
-    def recorded(self) -> list[tuple[int, ...]]:
-        """Rows, width and bucket of the shapes that are graphs by now."""
-        return self._captures.recorded()
+    def captured_keys(self) -> list[tuple[int, ...]]:
+        """Return batch size, width and bucket of each captured shape."""
+        return self._captures.captured_keys()
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
         """See `KeptMemory`."""
@@ -52,18 +52,18 @@ class GraphForward(Runner):
         """See `KeptMemory`."""
         self._memory.release(cache)
 
-    def takes(self, num_nodes: int, cache: Cache) -> bool:
-        """Whether the cache is the one that graphs write to, and the tree not too wide."""
-        return self._memory.owns(cache) and num_nodes <= WIDTHS[-1]
+    def can_run(self, num_nodes: int, cache: Cache) -> bool:
+        """Whether the cache is the one that graphs write to and a captured width is large enough."""
+        return self._memory.owns(cache) and num_nodes <= CAPTURED_WIDTHS[-1]
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the inner forward without a graph; masks and positions that are given are in no graph."""
+        """Run the inner forward without a graph, because graphs compute masks and positions themselves."""
         return self._inner(tokens, positions, forward, cache)
 
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Runner`; what it returns is the caller's."""
+        """See `Runner`; the returned tensors are copies."""
         assert isinstance(cache, TreeCache)
         (rows, num_nodes), start = inputs.tree.tokens.shape, inputs.start
         width = width_for(num_nodes)
@@ -82,13 +82,13 @@ class GraphForward(Runner):
 
 
 class _Verification(Shape):
-    """A verify forward over a number of rows, nodes and slots; masks and positions are made in it.
+    """A verify forward with its masks and positions, for one batch size, width and bucket.
 
     Args:
-        key: Rows, width and bucket.
-        inner: What computes it.
-        layers: Of the cache whose memory it writes to.
-        inputs: An example.
+        key: Batch size, width and bucket.
+        inner: The forward.
+        layers: Layers of the cache that the forward appends to.
+        inputs: Example inputs, for layout and device.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class _Verification(Shape):
         super().__init__()
         rows, width, bucket = key
         self._inner, self._layout, device = inner, inputs.layout, inputs.lengths.device
-        self.layers: list[int] = []  # whose hidden states it gives, in the order of its outputs
-        self._num_nodes = width  # of the tree that the buffers hold
-        self._constants: tuple[object, object] = (None, None)  # padding and positions of the call that they hold
+        self.layers: list[int] = []  # layers of the returned hidden states, in the order of the outputs
+        self._num_nodes = width  # of the tree in the buffers
+        self._constants: tuple[object, object] = (None, None)  # padding and positions in the buffers
         with persistent_tensors():
             self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
             self._lengths, self._left, self._offsets = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
@@ -108,7 +108,7 @@ class _Verification(Shape):
         self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
 
     def fill(self, inputs: TreeInputs) -> None:
-        """Give it a tree; what is the same in all steps of a call is copied once."""
+        """Copy a tree into the buffers; padding and positions, constant during a call, are copied once."""
         num_nodes = inputs.tree.num_nodes
         self._tokens[:, :num_nodes] = inputs.tree.tokens
         self._parents[:, :num_nodes] = inputs.tree.parents

@@ -1,11 +1,11 @@
-"""Forwards as device graphs: recorded once per shape, then replayed without the host.
+"""Steps captured as device graphs, once per shape, and replayed with a single launch.
 
-Small forwards on an accelerator wait for the host, which starts a thousand kernels one by one; a graph starts them at
-once. A graph holds addresses, so a step is a function over buffers that stay where they are: tokens, positions, masks
-and slots go in, logits and hidden states come out, and keys and values are appended to a cache whose memory is kept
-from call to call. Nothing that a graph has made outside these buffers is ever read: graphs share memory, in any order.
-Widths are rounded up to `WIDTHS`, lengths to buckets half as long again as the one before, and what is padded is
-hidden by the mask. What records: `verification/graph_backends.py`.
+Small forwards on an accelerator are limited by the host, which launches about a thousand kernels one by one; a graph
+launches them all at once. A graph contains addresses, so a step works on buffers that never move: it reads tokens,
+positions, masks and slots, writes logits and hidden states, and appends keys and values to a cache whose memory is
+reused by later calls. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
+replayed in any order. Widths are rounded up to `CAPTURED_WIDTHS` and lengths to buckets (`memory.bucket_of`); masks
+hide the padding. Graphs are captured by `verification/graph_backends.py`.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from hf_specdec.verification.one_time import note_one_time_work
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""Nodes per row that graphs are made for; a tree is padded to the next one, a larger one runs without."""
-MOST_PADDED = max(wider - width for width, wider in pairwise(WIDTHS)) - 1
-"""Slots that a tree's padding may take behind it."""
-PAYS_AFTER = 2
-"""Times that a shape is run before it is recorded: most of a generation's steps are of a few shapes."""
-TRIED_AGAIN = 500
-"""Times that a shape is run before it is recorded after all, where there was no memory for it."""
-GIVEN_UP_AFTER = 3
-"""Shapes in a row that could not be recorded, after which no other one of the same step is tried."""
+CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
+"""Nodes per row of captured steps. A tree is padded to the next width; wider trees run without a graph."""
+MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) - 1
+"""Maximum number of padding nodes of a tree, which also occupy cache slots."""
+CAPTURE_AFTER = 2
+"""Runs of a shape before it is captured, because shapes that occur only once or twice are not worth a capture."""
+RETRY_AFTER = 500
+"""Runs of a shape before its capture is tried again after it ran out of memory."""
+MAX_FAILURES = 3
+"""Consecutive failed captures after which a step is no longer captured in any shape."""
 KEPT_SHAPES = 512
-"""Shapes that are kept; the one that was used longest ago goes. Texts up to 8,192 tokens have 88 per batch size."""
-REPLAYED_ALIKE = 0.02
-"""Relative distance that the first replay may have from what was recorded."""
+"""Shapes kept per step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch size."""
+REPLAY_TOLERANCE = 0.02
+"""Maximum relative distance between the first replay and the run without a graph."""
 
 
 class KeptMemory:
-    """A cache's memory that stays from call to call: one cache at a time writes to it, others get another's."""
+    """Cache memory that later calls reuse; only one cache at a time may use it."""
 
     def __init__(self) -> None:
         self._store: KeyValueStore | None = None
-        self._lease: weakref.ref[TreeCache] | None = None  # the cache that writes to it
-        self._leasing = threading.Lock()
+        self._lease: weakref.ref[TreeCache] | None = None  # the cache that uses the memory
+        self._lock = threading.Lock()
 
     @property
     def moves(self) -> int:
-        """How often it became another memory."""
+        """How often the memory was reallocated, which invalidates all captures; -1 before the first allocation."""
         return -1 if self._store is None else self._store.moves
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
-        """A cache over this memory; any other where it is in use, or may not grow."""
-        with self._leasing:
+        """Return a cache that uses this memory, or a separate one if the memory is in use or `reserve` is None."""
+        with self._lock:
             if reserve is None or (self._lease is not None and self._lease() is not None):
                 return TreeCache(layout, capacity, reserve)
             capacity += MOST_PADDED
@@ -73,70 +73,77 @@ class KeptMemory:
             return cache
 
     def owns(self, cache: Cache) -> bool:
-        """Whether a cache writes to it."""
+        """Whether a cache uses this memory."""
         return self._lease is not None and self._lease() is cache
 
     def release(self, cache: Cache) -> None:
-        """A cache is not used any more, whoever still knows it."""
-        with self._leasing:
+        """Make the memory available again, even if the cache object is still referenced."""
+        with self._lock:
             if self.owns(cache):
                 self._lease = None
 
 
 class Shape(ABC):
-    """One shape of a step: the buffers that it reads and writes.
+    """A step for inputs of one shape: the buffers that it reads and writes.
 
     Attributes:
-        times: It was run.
-        replay: What runs it without its Python.
-        refused: Its recording failed.
+        times: Number of runs so far.
+        replay: Replays the captured graph; None if it is not captured.
+        refused: Whether its capture failed.
+        outputs: Result buffers, shared by shapes whose results have equal sizes.
     """
 
     def __init__(self) -> None:
         self.times = 0
         self.replay: Callable[[], None] | None = None
         self.refused = False
-        self.outputs: list[Tensor] = []  # shared by shapes whose results have the same sizes
+        self.outputs: list[Tensor] = []
 
     @abstractmethod
     def compute(self) -> Sequence[Tensor]:
-        """What the step does with what its buffers hold."""
+        """Return the step's results, computed from the buffers."""
 
     def run(self) -> None:
-        """What is recorded: compute, and copy what came out to where it stays."""
-        found = self.compute()
+        """Compute the results and copy them into `outputs`; this is the function that is captured."""
+        results = self.compute()
         if not self.outputs:
             with persistent_tensors():
-                self.outputs.extend(torch.empty_like(tensor) for tensor in found)
-        for kept, tensor in zip(self.outputs, found, strict=True):
-            kept.copy_(tensor)
+                self.outputs.extend(torch.empty_like(tensor) for tensor in results)
+        for output, tensor in zip(self.outputs, results, strict=True):
+            output.copy_(tensor)
 
 
 class Captures:
-    """Steps of many shapes, recorded where they come often enough.
+    """The shapes of one step; those that occur often enough are captured.
 
     Args:
-        backend: Of their device.
-        what: They are, for the log.
+        backend: Graph backend of the device.
+        name: Name of the step in log messages.
     """
 
-    def __init__(self, backend: GraphBackend, what: str) -> None:
-        self._backend, self._what = backend, what
-        self._shapes: dict[tuple[int, ...], Shape] = {}  # the latest last
-        self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by rows and width
-        self._made_of = -1  # moves of their memory when they were made
-        self._failures = 0  # in a row; `GIVEN_UP_AFTER` of them end all trying
+    def __init__(self, backend: GraphBackend, name: str) -> None:
+        self._backend, self._name = backend, name
+        self._shapes: dict[tuple[int, ...], Shape] = {}  # least recently used first
+        self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by batch size and width
+        self._moves = -1  # moves of the cache memory when the shapes were created
+        self._failures = 0  # consecutive failed captures
 
-    def recorded(self) -> list[tuple[int, ...]]:
-        """The keys of the shapes that are graphs by now."""
+    def captured_keys(self) -> list[tuple[int, ...]]:
+        """Return the keys of the captured shapes."""
         return [key for key, shape in self._shapes.items() if shape.replay is not None]
 
     def shape(self, key: tuple[int, ...], moves: int, make: Callable[[], Shape]) -> Shape:
-        """The shape of a key, made where it is new; all are where their memory has moved."""
-        if self._made_of != moves:
+        """Return the shape of a key, created if necessary.
+
+        Args:
+            key: Batch size, width and whatever else distinguishes shapes of this step.
+            moves: `moves` of the cache memory that the shapes write to; if it changed, all shapes are dropped.
+            make: Creates the shape.
+        """
+        if self._moves != moves:
             self._shapes.clear()
             self._outputs.clear()
-            self._made_of = moves
+            self._moves = moves
         shape = self._shapes.pop(key, None)
         if shape is None:
             note_one_time_work()
@@ -144,71 +151,75 @@ class Captures:
         shape.outputs = self._outputs.setdefault(key[:2], [])
         self._shapes[key] = shape
         if len(self._shapes) > KEPT_SHAPES:
-            gone = next(iter(self._shapes))
-            del self._shapes[gone]
-            if all(kept[:2] != gone[:2] for kept in self._shapes):
-                del self._outputs[gone[:2]]
+            oldest = next(iter(self._shapes))
+            del self._shapes[oldest]
+            if all(kept[:2] != oldest[:2] for kept in self._shapes):
+                del self._outputs[oldest[:2]]
         return shape
 
     def run(self, shape: Shape) -> Sequence[Tensor]:
-        """Replay a shape, or run it, and record it where it has come often enough; its outputs stay where they are."""
+        """Replay a shape, or run it and capture it if it has run often enough; the next run overwrites the outputs."""
         shape.times += 1
         if shape.replay is not None:
             shape.replay()
             return shape.outputs
         shape.run()
-        if shape.times > PAYS_AFTER and not shape.refused and self._failures < GIVEN_UP_AFTER:
+        if shape.times > CAPTURE_AFTER and not shape.refused and self._failures < MAX_FAILURES:
             try:
-                shape.replay = self._recorded(shape)
+                shape.replay = self._capture(shape)
                 self._failures = 0
-            except Exception as error:  # of any kind: it comes out of a model's own code, or a driver
+            except Exception as error:  # model code and drivers raise various types
                 self._note_failure(shape, error)
                 shape.run()
         return shape.outputs
 
     def _note_failure(self, shape: Shape, error: Exception) -> None:
-        """A shape without memory is tried later, one that failed never; of a step that no graph can hold, none is."""
-        # what ends a recording says less than what went before it
+        """Decide whether to try again: later after running out of memory, otherwise not with this shape.
+
+        No shape of a step is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
+        """
+        # the exception from ending a capture hides the more informative one before it
         causes = [error, *([error.__context__] if error.__context__ else [])]
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-            shape.times = -TRIED_AGAIN
-            logger.info("%s is not recorded now: %s", self._what, error)
+            shape.times = -RETRY_AFTER
+            logger.info("%s is not captured now, for lack of memory: %s", self._name, error)
             return
         shape.refused = True
-        self._failures = GIVEN_UP_AFTER if isinstance(error, NotCapturableError) else self._failures + 1
-        told, name = causes[-1], type(causes[-1]).__name__
-        rest = "It runs without." if self._failures >= GIVEN_UP_AFTER else "This shape of it runs without."
-        logger.warning("%s cannot be recorded as a graph (%s: %s). %s", self._what, name, told, rest)
+        self._failures = MAX_FAILURES if isinstance(error, NotCapturableError) else self._failures + 1
+        cause = causes[-1]
+        scope = "It" if self._failures >= MAX_FAILURES else "This shape"
+        reason = f"{type(cause).__name__}: {cause}"
+        logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
-    def _recorded(self, shape: Shape) -> Callable[[], None]:
+    def _capture(self, shape: Shape) -> Callable[[], None]:
         note_one_time_work()
         with CapturableOnly():
             shape.run()
-        replay = self._backend.record(shape.run)
-        wanted = shape.outputs[0].to(torch.float32, copy=True)
+        replay = self._backend.capture(shape.run)
+        expected = shape.outputs[0].to(torch.float32, copy=True)
         shape.outputs[0].zero_()
         replay()
-        distance = (shape.outputs[0].float() - wanted).norm() / wanted.norm().clamp(min=1e-6)
-        if not float(distance) <= REPLAYED_ALIKE:
-            raise RuntimeError(f"its replay differs by {float(distance):.1e}")
+        distance = (shape.outputs[0].float() - expected).norm() / expected.norm().clamp(min=1e-6)
+        if not float(distance) <= REPLAY_TOLERANCE:
+            raise RuntimeError(f"its replay differs from the run without a graph by {float(distance):.1e}")
         return replay
 
 
 def width_for(num_nodes: int) -> int:
-    """The width that so many nodes are padded to.
+    """Return the captured width that a tree is padded to.
 
-    Example: 16 for 9 to 16.
+    Example: 16 for 9 to 16 nodes.
     """
-    return next(width for width in WIDTHS if width >= num_nodes)
+    return next(width for width in CAPTURED_WIDTHS if width >= num_nodes)
 
 
 class BucketLayer(CacheLayerMixin):
-    """A layer of the kept cache as a graph sees it: written to at slots that the device knows, read over a bucket.
+    """View of a cache layer inside a graph: writes to slots given on the device, reads a fixed number of slots.
 
     Args:
-        layer: The cache's.
-        slots: `[width]`, where the next nodes go.
-        bucket: Slots that are attended to.
+        layer: The cache layer.
+        slots: `[width]` slots of the new nodes.
+        bucket: Number of slots to attend to.
     """
 
     is_sliding = False
@@ -219,30 +230,30 @@ class BucketLayer(CacheLayerMixin):
         self._slots, self._bucket = slots, bucket
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing: the memory exists."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write `[B, H, width, D]`; keys and values `[B, H, bucket, D]`."""
-        assert self._share is not None, "a layer that had no keys of its own in the prompt has none later"
+        """Write keys and values `[B, H, width, D]`; return those of the bucket, `[B, H, bucket, D]`."""
+        assert self._share is not None  # None only for layers that use the keys of another layer
         keys, values = self._share.keys, self._share.values
         keys.index_copy_(2, self._slots, key_states)
         values.index_copy_(2, self._slots, value_states)
         return keys[:, :, : self._bucket], values[:, :, : self._bucket]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Never used: masks are given."""
+        """Return the sizes of a mask; unused, because masks are passed in."""
         return self._bucket, 0
 
     def get_seq_length(self) -> Any:
-        """The first of the slots, which only the device knows."""
+        """Return the first slot, as a tensor on the device."""
         return self._slots[0]
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """The name transformers 5.17 has for `get_max_length`."""
+        """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
         return -1

@@ -1,4 +1,4 @@
-"""The parts of a model that speculation reaches for, whatever its architecture calls them."""
+"""Access to the parts of a model independently of its architecture: configuration, cache, layers, lm_head."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.transformers_private import dispatch_hook
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the text decoder, also of a multimodal model."""
+    """Return the configuration of the text decoder, also for multimodal models."""
     return model.config.get_text_config(decoder=True)
 
 
 def num_embedded_tokens(model: PreTrainedModel) -> int:
-    """Token ids that the model embeds; some embed more than their configuration counts."""
+    """Return the number of token ids that the model embeds, which can exceed its configured vocabulary size."""
     embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
     return max(int(text_config(model).vocab_size), int(embedded or 0))
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where the model's forwards take their inputs; an offloaded model's weights lie nowhere, its hook tells."""
+    """Return the device for model inputs; for an offloaded model, the execution device of its accelerate hook."""
     if model.device.type != "meta":
         return model.device
-    return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
+    return torch.device(getattr(dispatch_hook(model), "execution_device", None) or "cpu")
 
 
 CACHE_FIELD = next(name for name in ("cache", "past_key_values") if name in GenerateDecoderOnlyOutput.__annotations__)
 """Name of the cache in the output of `generate()`: `cache` since transformers 5.24, `past_key_values` before."""
 CACHE_ARGUMENTS = (CACHE_FIELD, "past_key_values", "cache_params")
-"""Names under which a forward can take its cache: as above, and that of state-space models before 5.24. What Flaubert
-and XLM call `cache` before 5.24 is something else."""
+"""Possible names of a forward's cache argument; `cache_params` is that of state-space models before transformers 5.24.
+
+`cache` is included only since 5.24: before, the argument `cache` of Flaubert and XLM is something else."""
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name under which the model's forward takes its cache; empty if it takes none."""
+    """Return the name of the forward's cache argument; empty if it has none."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), "")
 
 
 def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the decoder layers and the final norm, whose output is what lm_head reads; the layers.
+    """Return the module that holds decoder layers and final norm (lm_head reads its output), and the layers.
 
-    `base_model` and `get_decoder()` return the whole model for some architectures, so the parent of the first
-    list of `num_hidden_layers` modules is taken, under `get_decoder()` first (a vision tower comes later).
+    This is the parent of the first list of `num_hidden_layers` modules, searched in `get_decoder()` first, to skip
+    vision towers. `base_model` and `get_decoder()` alone are not enough: some architectures return the whole model.
 
     Raises:
-        UnsupportedModelError: No such list.
+        UnsupportedModelError: The model has no such list.
     """
     num_layers = text_config(model).num_hidden_layers
     for root in (model.get_decoder(), model):
@@ -60,26 +62,26 @@ def find_backbone(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
                 if isinstance(child, nn.ModuleList) and len(child) == num_layers:
                     return module, child
     raise UnsupportedModelError(
-        f"{type(model).__name__} has no list of {num_layers} decoder layers to take features from."
+        f"{type(model).__name__} has no list of {num_layers} decoder layers to read hidden states from."
     )
 
 
 def lm_head_rows(model: PreTrainedModel, token_ids: Tensor | None) -> nn.Module:
-    """The target's lm_head, cut down to some tokens where it is a plain linear layer.
+    """Return the target's lm_head restricted to some tokens.
 
     Args:
         model: The target.
         token_ids: `[Vd]` target ids, or None for all.
 
     Returns:
-        A module from features `[..., D]` to logits `[..., Vd]`. A quantised or otherwise unusual lm_head is run
-        whole and its logits are selected: same numbers, no saving.
+        A module from features `[..., D]` to logits `[..., Vd]`. It computes only these rows if lm_head is a plain
+        linear layer; otherwise (quantised, offloaded, sharded, ...) it computes all logits and selects from them.
     """
     lm_head = model.get_output_embeddings()
     if token_ids is None:
         return lm_head
-    # hooks move weights in and out (offloading) or put shards together (tensor parallelism): only they know how
-    hooked = lm_head._forward_hooks or lm_head._forward_pre_hooks or hasattr(lm_head, "_hf_hook")
+    # hooks load offloaded weights or gather shards (tensor parallelism), so the weights cannot be read directly
+    hooked = lm_head._forward_hooks or lm_head._forward_pre_hooks or dispatch_hook(lm_head) is not None
     if hooked or type(lm_head) is not nn.Linear or type(lm_head.weight) is not nn.Parameter:
         return _SelectedLogits(lm_head, token_ids)
     if not lm_head.weight.is_floating_point() or lm_head.weight.shape[0] != lm_head.out_features:

@@ -1,7 +1,8 @@
-"""Work that is done once and not in every step: recording a graph, compiling a program, moving memory that grows.
+"""Count work that is done once rather than in every step: capturing a graph, compiling, growing a cache.
 
-A step that contains some of it says nothing about what steps cost. Whoever does such work notes it; whoever learns
-from times compares the count before and after. Each thread has a count of its own, as each has steps of its own.
+The duration of a step that contains such work must not be used as the cost of a step. Code that does the work calls
+`note_one_time_work`; code that measures steps compares `one_time_work` before and after. Each thread has a separate
+count.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _notes = _Notes()
 
 
 def note_one_time_work() -> None:
-    """Say that the current step contains work that is done once."""
+    """Mark the current step as containing one-time work."""
     _notes.count += 1
 
 
 def one_time_work() -> int:
-    """How often this thread has done such work; equal before and after a step that did none."""
+    """Return how often this thread has done one-time work."""
     return _notes.count

@@ -1,6 +1,6 @@
-"""Whether the model's plain `generate()` continues a text, in transformers' own decoding loop.
+"""Checks that a model's plain `generate()` continues text in transformers' own decoding loop.
 
-Speculation replaces that loop, so a model with another one is refused before it is probed.
+Speculation replaces that loop, so models with another one are refused before the probe.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.verification.model import execution_device, text_config
 
 REPLACED_HOOKS = {"_sample": "a decoding loop", "_prepare_cache_for_generation": "a cache"}
-"""Methods of `GenerationMixin` that speculation replaces, and what a class that overrides one brings."""
+"""Methods of `GenerationMixin` that speculation replaces, and what each provides."""
 
 PROMPT_LENGTH = 13
-"""Tokens of the prompt of `check_plain_generate`."""
+"""Number of prompt tokens in `check_plain_generate`."""
 
 PLAIN_OPTIONS: Mapping[str, Any] = {
     "max_length": PROMPT_LENGTH + 2,  # one token from the prefill, one from the cache
@@ -35,34 +35,34 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
     "cache_implementation": None,
     "disable_compile": True,
 }
-"""Options of `check_plain_generate`, whatever the model's generation configuration says."""
+"""Options of `check_plain_generate`, which override the model's generation configuration."""
 
 
-def refusal(model: Any, reason: str, hint: str = "Use plain generate() for it.") -> UnsupportedModelError:
-    """The error that names why a model cannot be speculated with."""
+def refusal(model: Any, reason: str, hint: str = "Use plain generate() with this model.") -> UnsupportedModelError:
+    """Return the error for a model that speculation does not support."""
     return UnsupportedModelError(f"{type(model).__name__} cannot verify drafted tokens: {reason}.", hint)
 
 
 def why_not_transformers_loop(model: GenerationMixin) -> str:
-    """Which hook of `generate()` the model's class overrides; empty if it decodes in transformers' own loop."""
-    for name, brings in REPLACED_HOOKS.items():
+    """Return why the model does not decode in transformers' own loop; empty if it does."""
+    for name, provided in REPLACED_HOOKS.items():
         owners = [
             cls
             for cls in type(model).__mro__
             if name in vars(cls) and not cls.__module__.startswith("hf_specdec.") and cls is not GenerationMixin
         ]
         if owners:
-            return f"its generate() has {brings} that is not transformers' ({owners[0].__name__}.{name})"
+            return f"its generate() has {provided} that is not transformers' ({owners[0].__name__}.{name})"
     return ""
 
 
 @torch.no_grad()
 def check_plain_generate(model: PreTrainedModel) -> None:
-    """Continue a text prompt by two tokens with the model's own `generate()`. Costs two forwards of one row.
+    """Check that the model's own `generate()` continues a text prompt; costs two forwards of one row.
 
     Raises:
-        UnsupportedModelError: `generate()` fails on a text prompt, returns something other than the prompt followed by
-            tokens, or decodes with another model.
+        UnsupportedModelError: `generate()` fails on a text prompt, does not return the prompt followed by new tokens,
+            or runs another model.
     """
     prompt = ordinary_tokens(model, PROMPT_LENGTH)[None]
     forwards: list[None] = []
@@ -75,7 +75,7 @@ def check_plain_generate(model: PreTrainedModel) -> None:
         raise refusal(
             model,
             f"its plain generate() fails on a text prompt with {type(error).__name__}: {text}",
-            "Speculation needs a plain generate() that continues text.",
+            "Speculation requires a plain generate() that continues text.",
         ) from error
     finally:
         hook.remove()
@@ -89,7 +89,7 @@ def check_plain_generate(model: PreTrainedModel) -> None:
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> Tensor:
-    """`[count]` ids of text tokens: none that the configuration names as special (images, audio, padding, ...)."""
+    """Return ids `[count]` of text tokens, without those that the configuration names as special (image, pad, ...)."""
     special: set[int] = set()
     for config in (model.config, text_config(model)):
         for name, value in vars(config).items():

@@ -1,4 +1,4 @@
-"""Can this model verify a tree of tokens, or at least a chain? Gate by configuration, then probe the real model."""
+"""Determine whether a model can verify trees, only chains, or neither: by its configuration, then by a trial run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin,
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.transformers_private import is_stateful, supports_dynamic_cache, updated_kwargs
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.attention import REPLACED, implementation
 from hf_specdec.verification.cache import TreeCache, measured_layout
@@ -35,14 +36,12 @@ from hf_specdec.verification.tree_target import TreeTarget
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What gate and probe found out about a model; plain data, valid as long as the model has this fingerprint."""
+    """Results of gate and probe, valid as long as the model's fingerprint is unchanged."""
 
-    cache_layout: CacheLayout | None  # of a tree cache; None: the model verifies chains only
-    chain_only_reason: str  # why it does; empty for trees
+    cache_layout: CacheLayout | None  # layout of the tree cache; None if the model verifies only chains
+    chain_only_reason: str  # why it cannot verify trees; empty if it can
     fingerprint: Fingerprint
-    uses_packed_attention: bool = (
-        False  # whether its layers attend to trees without copies, see `verification/attention.py`
-    )
+    uses_packed_attention: bool = False  # whether it can use `verification/attention.py`
 
     @property
     def supports_trees(self) -> bool:
@@ -50,20 +49,15 @@ class TargetFacts:
         return self.cache_layout is not None
 
     def new_target(
-        self,
-        model: PreTrainedModel,
-        capacity: int,
-        reserve: int | None,
-        outputs: Mapping[str, bool] = MappingProxyType({}),
-        runner: Runner | None = None,
-    ) -> Target:
-        """A target for one generation, its cache empty.
+        self, model: PreTrainedModel, capacity: int, reserve: int | None,
+        outputs: Mapping[str, bool] = MappingProxyType({}), runner: Runner | None = None,
+    ) -> Target:  # fmt: skip
+        """Create a target with an empty cache for one generation.
 
         Args:
-            model: The model that these are the facts of.
-            capacity, reserve: Of a `TreeCache`; a chain's is transformers' own and grows with every token.
-            outputs: See `Target`.
-            runner: See `TreeTarget`.
+            model: The model that these facts describe.
+            capacity, reserve: See `TreeCache`; not used for chains.
+            outputs, runner: See `TreeTarget`.
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
@@ -73,15 +67,11 @@ class TargetFacts:
 
 
 class _CannotVerifyError(Exception):
-    """A model failed the probe; the message tells how."""
+    """A model failed the probe; the message is the reason."""
 
 
 def gate(model: Any) -> None:
-    """Refuse, from class and configuration alone, what can verify neither a tree nor a chain.
-
-    Raises:
-        UnsupportedModelError: Naming the reason.
-    """
+    """Raise `UnsupportedModelError` if the model's class or configuration rules out both trees and chains."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
         raise refusal(model, "it is not a transformers model with generate()", "Load it with AutoModelForCausalLM.")
     if not isinstance(model, GenerationMixin):
@@ -90,7 +80,7 @@ def gate(model: Any) -> None:
         raise refusal(model, "it is an encoder-decoder model")
     if reason := why_not_transformers_loop(model):
         raise refusal(model, reason)
-    if not cache_argument(model) or not model._supports_default_dynamic_cache():
+    if not cache_argument(model) or not supports_dynamic_cache(model):
         raise refusal(model, "it does not keep its past in a transformers cache that could be rolled back")
     try:
         config = text_config(model)
@@ -98,50 +88,48 @@ def gate(model: Any) -> None:
         raise refusal(model, "its configuration does not name one text decoder") from error
     for name in ("vocab_size", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
-            raise refusal(model, f"its configuration has no number `{name}`")
-    if implementation(config) not in ("sdpa", "eager"):
-        raise refusal(
-            model,
-            f"its attention {implementation(config)!r} takes no custom mask",
-            'Call model.set_attn_implementation("sdpa") first.',
-        )
+            raise refusal(model, f"its configuration has no integer `{name}`")
+    attention = implementation(config)
+    if attention not in ("sdpa", "eager"):
+        hint = 'Call model.set_attn_implementation("sdpa") first.'
+        raise refusal(model, f"its attention {attention!r} takes no custom mask", hint)
 
 
 def why_chains_only(model: PreTrainedModel) -> str:
-    """What in class and configuration rules out a tree; empty where nothing does."""
-    if getattr(model, "_is_stateful", False) or cache_argument(model) == "cache_params":
+    """Return why the model's class or configuration rules out trees; empty if it does not."""
+    if is_stateful(model) or cache_argument(model) == "cache_params":
         return "its layers carry a recurrent state, which cannot branch"
     for name in ("attention_mask", "position_ids"):
         if name not in inspect.signature(model.forward).parameters:
-            return f"its forward takes no `{name}`, so the place of a node cannot be told"
+            return f"its forward takes no `{name}`, so the position of a node cannot be set"
     config = text_config(model)
     if getattr(config, "alibi", False):
         return "its alibi bias counts physical cache slots"
-    strange = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
-    return f"its layers of type {', '.join(sorted(strange))} hold more than keys and values" if strange else ""
+    other = set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS)
+    return f"its layers of type {', '.join(sorted(other))} hold more than keys and values" if other else ""
 
 
 @torch.no_grad()
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
-    """Gate, then probe: verify a tiny tree, or else a chain, on the real model and compare with plain forwards.
+    """Gate, then probe: verify a small tree, or else a chain, with the real model and compare with plain decoding.
 
-    Costs seven forwards of at most 17 tokens in two to six rows, eight in half precision, and as many again without
-    `verification/attention.py` where that fails, and for a chain where no tree will do; changes nothing.
+    Costs seven forwards (eight in half precision) of at most 17 tokens in two to six rows; as many again without
+    `verification/attention.py` if that fails, and for a chain if the tree fails. Does not modify the model.
 
     Raises:
-        UnsupportedModelError: The model fails or disagrees with itself; the message tells where.
+        UnsupportedModelError: A forward fails, or its logits differ; the message contains the reason.
     """
     gate(model)
-    config, signs = text_config(model), Fingerprint.of(model)
+    config, fingerprint = text_config(model), Fingerprint.of(model)
     reason = why_chains_only(model)
     with reproducible(model):
-        # layers that compare the name of their attention take no other, although it computes the same
-        forms = (True, False) if implementation(config) == REPLACED else (False,)
-        for packed in forms if not reason else ():
+        # some layers accept only attention names that they know, so packed attention may fail
+        attempts = (True, False) if implementation(config) == REPLACED else (False,)
+        for packed in attempts if not reason else ():
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
                 _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1])
-                return TargetFacts(measured_layout(cache), "", signs, packed)
+                return TargetFacts(measured_layout(cache), "", fingerprint, packed)
             except _CannotVerifyError as failure:
                 reason = str(failure)
         try:
@@ -149,28 +137,24 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
-                "Use plain generate() for it.",
+                "Use plain generate() with this model.",
             ) from failure.__cause__
-    return TargetFacts(None, reason, signs)
+    return TargetFacts(None, reason, fingerprint)
 
 
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What a forward raises that cannot do what it is asked for."""
+"""Exceptions that a forward raises if it cannot run the probe's inputs."""
 PROBE_TEXTS = 3
-"""Texts of the probe in half precision (one in float32, float64); half of its rows are without padding, half with."""
+"""Prompts without padding in half precision, and as many others with left padding (float32 and float64: one each)."""
 PROBE_PADDING = 3
-"""Left padding of the latter."""
+"""Left padding in tokens."""
 
 
 def _probe(target: Target, parents: list[int]) -> None:
-    """Prefill some rows, verify four nodes, commit the root and its first child, verify one more; compare each.
-
-    Raises:
-        _CannotVerifyError: The forward fails, or its logits are not those of plain decoding.
-    """
+    """Prefill, verify four nodes, commit the root and its first child, verify one more node; compare all logits."""
     model = target.model
     device, config = execution_device(model), text_config(model)
     exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
@@ -179,7 +163,7 @@ def _probe(target: Target, parents: list[int]) -> None:
     prompt, nodes = tokens.split([13, 4], dim=-1)
     pad_token_id = getattr(config, "pad_token_id", None)
     if isinstance(pad_token_id, int) and 0 <= pad_token_id < config.vocab_size:
-        nodes[:, 1] = pad_token_id  # some models do not count it as a position
+        nodes[:, 1] = pad_token_id  # some models skip it when they count positions
     mask = torch.ones_like(prompt)
     mask[rows // 2 :, :PROBE_PADDING] = 0
     tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
@@ -188,71 +172,67 @@ def _probe(target: Target, parents: list[int]) -> None:
         logits = target.verify(tree).logits.float()
         target.commit(tree, _first_child_kept(nodes))
         root = TokenTree(nodes[:, 2:3], torch.tensor([-1], dtype=torch.long, device=device))
-        seen = [("after a committed path", [0, 1, 2], target.verify(root).logits[:, 0].float())]
+        checks = [("after a committed path", [0, 1, 2], target.verify(root).logits[:, 0].float())]
         for node in range(1, len(parents)):
             path = [node]
             while parents[path[0]] >= 0:
                 path.insert(0, parents[path[0]])
-            seen.append((f"at node {node} of {parents}", path, logits[:, node]))
-        paths = [path for _, path, _ in seen]
+            checks.append((f"at node {node} of {parents}", path, logits[:, node]))
+        paths = [path for _, path, _ in checks]
         plain = _along_paths(_decode_plainly, model, prompt, mask, nodes, paths)
-        tolerance = EXACT
-        if not exact:
-            again = _along_paths(_run_whole, model, prompt, mask, nodes, paths)
-            tolerance = _rounding(again, plain)
-        for (place, _, got), wanted in zip(seen, plain, strict=True):
-            _compare(got, wanted, tolerance, place)
+        tolerance = EXACT if exact else _rounding(_along_paths(_run_whole, model, prompt, mask, nodes, paths), plain)
+        for (place, _, actual), expected in zip(checks, plain, strict=True):
+            _compare(actual, expected, tolerance, place)
     except FAILURES as error:
         raise _CannotVerifyError(f"its forward failed with {type(error).__name__}: {error}") from error
 
 
 def _first_child_kept(tokens: Tensor) -> Acceptance:
-    """The root and its first child, in every row of the tree's tokens `[B, N]`."""
+    """Accept the root and its first child in every row of a tree's tokens `[B, N]`."""
     path = torch.tensor([[0, 1]] * len(tokens), dtype=torch.long, device=tokens.device)
     kept, rows = tokens[:, 1:3], ((0, 1),) * len(tokens)
     return Acceptance(path, kept, kept[:, 1], rows, rows, (tokens.shape[1] - 1,) * len(tokens))
 
 
 EXACT = 3e-5
-"""Distance that is allowed in float32; 5.6e-6 is the largest that was seen over 168 architectures."""
+"""Largest relative distance allowed in float32 (largest measured over 168 architectures: 5.6e-6)."""
 ROUNDINGS, LEAST_ROUNDED, MOST_ROUNDED = 3, 1e-2, 1e-1
-"""Distance that is allowed in half precision: multiples of the model's own rounding, within bounds; at most 1.6 of
-them were seen in bf16 and fp16 over 43 architectures."""
+"""Distance allowed in half precision: this multiple of the model's own rounding error, and its lower and upper bound.
+
+Largest multiple measured in bf16 and fp16 over 43 architectures: 1.6."""
 
 
-def _compare(got: Tensor, wanted: Tensor, tolerance: float, place: str) -> None:
-    """Logits `[B, V]` against plain decoding's, relative to their size; the first half of the rows has no padding.
+def _compare(actual: Tensor, expected: Tensor, tolerance: float, place: str) -> None:
+    """Compare logits `[B, V]` with plain decoding's; the second half of the rows is padded.
 
-    Some texts are ten times as sensitive to rounding as others: of each half the median text is taken.
+    The median row of each half decides, because some texts are ten times as sensitive to rounding as others.
     """
-    for name, rows in zip(("", " in a padded row"), _distance(got, wanted).split(len(got) // 2), strict=True):
+    for name, rows in zip(("", " in a padded row"), _distance(actual, expected).split(len(actual) // 2), strict=True):
         if not float(rows.median()) <= tolerance:
             raise _CannotVerifyError(f"its logits {place}{name} differ from plain decoding's")
 
 
-def _rounding(again: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The distance that is allowed where arithmetic is not exact.
+def _rounding(recomputed: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
+    """Return the distance allowed in inexact arithmetic, derived from the model's own rounding error.
 
-    Args:
-        again: Plain decoding's logits `[B, V]` of several places, computed in yet another way.
-        wanted: The same of plain decoding. The place where the model's own rounding does most to a median text decides
-            for all: of a few texts, one place alone tells little.
+    That is the largest median distance, at any place, between plain decoding's logits `[B, V]` and the same
+    `recomputed` by one forward without a cache. With few texts, the distance at a single place varies too much.
     """
     medians = [
         float(rows.median())
-        for other, plain in zip(again, wanted, strict=True)
-        for rows in _distance(other, plain).split(len(plain) // 2)
+        for logits, expected in zip(recomputed, plain, strict=True)
+        for rows in _distance(logits, expected).split(len(expected) // 2)
     ]
     return min(max(LEAST_ROUNDED, ROUNDINGS * max(medians)), MOST_ROUNDED)
 
 
-def _distance(logits: Tensor, wanted: Tensor) -> Tensor:
-    """`[B]` distances, relative to the size of the wanted ones `[B, V]`."""
-    return (logits - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-6)
+def _distance(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the distances `[B]` of logits `[B, V]`, relative to the norm of the expected ones."""
+    return (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
 
 
 def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
-    """What `generate()` gives to a first forward."""
+    """Return the model inputs that `generate()` prepares for the first forward."""
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
     if cache is not None:
         inputs[cache_argument(model)] = cache
@@ -265,73 +245,68 @@ def _along_paths(
     run: Callable[[PreTrainedModel, Tensor, Tensor, Tensor], list[Tensor]],
     model: PreTrainedModel, prompt: Tensor, mask: Tensor, nodes: Tensor, paths: list[list[int]],
 ) -> list[Tensor]:  # fmt: skip
-    """Logits `[B, V]` after prompt `[B, P]` and each of the paths through the nodes `[B, N]`.
+    """Return logits `[B, V]` after the prompt `[B, P]` and each path through the nodes `[B, N]`.
 
-    The paths are rows of one batch, the shorter ones filled up behind their end, so that all take as many forwards as
-    the longest.
+    All paths run in one batch; shorter ones repeat their last node.
     """
     width = max(map(len, paths))
-    filled = [[*path, *path[-1:] * (width - len(path))] for path in paths]
-    tokens = torch.cat([nodes[:, path] for path in filled])
+    tokens = torch.cat([nodes[:, [*path, *path[-1:] * (width - len(path))]] for path in paths])
     logits = run(model, prompt.repeat(len(paths), 1), mask.repeat(len(paths), 1), tokens)
     return [logits[len(path) - 1].chunk(len(paths))[index] for index, path in enumerate(paths)]
 
 
 def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Logits `[B, V]` after the prompt and each of the tokens `[B, T]`, in one forward without any cache."""
+    """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by one forward without a cache."""
     text = torch.cat([prompt, tokens], dim=-1)
     inputs = first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
     inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
-    inputs.pop("logits_to_keep", None)  # some models put it to one
+    inputs.pop("logits_to_keep", None)  # some models set it to 1
     logits = model(**inputs, return_dict=True).logits[:, -tokens.shape[1] :].float()
     return list(logits.unbind(dim=1))
 
 
 def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Logits `[B, V]` after the prompt and each of the tokens `[B, T]`, as plain generate's loop gets them."""
+    """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by the steps of plain `generate()`."""
     inputs = first_inputs(model, mask, DynamicCache(config=text_config(model)))
     outputs = model._prefill(prompt, GenerationConfig(), inputs, is_first_iteration=True)
     text, logits = prompt, []
     for column in tokens.split(1, dim=-1):
-        inputs = model._update_model_kwargs_for_generation(outputs, inputs, is_encoder_decoder=False)
+        inputs = updated_kwargs(model, outputs, inputs)
         text = torch.cat([text, column], dim=-1)
-        outputs = model(
-            **model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs), return_dict=True
-        )
+        step = model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs)
+        outputs = model(**step, return_dict=True)
         logits.append(outputs.logits[:, -1].float())
     return logits
 
 
 @contextmanager
 def reproducible(model: nn.Module) -> Iterator[None]:
-    """The model as it is where its forwards repeat themselves; else (dropout, ...) in evaluation mode for a while.
+    """Switch the model to evaluation mode in this block if its forwards are random (dropout) or drop the cache.
 
-    A model whose forwards are random has no answer that could be kept; whether its layers can verify a tree, they
-    tell without the noise. Every module is back in its mode afterwards, and so are the random numbers.
+    The modes of all modules and the random number generators are restored afterwards.
     """
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
-        quiet = bool(training) and (drops_cache(model) or _is_random(model))
+        evaluate = bool(training) and (drops_cache(model) or _is_random(model))
         try:
             try:
-                _set_training(training, not quiet)
+                _set_training(training, not evaluate)
                 yield
             finally:
                 _set_training(training, True)
-        finally:  # an interrupt may come at the line above
+        finally:  # in case an interrupt arrives at the line above
             _set_training(training, True)
 
 
 @torch.no_grad()
 def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Run two tokens, and see that the hooks on the model's layers find what a drafter is to read.
+    """Run two tokens and check that hooks capture hidden states of the expected shape for a drafter.
 
     Raises:
-        DrafterMismatchError: The model has not as many layers.
-        UnsupportedModelError: No hidden states `[B, T, D]` pass there: its layers are called in other ways, or it
-            carries several streams.
+        DrafterMismatchError: The model has fewer layers.
+        UnsupportedModelError: The hooks capture other shapes, or nothing.
     """
     if not layers:
         return
@@ -339,28 +314,27 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
     with reproducible(model), FeatureTap(model, layers) as tap:
         _run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
         found = tap.shapes()
-    wanted = [(1, 2, getattr(text_config(model), "hidden_size", None))]
-    strange = {layer: shapes for layer, shapes in found.items() if shapes != wanted}
-    if strange:
+    expected = [(1, 2, getattr(text_config(model), "hidden_size", None))]
+    wrong = {layer: shapes for layer, shapes in found.items() if shapes != expected}
+    if wrong:
         raise UnsupportedModelError(
-            f"{type(model).__name__} shows no hidden states of shape {wanted[0]} to a drafter that reads them: found "
-            f"{strange}.",
-            "Use a drafter that reads none, such as prompt_lookup.",
+            f"The drafter needs hidden states of shape {expected[0]}; {type(model).__name__} has, by layer, {wrong}.",
+            "Use a drafter that does not read hidden states, such as prompt_lookup.",
         )
 
 
 def _set_training(modules: Sequence[dict[str, Any]], mode: bool) -> None:
-    """Switch modules by their attributes, all in one instruction of Python's, which no interrupt divides."""
+    """Set `training` of all modules in one call to C code, so that an interrupt cannot leave it half done."""
     deque(map(dict.__setitem__, modules, repeat("training"), repeat(mode)), maxlen=0)
 
 
 def drops_cache(model: nn.Module) -> bool:
-    """Whether layers checkpoint gradients in train mode, where transformers takes their cache away."""
+    """Return whether layers use gradient checkpointing in train mode, for which transformers disables the cache."""
     return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _multiplies_exactly(device: torch.device) -> bool:
-    """Whether float32 matrices are multiplied in float32 here, not in TF32 or the like, which users may switch on."""
+    """Return whether float32 products are computed in float32 (users can enable TF32 and similar)."""
     matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
     exact = matrix.double() @ matrix.double()
     product = (matrix.to(device) @ matrix.to(device)).cpu().double()
@@ -368,10 +342,10 @@ def _multiplies_exactly(device: torch.device) -> bool:
 
 
 def _is_random(model: PreTrainedModel) -> bool:
-    """Whether two forwards over the same tokens differ."""
+    """Return whether two forwards over the same tokens differ."""
     tokens = torch.arange(13, device=execution_device(model))[None] % text_config(model).vocab_size
     try:
         first, second = (_run_whole(model, tokens, torch.ones_like(tokens), tokens[:, :1])[0] for _ in range(2))
     except FAILURES:
-        return False  # the probe will tell how it fails
+        return False  # the probe reports the failure
     return not torch.equal(first, second)

@@ -1,9 +1,9 @@
-"""How a verify forward is run: by the model itself, or as a program of inductor's; `graphs.py` records either.
+"""Runners of the verify forward: the model itself, or a compiled forward; `graph_forward.py` captures either.
 
-A program is recorded once: the forward's operations, without its Python, for trees of any number of nodes and batches
-of any size. Its weights are packed for the processor (a copy of them, which costs their memory once more). Attention
-stays one operation that the program knows only by name: it appends to the cache and attends to exactly the committed
-tokens, so that no length is ever compiled or padded. Outputs that hooks would have kept leave as further outputs.
+A compiled forward is traced once, for any batch size and number of nodes. On a CPU its weights are copied in a packed
+layout, which doubles their memory. Attention remains a single custom operation that appends to the cache and attends
+to exactly the committed tokens, so lengths are neither compiled nor padded. Hidden states, which hooks would otherwise
+collect, are additional outputs.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_specdec.verification.attention import AttentionContext, attending, implementation
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import FeatureTap
-from hf_specdec.verification.graph_backends import UNCAPTURED
+from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout, persistent_tensors
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 
 CPU_OPTIONS: dict[str, Any] = {
-    "freezing": True,  # weights become constants that are packed for the kernels; the model keeps its own
-    "cpp.enable_concat_linear": True,  # layers that read the same input are multiplied at once
+    "freezing": True,  # weights become constants, packed for the kernels; the model keeps its weights
+    "cpp.enable_concat_linear": True,  # linear layers with the same input become one product
 }
-"""Inductor's options on a CPU. Elsewhere weights stay where they are: a packed copy takes as much memory again."""
-EXAMPLE_SHAPE = (2, 12)
-"""Rows and nodes of the forward that is recorded: sizes that no other size of a model has a reason to equal."""
+"""Inductor options on a CPU. Other devices do without the packed copy, which doubles the memory of the weights."""
+TARGET_EXAMPLE_SHAPE = (2, 12)
+"""Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
 
 
-ExecutionMode = Literal["compile", "cuda_graph"]
-"""What a forward can be besides the module's own: a program, or graphs; on a device with graphs a program is both."""
+ExecutionMode = Literal["inductor", "cuda_graph"]
+"""How a forward is run if not by the module itself. On a device with graphs, "inductor" also captures."""
 
 
 class Runner(ABC):
-    """A verify forward, in the model's own form or another.
+    """A way to run a verify forward.
 
     Attributes:
-        layers: Whose hidden states it gives, see `Features`.
+        layers: Layers whose hidden states it returns, see `Features`.
     """
 
     layers: frozenset[int]
@@ -56,17 +56,17 @@ class Runner(ABC):
     def __call__(
         self, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Cache
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits `[B, N, V]` and hidden states `[B, N, D]` by layer; appends to the cache.
+        """Return logits `[B, N, V]` and hidden states `[B, N, D]` by layer; append to the cache.
 
         Args:
             tokens: `[B, N]`.
-            positions: `[B, N]`.
-            forward: What its attention layers have in common.
-            cache: This generation's.
+            positions: `[B, N]` position ids.
+            forward: Masks shared by the attention layers.
+            cache: Cache of this generation.
         """
 
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the forward over a tree; see `__call__` for what it returns."""
+        """Run the forward over a tree; returns the same as `__call__`."""
         tree = inputs.tree
         ancestors = tree.ancestor_mask()
         masks = tree_masks(inputs.layout, ancestors, inputs.lengths, inputs.start, inputs.padding, inputs.dtype)
@@ -74,19 +74,19 @@ class Runner(ABC):
         return self(tree.tokens, positions.expand(tree.tokens.shape), attention_of(masks, inputs), cache)
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
-        """A cache that it can append to, see `TreeCache`."""
+        """Return a cache for this runner; see `TreeCache` for the arguments."""
         return TreeCache(layout, capacity, reserve)
 
-    def takes(self, num_nodes: int, cache: Cache) -> bool:
-        """Whether it can append so many nodes to this cache."""
+    def can_run(self, num_nodes: int, cache: Cache) -> bool:
+        """Whether this runner can append a tree of `num_nodes` to this cache."""
         return True
 
-    def release(self, cache: Cache) -> None:  # noqa: B027  (most keep nothing)
-        """The call that a cache was made for has ended."""
+    def release(self, cache: Cache) -> None:  # noqa: B027  (optional)
+        """Release a cache whose call has ended."""
 
 
 def attention_of(masks: Masks, inputs: TreeInputs) -> AttentionContext:
-    """What the attention layers of a forward over a tree have in common."""
+    """Return the context shared by the attention layers of a forward over a tree."""
     layers = inputs.layout.layers
     return AttentionContext(
         {layers[0][0]: masks} if isinstance(masks, Tensor) else masks,
@@ -95,11 +95,11 @@ def attention_of(masks: Masks, inputs: TreeInputs) -> AttentionContext:
 
 
 class ModelForward(Runner):
-    """The model's own forward, attending without copies.
+    """The model's own forward, with attention that does not copy keys and values.
 
     Args:
-        model: The target, which it does not keep alive.
-        layers: Whose hidden states are wanted.
+        model: The target; only a weak reference is kept.
+        layers: Layers whose hidden states are returned.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -125,60 +125,60 @@ class ModelForward(Runner):
 
 
 class CaptureError(Exception):
-    """A forward that is more than its operations; the message tells why."""
+    """Raised when a forward cannot be compiled or captured; the message is a clause such as "it has forward hooks"."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """Which numbers a program was made of: equal as long as no weight was moved, replaced or written to."""
+    """Identifies the weights that a runner was built from; changes if any weight is moved, replaced or written to."""
 
-    places: tuple[tuple[int, int], ...]  # address and number of writes of every parameter and buffer
+    tensors: tuple[tuple[int, int], ...]  # address and number of writes of every parameter and buffer
 
     @classmethod
     def of(cls, *modules: nn.Module) -> WeightsVersion:
-        """Read no number of them; see docs/compile.md for what it takes."""
-        found: list[tuple[Tensor, bool]] = [(tensor, True) for module in modules for tensor in module.parameters()]
+        """Describe the current weights without reading their values; cost: see docs/compile.md."""
+        tensors: list[tuple[Tensor, bool]] = [(tensor, True) for module in modules for tensor in module.parameters()]
         for part in (part for module in modules for part in module.modules()):
             for name, buffer in part._buffers.items():
-                if buffer is not None:  # what is no weight may be written to by the forward itself (longrope's table)
-                    found.append((buffer, name not in part._non_persistent_buffers_set))
-        return cls(tuple((_address(t), t._version if counts and not t.is_inference() else 0) for t, counts in found))
+                if buffer is not None:  # forwards may write to buffers that are not saved (longrope's table)
+                    tensors.append((buffer, name not in part._non_persistent_buffers_set))
+        return cls(tuple((_address(t), t._version if counts and not t.is_inference() else 0) for t, counts in tensors))
 
 
 def _address(tensor: Tensor) -> int:
-    """Where its numbers lie; of one that is made of others (quantised, sharded) the object itself."""
+    """Return the address of a tensor's data, or its id if it wraps other tensors (quantized, sharded)."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) else id(tensor)
 
 
 def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., Sequence[Tensor]]:
-    """Record what a function does and compile it, for inputs of these sizes or any other.
+    """Trace a function and compile it with inductor, for inputs of any size.
 
     Args:
-        step: What is recorded: it is called once.
-        *inputs: Of distinct sizes wherever sizes may differ, none of them 1.
+        step: The function; it is called once.
+        *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
 
     Raises:
-        CaptureError: It reads numbers on the host, or fails.
+        CaptureError: The function reads values on the host, or fails.
     """
     try:
         with persistent_tensors():
             graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
             sizes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            options = CPU_OPTIONS if inputs[0].device.type == "cpu" else UNCAPTURED
+            options = CPU_OPTIONS if inputs[0].device.type == "cpu" else ACCELERATOR_OPTIONS
             program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=options)
     except CaptureError:
         raise
-    except Exception as error:  # of any kind: it comes out of a model's own code, or a compiler's
-        raise CaptureError(f"it cannot be recorded ({type(error).__name__}: {error})") from error
+    except Exception as error:  # model code and compilers raise various types
+        raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
     return program
 
 
 class CompiledForward(Runner):
-    """A verify forward as inductor compiled it, for any number of rows and nodes.
+    """A verify forward compiled by inductor, for any batch size and number of nodes.
 
     Args:
-        run: Tokens, positions and the number of tokens before them to logits and hidden states.
-        layers: Whose hidden states, in their order.
+        run: Function from tokens, positions and the number of tokens before them to logits and hidden states.
+        layers: Layers of the returned hidden states, in order.
     """
 
     def __init__(self, run: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]], layers: Sequence[int]) -> None:
@@ -186,17 +186,17 @@ class CompiledForward(Runner):
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
-        """Record and compile: most of a minute for a small model, in every process.
+        """Trace and compile a model's forward: up to a minute for a small model, in every process.
 
         Args:
-            model: The target; it is left as it is.
-            layers: Whose hidden states are wanted.
+            model: The target; it is not modified.
+            layers: Layers whose hidden states are returned.
 
         Raises:
-            CaptureError: The forward reads numbers on the host, attends in a way of its own, or fails.
+            CaptureError: The forward reads values on the host, does not call transformers' attention, or fails.
         """
         layers = sorted(set(layers))
-        tokens = torch.zeros(EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
+        tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
         run = compile_operations(_verify_step(model, layers), tokens, tokens.clone(), start)
         return cls(run, layers)
@@ -220,7 +220,7 @@ _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("runnin
 def _append_and_attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
-    """The one operation of a program that knows of this generation."""
+    """Append to the running generation's cache and attend; the custom operation of compiled forwards."""
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
@@ -235,8 +235,8 @@ def _shape_of_attention(
 
 
 @functools.cache
-def _define_operation() -> torch.library.Library:
-    """Once in a process; the operation exists as long as this object, which the cache of this function keeps."""
+def _define_target_attention() -> torch.library.Library:
+    """Define the custom operation, once per process; it exists as long as the returned library, which is cached."""
     library = torch.library.Library("hf_specdec", "DEF")
     library.define(
         "tree_attention(Tensor query, Tensor key, Tensor value, int layer, str kind, float? scale) -> Tensor"
@@ -246,43 +246,43 @@ def _define_operation() -> torch.library.Library:
     return library
 
 
-class _RecordedLayer(CacheLayerMixin):
-    """A layer's cache in a forward that is recorded: what is appended comes back alone, and is known again."""
+class _TracedLayer(CacheLayerMixin):
+    """Cache layer used while tracing: returns exactly the appended tensors, which identify the layer."""
 
     is_sliding = False
     is_initialized = True
     keys: Tensor | None = None
-    start: Any = 0  # tokens before those that are given, where it is known
+    start: Any = 0  # number of committed tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing: no memory is needed."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """What was given."""
+        """Return the given keys and values."""
         self.keys = key_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Never used: masks are given."""
+        """Return the sizes of a mask; unused, because masks are passed in."""
         return query_length, 0
 
     def get_seq_length(self) -> Any:
-        """The number of committed tokens, which is an input of the program."""
+        """Return the number of committed tokens, an input of the compiled forward."""
         return self.start
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """The name transformers 5.17 has for `get_max_length`."""
+        """Return -1; transformers 5.17 calls this instead of `get_max_length`."""
         return -1
 
 
 def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
-    """What is recorded: tokens and positions `[B, N]`, and the tokens before them, to logits and hidden states.
+    """Return the function to trace: from tokens, positions and the number of tokens before them to logits and states.
 
     Raises:
         CaptureError: See `CompiledForward.of`.
@@ -290,13 +290,13 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
     config, device = text_config(model), execution_device(model)
     if implementation(config) != "sdpa":
         raise CaptureError(f"its attention is {implementation(config)!r}, not 'sdpa'")
-    _define_operation()
+    _define_target_attention()
     operation = torch.ops.hf_specdec.tree_attention.default
-    recorded = [_RecordedLayer() for _ in range(config.num_hidden_layers)]
+    cache_layers = [_TracedLayer() for _ in range(config.num_hidden_layers)]
     attended: set[int] = set()
 
     def attend(kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        layer = next((index for index, layer in enumerate(recorded) if layer.keys is key), None)
+        layer = next((index for index, layer in enumerate(cache_layers) if layer.keys is key), None)
         if layer is None:
             raise CaptureError("a layer attends to keys that it has not appended to the cache")
         attended.add(layer)
@@ -309,11 +309,11 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
     forward, run = AttentionContext(masks, attend=attend), ModelForward(model, layers)
 
     def step(tokens: Tensor, positions: Tensor, start: Tensor) -> list[Tensor]:
-        for layer in recorded:
+        for layer in cache_layers:
             layer.start = start
-        logits, states = run(tokens, positions, forward, Cache(layers=recorded))
-        if attended != set(range(len(recorded))):
-            raise CaptureError("its layers attend in a way of their own")
+        logits, states = run(tokens, positions, forward, Cache(layers=cache_layers))
+        if attended != set(range(len(cache_layers))):
+            raise CaptureError("some of its layers do not call transformers' attention function")
         return [logits, *(states[layer] for layer in layers)]
 
     return step

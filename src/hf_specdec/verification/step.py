@@ -1,4 +1,4 @@
-"""One step of the loop as everybody hears of it afterwards: sessions, the controller, statistics, outputs."""
+"""Records of one decoding step, for draft sessions, the controller, statistics and outputs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hf_specdec.verification.target import Verification
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was verified, what the target made of it, and what was kept."""
+    """Draft, verification and acceptance of one step."""
 
-    draft: Draft  # as verified: a chain where the target takes no branches
+    draft: Draft  # as verified: a chain if the target does not support trees
     verification: Verification
     acceptance: Acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadStep:
-    """A step that was decided on the device and that the host has not read yet; fields as in `Step`."""
+    """A step decided on the device, which the host has not read yet."""
 
     draft: Draft
     verification: Verification
@@ -30,9 +30,9 @@ class UnreadStep:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Wall-clock seconds of one step on the host."""
+    """Wall-clock seconds of one step, measured on the host."""
 
     draft: float
     verify: float
-    rest: float  # accepting, committing, telling
-    usual: bool = True  # no graph was recorded, no program compiled, no memory moved: such a step tells no costs
+    rest: float  # acceptance and commit
+    usual: bool = True  # False if the step included one-time work: graph capture, compilation or reallocation

@@ -1,8 +1,8 @@
-"""The target model seen from the decoding loop: prefill a prompt, verify a tree, commit the kept path.
+"""The target model's interface to the decoding loop: prefill a prompt, verify a tree, commit the accepted path.
 
-A target owns the cache of one generation. There are two kinds: a `TreeTarget` verifies trees over a static cache, a
-`ChainTarget` chains over transformers' own. Both reach the model only through its public forward: masks, position ids,
-a cache, forward hooks. Nothing here is per architecture; which kind a model is, `verification/probe.py` finds out.
+A target owns the cache of one generation. `TreeTarget` verifies trees with a static cache, `ChainTarget` verifies
+chains with transformers' own. Both use only the model's public forward (masks, position ids, a cache) and forward
+hooks; there is no code per architecture. `verification/probe.py` determines which of the two a model supports.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, tex
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What one target forward finds at the nodes of a tree (N nodes), or at a prompt's last position (N = 1)."""
+    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1)."""
 
-    logits: Tensor  # [B, N, V], the model's own dtype; a prompt: of all P positions where they were asked for
-    features: Features | None  # of the N nodes, of all P positions of a prompt; None where nothing is tapped
-    hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless asked for
-    attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless asked for
+    logits: Tensor  # [B, N, V] in the model's dtype; for a prompt, of all P positions if requested
+    features: Features | None  # of the N nodes, or of all P positions of a prompt; None if no layer is tapped
+    hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless requested
+    attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless requested
 
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
-"""Model inputs as long as the text, of which every new token takes the last entry, as in plain generate."""
+"""Model inputs with one entry per token, whose last entry is repeated for new tokens, as in plain `generate()`."""
 TEXT_INPUTS = ("mm_token_type_ids",)
-"""Model inputs as long as the text that are zero for every new token."""
+"""Model inputs with one entry per token that are zero for new tokens."""
 
 
 class Target(ABC):
-    """One generation's view of the model: its cache, its prompt's padding and positions, and the two forwards.
+    """The target model in one generation: cache, padding and positions of the prompt, prefill and verify forwards.
 
     Args:
-        model: The target.
-        outputs: `output_hidden_states`, `output_attentions` where asked for.
+        model: The target model.
+        outputs: Values of `output_hidden_states` and `output_attentions`, if requested.
     """
 
     supports_trees: bool
     """Whether a node may have more than one child."""
     lockstep: bool
-    """Whether all rows must keep the same number of tokens in every step."""
+    """Whether all rows must accept the same number of tokens in every step."""
     needs_replay = False
-    """Whether a partly kept chain costs a second forward."""
+    """Whether a partly accepted chain needs a second forward."""
     is_draft_view = False
-    """Whether its model is another than the target, which appends to the cache to draft, see `with_model`."""
+    """Whether the model is a part of the target that drafts with the target's cache, see `with_model`."""
     is_adopted = False
-    """Whether it continues a cache that was handed in, and has to bring it up to date."""
+    """Whether it continues a cache passed by the user, which must be updated at the end."""
     cache: TreeCache | ChainCache
 
     def __init__(self, model: PreTrainedModel, outputs: Mapping[str, bool] = MappingProxyType({})) -> None:
@@ -70,86 +70,86 @@ class Target(ABC):
         self.padding: PromptPadding | None = None
         self.positions = Positions.of(None, 0, execution_device(model))
         self._tap: FeatureTap | None = None
-        self._inputs: dict[str, Any] = {}  # further inputs of every verify forward; tensors of one column
+        self._inputs: dict[str, Any] = {}  # additional inputs of every verify forward; tensors have one column
 
     @property
     def start(self) -> int:
-        """The slot of the next root: committed tokens of the longest row."""
+        """Slot of the next root: number of committed tokens of the longest row."""
         return self.cache.start
 
     @property
     @abstractmethod
     def capacity(self) -> int | None:
-        """Slots per row that are allocated; None where the cache grows with every token."""
+        """Number of allocated slots per row; None if the cache grows with every token."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the cache that it continues; 0 where it begins with an empty one."""
+        """Number of rows in the cache; 0 before the first commit."""
         return len(self.cache.lengths)
 
     @abstractmethod
     def adopt(self, cache: Cache) -> None:
-        """Continue a cache of transformers' that was handed in; it is written to in `hand_back` only.
+        """Continue a transformers cache passed by the user, which is not modified until `hand_back`.
 
         Raises:
-            UnsupportedGenerationError: It cannot be continued.
+            UnsupportedGenerationError: The cache cannot be continued.
         """
 
     @abstractmethod
     def admit(self, draft: Draft) -> Draft:
-        """The part of a draft that this target can verify."""
+        """Return the part of a draft that this target can verify."""
 
     @abstractmethod
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Keep one path per row of the tree that was verified."""
+        """Keep one path per row of the verified tree."""
 
     @abstractmethod
     def rollback(self, num_nodes: int) -> None:
-        """Forget the tree of so many nodes that was verified."""
+        """Discard the verified tree, which has `num_nodes` nodes."""
 
     @abstractmethod
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Bring the cache of ragged rows to one length: shorter rows go on with padding, as in plain generate.
+        """Extend all rows of the cache to the same length: shorter rows get padding, as in plain `generate()`.
 
         Args:
-            new_tokens: Emitted tokens of each row; all but the longest row's last are to be in the cache.
-            pad_token_id: What follows a shorter row's last token.
+            new_tokens: Emitted tokens of each row; the cache then holds all of the longest row but its last.
+            pad_token_id: Token appended to shorter rows.
         """
 
     @abstractmethod
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        """One forward over all nodes but the known ones."""
+        """Run the model over all nodes except the first `known`."""
 
     def with_model(self, model: PreTrainedModel) -> Target:
-        """The same generation seen with another model that fits its cache, to draft with: a part of the target."""
+        """Return a view of this target, with the same cache, that drafts with a part of the model."""
         other = copy.copy(self)
         other.model, other._outputs, other.is_draft_view = model, {}, True
         return other
 
-    def close(self) -> None:  # noqa: B027  (most keep nothing)
-        """The generation has ended, in whatever way: memory that outlives it is free for the next one."""
+    def close(self) -> None:  # noqa: B027  (optional to override)
+        """End the generation, also after an error, and release memory that is kept for the next one."""
 
     def extend(self, tree: TokenTree, known: int) -> Tensor:
-        """Logits `[B, N - known, V]` of a tree that grows level by level; appends its new nodes.
+        """Append the new nodes of a growing tree and return their logits `[B, N - known, V]`.
 
         Args:
-            tree: All of it so far; every node with parent -1 follows the committed text, so it may be several.
-            known: How many of its first nodes were appended since the last commit.
+            tree: The whole tree so far; it may have several roots (parent -1), which follow the committed tokens.
+            known: Number of its first nodes already appended since the last commit.
         """
         logits: Tensor = self._run(tree, known).logits
         return logits
 
     def forget(self) -> None:
-        """Undo what `extend` has appended; a target that drafts must, before anything is verified."""
+        """Discard the nodes appended by `extend`; required before the next verification."""
         self.cache.rollback()
 
     def hand_back(self) -> Cache:
-        """The committed tokens as transformers' own cache, with which plain `generate()` can go on."""
+        """Return the committed tokens as a transformers cache, from which plain `generate()` can continue."""
         return self.cache.hand_back(text_config(self.model))
 
     @contextmanager
     def tapped(self, layers: Sequence[int]) -> Iterator[None]:
-        """Keep the features of these layers in every forward of the block."""
+        """Capture the features of these layers in every forward of the block."""
         if not layers:
             yield
             return
@@ -168,49 +168,49 @@ class Target(ABC):
         *,
         prompt_logits: bool = False,
     ) -> Verification:
-        """Run the prompt by transformers' own prefill (chunking, embeddings, images) and commit it in every row.
+        """Process the prompt with transformers' own prefill (chunks, embeddings, images) and commit it in every row.
 
         Args:
             input_ids: `[B, P]`.
-            generation_config: Of this call.
-            model_kwargs: What `generate()` prepared; holds our cache.
-            prompt_logits: Ask for the logits of all positions; a prompt in chunks has those of its last chunk only.
+            generation_config: Generation config of this call.
+            model_kwargs: Inputs prepared by `generate()`, including our cache.
+            prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
 
         Returns:
-            Logits `[B, 1, V]` of the last position, or `[B, P, V]`, and the features of all P where tapped.
+            Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions if layers are tapped.
         """
         self.padding = PromptPadding.of(model_kwargs.get("attention_mask"))
         if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
             if prompt_logits:
-                model_kwargs["logits_to_keep"] = 0  # transformers' word for all of them
+                model_kwargs["logits_to_keep"] = 0  # transformers' value for all positions
             elif self._tap is not None:
-                # an int lets some models (gemma4) skip prompt positions in upper layers; a tensor keeps them all
+                # with an int, some models (gemma4) skip prompt positions in upper layers; with a tensor they do not
                 model_kwargs["logits_to_keep"] = torch.tensor([-1], dtype=torch.long, device=input_ids.device)
         known = self.cache.start
         if self._tap is not None:
             self._tap.clear()
         outputs = self.model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
-        given = model_kwargs.get("inputs_embeds")
-        self.cache.commit_all(outputs.logits.shape[0], (input_ids if given is None else given).shape[1])
+        embeds = model_kwargs.get("inputs_embeds")
+        self.cache.commit_all(outputs.logits.shape[0], (input_ids if embeds is None else embeds).shape[1])
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] < self.cache.start - known:
-            positions = None  # virtual tokens in front (prompt tuning), which are counted by slots
+            positions = None  # with virtual tokens before the prompt (prompt tuning), positions are slot indices
         self.positions = Positions.of(positions, self.cache.start, input_ids.device)
         if self.padding is not None:
-            self.padding = self.padding.behind(self.cache.start)
-        self._inputs = _every_step(model_kwargs)
+            self.padding = self.padding.extended_to(self.cache.start)
+        self._inputs = _repeated_inputs(model_kwargs)
         logits = outputs.logits if prompt_logits else outputs.logits[:, -1:]
         return Verification(logits, self._features(), *self._layers(outputs))
 
     def verify(self, tree: TokenTree) -> Verification:
-        """One forward over the whole tree; its keys are appended to the cache, not committed."""
+        """Run the model over the whole tree; its keys and values are appended to the cache, but not committed."""
         if self._tap is not None:
             self._tap.clear()
         outputs = self._run(tree)
         return Verification(outputs.logits, self._features(), *self._layers(outputs))
 
-    def _every_step(self, tokens: Tensor) -> dict[str, Any]:
-        """What every forward gets besides."""
+    def _step_inputs(self, tokens: Tensor) -> dict[str, Any]:
+        """Return the additional inputs of a verify forward over `tokens` `[B, N]`."""
         columns = {
             name: value.expand(tokens.shape) if isinstance(value, Tensor) else value
             for name, value in self._inputs.items()
@@ -227,8 +227,8 @@ class Target(ABC):
         )
 
 
-def _every_step(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs that plain generate gives to every forward: one column of those that grow, settings as they are."""
+def _repeated_inputs(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs that plain `generate()` passes to every forward: settings, and one column of per-token inputs."""
     inputs: dict[str, Any] = {}
     for name, value in model_kwargs.items():
         if value is None or name in PREPARED_INPUTS:
@@ -246,4 +246,4 @@ PREPARED_INPUTS = frozenset({
     "attention_mask", "position_ids", *CACHE_ARGUMENTS, "use_cache", "logits_to_keep",
     "inputs_embeds", "input_ids", "output_attentions", "output_hidden_states", "tokenizer", "return_dict",
 })  # fmt: skip
-"""What `generate()` prepares for the prompt, and a verify forward gets in its own way."""
+"""Inputs of the prompt's forward that verify forwards set themselves, or do not need."""

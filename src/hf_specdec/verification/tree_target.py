@@ -1,4 +1,4 @@
-"""A target that verifies any tree by one forward over a static cache, with a mask of its own."""
+"""Target that verifies a tree in one forward, with a static cache and a tree attention mask."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class TreeTarget(Target):
-    """A model whose layers hold plain keys and values: any tree is verified by one forward with a mask of its own.
+    """Target for models whose layers hold plain keys and values.
 
     Args:
         model, outputs: See `Target`.
-        cache: This generation's; what it already holds is continued.
-        uses_packed_attention: Whether its layers may attend by `verification/attention.py`; some compare the name of
-            their attention. runner: What verifies trees instead of the model's own forward, where it can.
+        cache: Cache of this generation; tokens already in it are continued.
+        uses_packed_attention: Whether the layers may use `verification/attention.py`; some accept only attention
+            names that they know.
+        runner: Compiled or captured forward, used instead of the model's own if it supports the inputs.
     """
 
     supports_trees, lockstep = True, False
@@ -49,22 +50,22 @@ class TreeTarget(Target):
     ) -> None:
         super().__init__(model, outputs)
         self.cache, self._uses_packed, self._runner = cache, uses_packed_attention, runner
-        self._told = False  # that its runner cannot run this call
+        self._logged_unused = False  # whether it was logged that the runner is not used
         self._cache_argument = cache_argument(model)
         self._mask_layout = MaskLayout.of(text_config(model))
 
     @property
     def capacity(self) -> int | None:
-        """Slots per row that are allocated."""
+        """Number of allocated slots per row."""
         return self.cache.capacity
 
     def adopt(self, cache: Cache) -> None:
-        """Copy what it holds."""
+        """Copy the tokens of a transformers cache, see `TreeCache.adopt`."""
         self.cache.adopt(cache)
         self.is_adopted = True
 
     def admit(self, draft: Draft) -> Draft:
-        """All of it."""
+        """Return the whole draft."""
         return draft
 
     def prefill(
@@ -80,7 +81,7 @@ class TreeTarget(Target):
         return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Compact the kept path in place."""
+        """Keep one path per row, in place."""
         self.cache.commit(acceptance.path, acceptance.nodes)
 
     def rollback(self, num_nodes: int) -> None:
@@ -100,7 +101,7 @@ class TreeTarget(Target):
             for tokens in new_tokens
         ]
         while longest := max(map(len, missing)):
-            size = min(longest, max(cache.capacity - cache.start, 1))  # what fits without moving the cache
+            size = min(longest, max(cache.capacity - cache.start, 1))  # fits without reallocating the cache
             chunks = [row[:size] for row in missing]
             padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
             tokens = torch.tensor(padded, dtype=torch.long, device=execution_device(self.model))
@@ -116,10 +117,10 @@ class TreeTarget(Target):
         all_seen = tree.num_nodes == 1 and self.padding is None and len(set(cache.lengths)) <= 1
         layout, dtype = self._mask_layout, self.model.dtype
         inputs = TreeInputs(tree, lengths, cache.start, self.padding, self.positions, layout, dtype, all_seen)
-        if self._runner is not None and self._runs(self._runner, tree.num_nodes, known):
+        if self._runner is not None and self._can_use(self._runner, tree.num_nodes, known):
             logits, states = self._runner.verify(inputs, cache)
             if self._tap is not None:
-                self._tap.clear()  # of what its hooks saw where the model's own forward was run all the same
+                self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
         ancestors = tree.ancestor_mask()
@@ -133,24 +134,27 @@ class TreeTarget(Target):
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
-                **self._every_step(tokens),
+                **self._step_inputs(tokens),
             )
 
-    def _runs(self, runner: Runner, num_nodes: int, known: int) -> bool:
-        """Whether a forward is one that the runner runs; where the call is in the way, that is logged once."""
+    def _can_use(self, runner: Runner, num_nodes: int, known: int) -> bool:
+        """Return whether the runner supports this forward; log once if the call's inputs or outputs prevent it."""
         if known or self.is_draft_view:
             return False
         layers = frozenset[int]() if self._tap is None else self._tap.layers
-        hindrances = {
-            "inputs besides tokens": self._inputs,
-            "outputs for every layer": self._outputs,
-            "positions in several sections": self.positions.last.dim() > 1,
+        obstacles = {
+            "additional model inputs": self._inputs,
+            "outputs of every layer": self._outputs,
+            "several sections of position ids": self.positions.last.dim() > 1,
             "autocast": torch.is_autocast_enabled(execution_device(self.model).type),
-            "hidden states that it does not give": layers - runner.layers,
-            "a cache that is not its own, or too wide a tree": not runner.takes(num_nodes, self.cache),
+            "hidden states that it does not return": layers - runner.layers,
+            "another call's cache, or too wide a tree": not runner.can_run(num_nodes, self.cache),
         }
-        found = [name for name, hinders in hindrances.items() if hinders]
-        if found and not self._told:
-            logger.info("The program of %s is not used: %s.", type(self.model).__name__, ", ".join(found))
-            self._told = True
+        found = [name for name, present in obstacles.items() if present]
+        if found and not self._logged_unused:
+            logger.info(
+                "The compiled or captured forward of %s is not used (%s).",
+                type(self.model).__name__, ", ".join(found),
+            )  # fmt: skip
+            self._logged_unused = True
         return not found

@@ -1,7 +1,7 @@
-"""Pictures: what one step drafted, what a generation did, what a head has learned, what a machine's steps cost.
+"""Plots of draft trees, decoding steps, training runs and step costs; coloured text.
 
-They need matplotlib (`pip install hf-specdec[notebooks]`), but for coloured text. What a generation did is told by
-`model.generate(..., speculative={"method": ..., "trace": True})` in `model.last_speculation.trace`.
+All except coloured text need matplotlib (`pip install hf-specdec[notebooks]`). Plots of steps take the trace of a call
+`model.generate(..., speculative={"method": ..., "trace": True})`, which is in `model.last_speculation.trace`.
 """
 
 from hf_specdec.reporting.palette import save_plot

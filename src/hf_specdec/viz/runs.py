@@ -1,4 +1,4 @@
-"""What a training run has learned, and what the steps of a machine cost."""
+"""Plots of a training run and of step costs."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ if TYPE_CHECKING:
 
 
 def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
-    """Loss, the accuracy of every drafted depth, and tau on what is held out, over the steps of a training run.
+    """Plot the loss, the accuracy per drafted depth and the tau on held-out data over the steps of a training run.
 
     Args:
-        log_history: Of `trainer_state.json`.
+        log_history: `log_history` of the Trainer's `trainer_state.json`.
 
     Returns:
-        The matplotlib axes: two, or three where something was held out.
+        Two matplotlib axes, or three if data was held out.
     """
     rows = [row for row in log_history if "loss" in row]
     measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
     with drawing() as pyplot:
         figure, (left, right, *more) = pyplot.subplots(1, 2 + bool(measured), figsize=(10 + 5 * bool(measured), 3.5))
-        _smoothed(left, [(row["step"], float(row["loss"])) for row in rows])
+        _plot_smoothed(left, [(row["step"], float(row["loss"])) for row in rows])
         left.set_ylabel("loss")
         names = sorted({name for row in rows for name in row if name.startswith("top1_accuracy_")})
         for name in names:
-            seen = [(row["step"], float(row[name])) for row in rows if name in row]
-            _smoothed(right, seen, label=f"depth {name.rsplit('_', 1)[1]}")
+            points = [(row["step"], float(row[name])) for row in rows if name in row]
+            _plot_smoothed(right, points, label=f"depth {name.rsplit('_', 1)[1]}")
         right.set_ylabel("top-1 accuracy")
         if names:
             right.legend()
         for axes in more:
             axes.plot(*zip(*measured, strict=True), marker=".")
             axes.set_ylabel("tau of greedy chains, held out")
-        drawn: Sequence[Axes] = (left, right, *more)
-        for axes in drawn:
+        all_axes: Sequence[Axes] = (left, right, *more)
+        for axes in all_axes:
             axes.set_xlabel("step")
         figure.tight_layout()
-    return drawn
+    return all_axes
 
 
-SMOOTHED = 30
-"""Parts of a run over which what differs from batch to batch is averaged."""
+SMOOTHING_WINDOWS = 30
+"""A run is this many times as long as the window of its moving average."""
 
 
-def _smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
-    """A line through means of what is around each step, and what they are means of, faintly."""
-    reach, values = len(points) // SMOOTHED // 2, [value for _, value in points]
+def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
+    """Plot the centred moving average of a curve, and the raw curve faintly behind it."""
+    reach, values = len(points) // SMOOTHING_WINDOWS // 2, [value for _, value in points]
     around = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     steps, means = [step for step, _ in points], [sum(part) / len(part) for part in around]
     (line,) = axes.plot(steps, means, label=label)
@@ -58,10 +58,10 @@ def _smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None
 
 
 def plot_costs(costs: Mapping[str, Sequence[float]]) -> Axes:
-    """What a step costs by the number of nodes that it verifies, in steps of plain decoding.
+    """Plot the duration of a step in milliseconds by the number of verified nodes.
 
     Args:
-        costs: By name (a model, a device, compiled or not): seconds of a step that verifies 1, 2, ... nodes.
+        costs: Per curve name, the seconds of a step that verifies 1, 2, ... nodes.
 
     Returns:
         The matplotlib axes.

@@ -1,4 +1,4 @@
-"""What one generation did, step by step; made of `stats.trace`."""
+"""Plots of a generation's statistics and of its steps (`stats.trace`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STAGES = ("draft", "verify", "rest")
 
 
 def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
-    """How often at least 1, 2, ... drafted tokens were accepted; the shares of one generation add up to tau - 1.
+    """Plot the share of steps that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
 
     Args:
-        stats: Generations by name, of `model.last_speculation`.
+        stats: Statistics of generations (`model.last_speculation`) by name.
 
     Returns:
         The matplotlib axes.
@@ -33,7 +33,7 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
             places = [depth + (number - (len(stats) - 1) / 2) * width for depth in range(1, len(shares) + 1)]
             axes.bar(places, shares, width, label=f"{name}: tau {one.mean_accepted_length:.2f}")
         axes.set_xlabel("drafted tokens")
-        axes.set_ylabel("share of steps that accepted so many")
+        axes.set_ylabel("share of steps that accepted them")
         axes.set_xticks(range(1, 1 + max((len(one.acceptance_by_depth) for one in stats.values()), default=0)))
         axes.set_ylim(0, 1)
         axes.legend()
@@ -41,10 +41,10 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
 
 
 def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
-    """When each step drafted, verified, and did the rest; above each stands how many tokens it gave (first row).
+    """Plot when each step drafted, verified and did the rest, labelled with its emitted tokens (first row).
 
     Args:
-        trace: Of `stats.trace`; on an accelerator a stage's work may end in a later one.
+        trace: The steps of `stats.trace`. On an accelerator, a stage's work may finish during a later stage.
 
     Returns:
         The matplotlib axes.
@@ -61,16 +61,16 @@ def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
             axes.annotate(str(len(step.rows[0].emitted)), (1000 * step.begin, len(STAGES) + 0.05), fontsize=7)
         axes.set_yticks([len(STAGES) - lane - 0.5 for lane in range(len(STAGES))], STAGES)
         axes.set_ylim(0, len(STAGES) + 0.5)
-        axes.set_xlabel("milliseconds since the prompt was read; numbers are tokens that a step gave")
+        axes.set_xlabel("milliseconds after the prefill; numbers are tokens emitted by a step")
     return axes
 
 
 def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
-    """Upwards how many nodes each step drafted, by whose idea they were; downwards how many of them were accepted.
+    """Plot per step the drafted nodes by source (upwards) and the accepted ones (downwards).
 
     Args:
-        trace: Of `stats.trace`.
-        row: Of the batch.
+        trace: The steps of `stats.trace`.
+        row: Index in the batch.
 
     Returns:
         The matplotlib axes.

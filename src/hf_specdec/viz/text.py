@@ -1,4 +1,4 @@
-"""A generated text, coloured by the step that gave each token: HTML in notebooks, ANSI in terminals."""
+"""Generated text coloured by decoding step: HTML in notebooks, ANSI colours in terminals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESET = "\x1b[0m"
 
 
 def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
-    """A token as a picture shows it: spaces and line ends are visible, long ones are cut. None: its id."""
+    """Return a token's text with visible whitespace, cut to `longest` characters; its id if there is no tokenizer."""
     if tokenizer is None:
         return str(token)
     text = str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
@@ -23,7 +23,7 @@ def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step gave."""
+    """Text and number of the tokens emitted by one step."""
 
     text: str
     num_tokens: int
@@ -31,9 +31,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ColoredText:
-    """A text in pieces, one per step. A notebook shows it in colours by itself; in a terminal `print` does.
+    """Text in one piece per step, coloured if displayed in a notebook or printed in a terminal.
 
-    Pieces of one token stay plain: such a step gave no more than plain decoding does.
+    Pieces of one token are not coloured: plain decoding emits one token per step as well.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class ColoredText:
         for piece in self.pieces:
             if piece.num_tokens > 1:
                 red, green, blue = (int(PALETTE[number % len(PALETTE)][place : place + 2], 16) for place in (1, 3, 5))
-                # a colour does not run over the end of a line, where some terminals would paint to the margin
+                # end the colour before a line break: some terminals would fill the rest of the line
                 lines = [f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in piece.text.split("\n")]
                 parts.append("\n".join(lines))
                 number += 1
@@ -65,22 +65,22 @@ class ColoredText:
 
 
 def colored_text(trace: Sequence[TracedStep], tokenizer: Any, *, row: int = 0) -> ColoredText:
-    """The text of one generation, in the pieces in which it came.
+    """Return the text of a generation, coloured by step.
 
     Args:
-        trace: Of `stats.trace`.
-        tokenizer: Of the model.
-        row: Of the batch.
+        trace: The steps of `stats.trace`.
+        tokenizer: The model's tokenizer.
+        row: Index in the batch.
     """
     steps = [step.rows[row] for step in trace]
-    tokens = steps[0].tokens[:1] if steps else []  # the prompt's forward gave the first root
+    tokens = steps[0].tokens[:1] if steps else []  # the prefill emitted the first root
     pieces, text = [Piece("", 0)], ""
     for emitted in (tokens, *(step.emitted for step in steps)):
         if emitted is not tokens:
             tokens = [*tokens, *emitted]
-        # the whole text is decoded again: what a token looks like depends on those before it
+        # decode the whole text: the text of a token depends on the tokens before it
         longer = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if longer.endswith("�"):  # half a letter: the step that brings the rest shows it
+        if longer.endswith("�"):  # an incomplete character: it belongs to the step that completes it
             longer = longer[:-1]
         new = longer[len(text) :] if longer.startswith(text) else ""
         pieces.append(Piece(new, len(emitted)))

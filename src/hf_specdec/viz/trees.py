@@ -1,4 +1,4 @@
-"""Trees from left to right: a static one with its ranks, and the one that a step drafted with what became of it."""
+"""Plots of trees, from left to right: a static tree, and the tree that a step drafted and verified."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 Node = TypeVar("Node", bound=Hashable)
 
 INCHES_PER_LEVEL, INCHES_PER_LEAF = 1.5, 0.34
-"""Size of the picture of a step."""
+"""Size of the plot of a step."""
 LABEL = 0.6
-"""Of a level's width: what a node's label may take."""
-VERDICT = -1
-"""In the place of a node: the target's own token."""
+"""Fraction of a level's width reserved for a node's label."""
+TARGET = -1
+"""Pseudo-node of the token that the target chose (correction or bonus)."""
 
 
 def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None) -> Axes:
-    """A static tree; the likelier a node is to be accepted, the heavier its line.
+    """Plot a static tree. Lines are thicker for nodes that are more likely to be accepted.
 
     Args:
-        choices: The paths of the drafted nodes; parents are among them.
-        acceptance: Probability that a node is accepted, by its path.
+        choices: Paths of the drafted nodes, including all parents.
+        acceptance: Acceptance probability of each path.
 
     Returns:
         The matplotlib axes.
@@ -54,32 +54,32 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
 
 
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
-    """The tree that a step drafted: kept nodes are filled, lines as heavy as the drafter was sure, coloured by source.
+    """Plot the tree of a step. Accepted nodes are filled; lines are coloured by source, thicker for likelier drafts.
 
-    Under every token stand the probability that its drafter gave it, and the one that the target gives it there. The
-    token in a box is the target's own: a correction, or the bonus behind a path that was accepted to its end.
+    Below each token are its probabilities by the drafter and by the target. The boxed token is the target's: the
+    correction, or the bonus token if the path was accepted up to a leaf.
 
     Args:
-        step: Of `stats.trace`.
-        tokenizer: What shows tokens as text; None shows ids.
-        row: Of the batch.
+        step: A step of `stats.trace`.
+        tokenizer: Tokenizer to show tokens as text; None shows ids.
+        row: Index in the batch.
 
     Returns:
         The matplotlib axes.
     """
-    seen = step.rows[row]
-    nodes = [node for node, parent in enumerate(seen.parents) if node == 0 or parent != ROOT_PARENT]
+    traced = step.rows[row]
+    nodes = [node for node, parent in enumerate(traced.parents) if node == 0 or parent != ROOT_PARENT]
     children: dict[int, list[int]] = {}
     depths = {0: 0}
     for node in nodes[1:]:
-        children.setdefault(seen.parents[node], []).append(node)
-        depths[node] = depths[seen.parents[node]] + 1
-    if seen.path:  # the target's own token stands on a line of its own
-        children.setdefault(seen.path[-1], []).append(VERDICT)
-        depths[VERDICT] = depths[seen.path[-1]] + 1
+        children.setdefault(traced.parents[node], []).append(node)
+        depths[node] = depths[traced.parents[node]] + 1
+    if traced.path:
+        children.setdefault(traced.path[-1], []).append(TARGET)
+        depths[TARGET] = depths[traced.path[-1]] + 1
     heights, leaves = _heights(0, children)
     places = {node: (float(depths[node]), height) for node, height in heights.items()}
-    sources = list(dict.fromkeys(seen.sources[node] for node in nodes[1:]))
+    sources = list(dict.fromkeys(traced.sources[node] for node in nodes[1:]))
     colors = {source: PALETTE[number % len(PALETTE)] for number, source in enumerate(sources)}
     deepest = max(depths.values())
     with drawing() as pyplot:
@@ -87,21 +87,21 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
         axes: Axes = pyplot.figure(figsize=size).gca()
         for node in nodes:
             if node:
-                sure = 0.5 if seen.draft_probs is None else seen.draft_probs[node]
-                axes.plot(*_edge(places[seen.parents[node]], places[node]), color=colors[seen.sources[node]],
-                          linewidth=0.6 + 3.4 * sure, alpha=0.95 if node in seen.path else 0.45)  # fmt: skip
-            _draw_node(axes, seen, node, places[node], INK if node == 0 else colors[seen.sources[node]], tokenizer)
-        if seen.path:
-            axes.plot(*_edge(places[seen.path[-1]], places[VERDICT]), color=INK, linewidth=1, linestyle="--")
-            axes.annotate(shown(tokenizer, seen.emitted[-1]), places[VERDICT], (4, 0), textcoords="offset points",
+                confidence = 0.5 if traced.draft_probs is None else traced.draft_probs[node]
+                axes.plot(*_edge(places[traced.parents[node]], places[node]), color=colors[traced.sources[node]],
+                          linewidth=0.6 + 3.4 * confidence, alpha=0.95 if node in traced.path else 0.45)  # fmt: skip
+            _draw_node(axes, traced, node, places[node], INK if node == 0 else colors[traced.sources[node]], tokenizer)
+        if traced.path:
+            axes.plot(*_edge(places[traced.path[-1]], places[TARGET]), color=INK, linewidth=1, linestyle="--")
+            axes.annotate(shown(tokenizer, traced.emitted[-1]), places[TARGET], (4, 0), textcoords="offset points",
                           fontsize=8, fontweight="bold", va="center",
                           bbox={"boxstyle": "round,pad=0.25", "facecolor": "none", "edgecolor": INK})  # fmt: skip
         for source in sources:
             axes.plot([], [], color=colors[source], linewidth=3, label=source)
         if sources:
             axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(sources), borderaxespad=0.2)
-        accepted = max(len(seen.emitted) - 1, 0)
-        axes.set_title(f"{seen.num_drafted} drafted, {accepted} accepted", loc="right")
+        accepted = max(len(traced.emitted) - 1, 0)
+        axes.set_title(f"{traced.num_drafted} drafted, {accepted} accepted", loc="right")
         axes.set_xlim(-0.1, deepest + LABEL)
         axes.set_ylim(min(heights.values()) - 0.6, max(heights.values()) + 0.6)
         axes.set_axis_off()
@@ -109,24 +109,24 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
 
 
 def _edge(parent: tuple[float, float], child: tuple[float, float]) -> tuple[list[float], list[float]]:
-    """From behind the parent's label to the child."""
+    """Return the line from the end of the parent's label to the child, as x and y coordinates."""
     return [parent[0] + LABEL, child[0]], [parent[1], child[1]]
 
 
 def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float], color: str, tokenizer: Any) -> None:
-    """A dot with its token above and its probabilities below."""
+    """Draw a dot with the token above and its probabilities below."""
     kept = node in row.path
     axes.plot(*place, marker="o", markersize=5, color=color, fillstyle="full" if kept else "none")
     axes.annotate(shown(tokenizer, row.tokens[node]), place, (5, 1), textcoords="offset points", fontsize=8,
                   fontweight="bold" if kept else "normal", va="bottom")  # fmt: skip
     if node:
-        told = "" if row.draft_probs is None else f"{row.draft_probs[node]:.2f} / "
-        axes.annotate(f"{told}{row.target_probs[node]:.2f}", place, (5, -1), textcoords="offset points",
+        draft_prob = "" if row.draft_probs is None else f"{row.draft_probs[node]:.2f} / "
+        axes.annotate(f"{draft_prob}{row.target_probs[node]:.2f}", place, (5, -1), textcoords="offset points",
                       fontsize=6, va="top")  # fmt: skip
 
 
 def _heights(root: Node, children: Mapping[Node, Sequence[Node]]) -> tuple[dict[Node, float], int]:
-    """Where nodes stand, each leaf on a line of its own and parents in the middle of their children; and the lines."""
+    """Return the y coordinate of each node and the number of leaves: one line per leaf, parents centred."""
     heights: dict[Node, float] = {}
     leaves = 0
 

@@ -1,9 +1,11 @@
-"""Drafting with some of the target's own layers, its final norm and its lm_head, over its own cache.
+"""Early exit: draft with some of the target's own layers, its final norm and its lm_head, on its own cache.
+
+Experimental because it did not pay in any measurement: 0.43x of plain decoding (docs/benchmarks.md).
 
 Sources: LayerSkip (https://arxiv.org/abs/2404.16710) for the first layers, Draft & Verify
 (https://arxiv.org/abs/2309.08168) and SWIFT (https://arxiv.org/abs/2410.06916) for skipped layers. Whole layers are
-skipped here, not attention and MLP apart, and the depth is fixed: a threshold on the confidence would be read from the
-device after every token.
+skipped here, not attention and MLP separately, and the depth is fixed: a confidence threshold would have to be read
+from the device after every token.
 """
 
 from __future__ import annotations
@@ -32,32 +34,32 @@ from hf_specdec.verification.target import Target
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 1
 DEFAULT_SHARE = 3
-"""One layer in so many runs where no setting tells; models are released without a word on where to exit."""
+"""By default, the first third of the layers run; published models do not state an exit layer."""
 DEFAULT_RATIO = 0.45
-"""Of the layers that `search_skipped_layers` may skip; SWIFT's."""
+"""Fraction of the inner layers that `search_skipped_layers` skips, as in SWIFT."""
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts with a part of the target. Needs a model whose layers stand in one list and run one after the other.
+    """Drafts with some of the target's layers. Needs a model whose layers are in one list and run in sequence.
 
-    It seldom pays: a drafted token costs the layers that run, and a model that was not trained to exit early is seldom
-    right there. Config fields: `num_steps` (default 4), `top_k` (1, a chain), `num_draft_tokens` (1 + steps * top_k);
-    `tree` may be `"dynamic"`, which it is.
+    Experimental (0.43x, see the module): each drafted token runs these layers, and a model not trained for early exit
+    rarely predicts the right token there. Config fields: `num_steps` (default 4), `top_k` (1, a chain),
+    `num_draft_tokens` (1 + num_steps * top_k), `tree` (None or `"dynamic"`).
 
     Args:
-        exit_layer: Run the first so many layers; default: a third of them.
-        skipped_layers: Run all but these, counted from 0; `search_skipped_layers` finds some. The first layer runs
-            always: it counts the tokens of the cache.
+        exit_layer: Run only the first `exit_layer` layers; default: a third of all layers.
+        skipped_layers: Run all layers but these, counted from 0; see `search_skipped_layers`. Layer 0 always runs
+            because it counts the tokens in the cache.
 
     Raises:
-        InvalidConfigError: Both, or numbers that are no layers.
+        InvalidConfigError: Both arguments are given, or they are not valid layer numbers.
     """
 
     method = "early_exit"
 
     def __init__(self, *, exit_layer: int | None = None, skipped_layers: Iterable[int] | None = None) -> None:
         if exit_layer is not None and skipped_layers is not None:
-            raise InvalidConfigError("`exit_layer` and `skipped_layers` tell the same thing.", "Give one of the two.")
+            raise InvalidConfigError("`exit_layer` and `skipped_layers` exclude each other.", "Pass only one of them.")
         if exit_layer is not None:
             require_integer("exit_layer", exit_layer, 1)
         if skipped_layers is not None:
@@ -66,42 +68,43 @@ class EarlyExitDrafter(Drafter):
         self._bound: WeakKeyDictionary[PreTrainedModel, SkippedLayers] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        told = {"exit_layer": self.exit_layer, "skipped_layers": self.skipped_layers}
-        return f"EarlyExitDrafter({', '.join(f'{name}={value}' for name, value in told.items() if value is not None)})"
+        settings = {"exit_layer": self.exit_layer, "skipped_layers": self.skipped_layers}
+        given = (f"{name}={value}" for name, value in settings.items() if value is not None)
+        return f"EarlyExitDrafter({', '.join(given)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is bound to no model yet."""
+        """Drop the bound models, so that copies start unbound."""
         return {name: value for name, value in vars(self).items() if name != "_bound"}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         vars(self).update(values, _bound=WeakKeyDictionary())
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Try drafting on a few tokens.
+        """Check on a few tokens that the model can draft without the skipped layers.
 
         Raises:
             DrafterMismatchError: The model has fewer layers.
-            UnsupportedModelError: It does not draft without these layers, or is not then as it was.
+            UnsupportedModelError: The model does not run without these layers, or drafting changes its cache.
         """
         self._bound[model] = skippable(model, self.layers_to_skip(model))
 
     def layers_to_skip(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The layers of this model that are left out."""
+        """Return the numbers of the layers to skip in this model."""
         if self.skipped_layers is not None:
             return self.skipped_layers
         _, layers = find_backbone(model)
         last = self.exit_layer or max(1, len(layers) // DEFAULT_SHARE)
         if last > len(layers):
             raise DrafterMismatchError(
-                f"{type(model).__name__} has {len(layers)} layers, got exit_layer={last}.", "Exit earlier."
+                f"{type(model).__name__} has {len(layers)} layers, got exit_layer={last}.", "Choose an earlier layer."
             )
         return tuple(range(last, len(layers)))
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """A chain, or the tree that `top_k` asks for.
+        """Return the size of the chain, or of the tree if `top_k` is greater than 1.
 
         Raises:
-            InvalidConfigError: A tree that is not dynamic.
+            InvalidConfigError: `tree` is set and not `"dynamic"`.
         """
         if config.tree not in (None, "dynamic"):
             raise InvalidConfigError(
@@ -111,12 +114,12 @@ class EarlyExitDrafter(Drafter):
         return growable(Budget(config.num_draft_tokens or 1 + num_steps * top_k, num_steps, top_k))
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session that shares the target's cache; it has nothing to read first."""
+        """Start a session on the target's cache, which already holds the prompt."""
         return _EarlyExitSession(target, without_layers(target.model, self._bound[target.model]), context.roots)
 
 
 def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
-    """The layers to skip, ascending.
+    """Return the layers to skip, ascending.
 
     Raises:
         InvalidConfigError: They are not integers >= 1.
@@ -124,10 +127,10 @@ def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
     try:
         numbers = sorted(set(map(operator.index, layers)))
     except TypeError as error:
-        raise InvalidConfigError(f"`skipped_layers` must be numbers of layers, got {layers!r}.") from error
+        raise InvalidConfigError(f"`skipped_layers` must be layer numbers, got {layers!r}.") from error
     if numbers and numbers[0] < 1:
         raise InvalidConfigError(
-            f"`skipped_layers` are numbers from 1 on, got {numbers[0]}.", "The first layer, number 0, always runs."
+            f"`skipped_layers` must be at least 1, got {numbers[0]}.", "Layer 0 always runs and cannot be skipped."
         )
     return tuple(numbers)
 
@@ -139,7 +142,7 @@ class _EarlyExitSession(DraftSession):
     def propose(self, budget: Budget) -> Draft:
         if budget.is_plain:
             return Draft.plain(self._roots)
-        budget = _affordable(budget if self._target.supports_trees else budget.chain)
+        budget = _fitting(budget if self._target.supports_trees else budget.chain)
         with GrowingTree(self._target) as tree:
 
             def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
@@ -152,22 +155,22 @@ class _EarlyExitSession(DraftSession):
         self._roots = step.acceptance.next_token
 
 
-def _affordable(budget: Budget) -> Budget:
-    """The budget, no deeper than that the nodes that are run to draft fit where its tree will stand in the cache.
+def _fitting(budget: Budget) -> Budget:
+    """Cap the depth so that the nodes run while drafting fit in the cache slots reserved for the tree.
 
-    Example: 5 nodes, top 2: three levels run the root, two nodes and two nodes.
+    Example: 5 nodes and top_k 2 allow three levels, which run the root, two nodes and two nodes.
     """
     num_steps = min(budget.num_steps, 1 + (budget.num_nodes - 1) // budget.top_k)
     return growable(Budget(budget.num_nodes, num_steps, budget.top_k))
 
 
 def _level(logits: Tensor, top_k: int) -> Level:
-    """The best children of K nodes with logits `[B, K, V]`."""
+    """Return the best children of K nodes with logits `[B, K, V]`."""
     log_probs, ids = best_children(logits, top_k)
     return Level(ids, log_probs, ids)
 
 
-# -------------------------------------------------------------------------------------------------- which layers?
+# -------------------------------------------------------------------------------------------- search of layers
 
 
 @torch.no_grad()
@@ -180,35 +183,36 @@ def search_skipped_layers(
     new_tokens: int = 32,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """Find layers that a model does well without on prompts like these.
+    """Search for the layers that matter least for a model's answers to the given prompts.
 
-    Layers are left out one at a time first; those that are missed least are the first guess, then one of the guess and
-    one other are exchanged at random, and what is better is kept. A set is as good as its argmax agrees with the
-    whole model's at the tokens of the model's own greedy answers, in one forward over prompt and answer. The first and
-    the last layer are kept.
+    First each layer is skipped alone, and the layers with the least effect form the initial set. Then a random layer
+    of the set is exchanged for another one, `trials` times, and improvements are kept. The score of a set is how often
+    its argmax agrees with that of the whole model on the model's greedy answers, in one forward over prompt and
+    answer. The first and the last layer are never skipped.
 
     Args:
-        model: The target; nothing of it is changed.
-        prompts: Token ids `[1, P]` or `[P]` each.
-        ratio: How much of the layers between the first and the last to leave out.
-        trials: Exchanges that are tried; each is a forward per prompt, as is every layer at first.
+        model: The target; it is not changed.
+        prompts: Token ids, each `[1, P]` or `[P]`.
+        ratio: Fraction of the layers between the first and the last to skip.
+        trials: Exchanges to try. Each takes a forward per prompt, as does each layer at first.
         new_tokens: Length of the answers.
-        seed: Of the exchanges.
+        seed: Random seed of the exchanges.
 
     Returns:
         Layers for `EarlyExitDrafter(skipped_layers=...)`, ascending.
 
     Raises:
-        InvalidConfigError: No prompts, or a ratio outside of 0 to 1.
-        UnsupportedModelError: The model does not run without its layers.
+        InvalidConfigError: `prompts` is empty, or `ratio` is not in (0, 1].
+        DrafterMismatchError: The model has no layers between the first and the last.
+        UnsupportedModelError: None of the layers can be skipped.
     """
     if not prompts or not 0 < ratio <= 1:
-        raise InvalidConfigError(f"Expected some prompts and a ratio in (0, 1], got {len(prompts)} and {ratio}.")
+        raise InvalidConfigError(f"Expected prompts and a ratio in (0, 1], got {len(prompts)} prompts and {ratio}.")
     _, modules = find_backbone(model)
     inner: Sequence[int] = range(1, len(modules) - 1)
     size = min(len(inner), max(1, round(ratio * len(inner))))
     if not size:
-        raise DrafterMismatchError(f"{type(model).__name__} has {len(modules)} layers: none that could be left out.")
+        raise DrafterMismatchError(f"{type(model).__name__} has {len(modules)} layers, none of which can be skipped.")
     texts = [_answered(model, prompt, new_tokens) for prompt in prompts]
     known = _known_skippable(model, inner)
     inner, size = sorted(known), min(size, len(known))
@@ -232,10 +236,10 @@ def search_skipped_layers(
 
 
 def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLayers:
-    """Those of the layers that may be left out; transformers counts tokens by the first attention layer, say.
+    """Return the layers that can be skipped. An example that cannot: the layer by which transformers counts tokens.
 
     Raises:
-        UnsupportedModelError: None of them.
+        UnsupportedModelError: None of the layers can be skipped.
     """
     try:
         return skippable(model, layers)
@@ -250,7 +254,7 @@ def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLa
 
 
 def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[Tensor, int, Tensor]:
-    """Prompt and greedy answer `[1, T]`, the place after which the answer begins, and the choices `[T]` at all."""
+    """Return prompt and greedy answer `[1, T]`, the index of the prompt's last token, and the choices `[T]`."""
     ids = prompt.view(1, -1).to(execution_device(model))
     generate: Any = model.generate
     text = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
@@ -258,6 +262,6 @@ def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[
 
 
 def _choices(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """The likeliest token `[T]` after each token of a text `[1, T]`."""
+    """Return the most likely token `[T]` after each token of a text `[1, T]`."""
     choices: Tensor = model(input_ids=text, use_cache=False).logits[0].argmax(-1)
     return choices

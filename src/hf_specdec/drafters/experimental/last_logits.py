@@ -1,8 +1,11 @@
-"""Last-logits drafting: what the target nearly said in place of the last token is often what it says after it.
+"""Last-logits drafting: draft the runners-up of the last token as the next token.
+
+Experimental because it did not pay in any measurement: 1.07x on average over 12 questions, slower than plain decoding
+on 5 of them (docs/benchmarks.md).
 
 Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root also rank the token
-after it. Their best tokens, without the root itself, become its children; other drafters that are merged with this one
-go on below them. Nothing is computed for it but a `topk`, and nothing is learned. All of it stays on the device.
+after it. Their best tokens except the root become its children; drafters merged with this one can extend them. The
+only computation is a `topk`, nothing is learned, and everything stays on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.candidates import Candidate, Candidates, confidence_class
+from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -26,34 +29,35 @@ DEFAULT_TOP_K = 4
 MERGED_TOP_K = 8
 """Candidates that are merged with those of other drafters."""
 TRUST = 0.2
-"""What a probability is worth one token later, before anything has been counted."""
+"""Factor from the probability of a runner-up to its expected acceptance one token later."""
 
 
 class LastLogitsDrafter(Drafter):
-    """Drafts the runners-up of the last token as the next one. Takes any model.
+    """Drafts the runners-up of the last token as the next one. Works with any model.
 
-    Config fields: `top_k` (default 4), or `num_draft_tokens`, which counts the root besides; the tree has one level.
+    Experimental (1.07x, see the module). Config fields: `top_k` (default 4) or `num_draft_tokens`, which includes the
+    root; the tree has one level.
     """
 
     method = "last_logits"
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """A root and its children.
+        """Return the size of a tree of the root and its children.
 
         Raises:
-            InvalidConfigError: `tree`, or more than one level.
+            InvalidConfigError: `tree` is set, or `num_steps` is greater than 1.
         """
         if config.tree is not None or (config.num_steps or 1) > 1:
             raise InvalidConfigError(
                 f"'last_logits' drafts one level, got tree={config.tree!r} and num_steps={config.num_steps!r}.",
-                "Set top_k, or merge it with others: methods=['last_logits', 'prompt_lookup'].",
+                "Set top_k, or merge it with other drafters: methods=['last_logits', 'prompt_lookup'].",
             )
         num_nodes = config.num_draft_tokens or (config.top_k or DEFAULT_TOP_K) + 1
         top_k = max(min(config.top_k or num_nodes, num_nodes - 1), 1)
         return Budget(min(num_nodes, top_k + 1), 1, top_k)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session that drafts nothing in its first step: the logits of the prompt are not kept."""
+        """Start a session; its first step drafts nothing because the prompt's logits are not kept."""
         on_host = context.roots.device.type == "cpu"
         return (_HostLastLogitsSession if on_host else _LastLogitsSession)(context.roots)
 
@@ -64,7 +68,7 @@ class _LastLogitsSession(DraftSession):
         self._logits: Tensor | None = None  # [B, V] that chose the roots
 
     def _runners_up(self, count: int) -> tuple[Tensor, Tensor] | None:
-        """Log-probabilities and ids `[B, count]`, the likeliest first, the roots not among them."""
+        """Return log-probabilities and ids `[B, count]` of the best tokens without the roots; None if unknown."""
         if self._logits is None or self._logits.shape[-1] <= count:
             return None
         ids = self._logits.scatter(1, self._roots[:, None], -torch.inf).topk(count, dim=-1).indices
@@ -90,7 +94,7 @@ class _LastLogitsSession(DraftSession):
 
 
 class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
-    """Where the logits are on the host, it can be asked row by row."""
+    """Session with the logits on the host, which also lists the candidates of each row."""
 
     def __init__(self, roots: Tensor) -> None:
         super().__init__(roots)
@@ -108,24 +112,21 @@ class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
 
 
 class RunnersUp(Candidates):
-    """One row's runners-up: they may follow the root, and nothing is known of what follows them.
+    """One row's runners-up as candidates after the root; there are none after a runner-up.
 
     Args:
-        log_probs, ids: The likeliest first.
+        log_probs, ids: The runners-up, most likely first.
     """
 
     start = True
 
     def __init__(self, log_probs: Sequence[float], ids: Sequence[int]) -> None:
-        self._found = [
-            Candidate(token, ("last_logits", min(rank, 3), confidence_class(log_prob)), TRUST * exp(log_prob))
-            for rank, (log_prob, token) in enumerate(zip(log_probs, ids, strict=True))
-        ]
+        self._found = [Candidate(token, TRUST * exp(log_prob)) for log_prob, token in zip(log_probs, ids, strict=True)]
 
     def after(self, place: bool) -> Sequence[Candidate]:
-        """All of them, after the root."""
+        """Return the runners-up."""
         return self._found
 
     def follow(self, place: bool, token: int) -> None:
-        """Nothing."""
+        """Return None: there are no further candidates."""
         return

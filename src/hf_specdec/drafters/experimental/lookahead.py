@@ -1,10 +1,13 @@
-"""Lookahead decoding: a Jacobi window makes n-grams beside the text, and those that begin with its end are drafted.
+"""Lookahead decoding: a Jacobi window generates n-grams, and those that start with the last token are drafted.
+
+Experimental because it did not pay in any measurement: 1.25x on average over 12 questions, slower than plain
+decoding on 3 of them (0.86x on the worst), and no better than n-grams of the text alone (docs/benchmarks.md).
 
 Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
-(https://arxiv.org/abs/2402.02057). The window is verified as branches of the tree: in the paper a token of level l and
-column i sees the columns up to i of level 0, and column i of the levels up to l, which is a path from the root.
-Different here: equal beginnings are one node, a branch of the window that comes true is accepted like any other draft,
-and the n-grams of the text itself are kept as well.
+(https://arxiv.org/abs/2402.02057). The window is verified as branches of the tree: in the paper, the token in level l
+and column i attends to columns 0 to i of level 0 and to column i of levels 1 to l, which is a path from the root.
+Differences: branches with equal prefixes share nodes; branches of the window can be accepted like any other draft; and
+n-grams of the text itself are stored as well.
 """
 
 from __future__ import annotations
@@ -30,25 +33,26 @@ DEFAULT_WINDOW = 5
 DEFAULT_NGRAM = 4
 DEFAULT_GUESSES = 5
 WINDOW_CHILDREN = 2
-"""Children of a node that are the window's: the next column of level 0, and level 1 of its own column."""
+"""Children per node that the window needs: the next column of level 0, and level 1 of the same column."""
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams that the model itself made in a window beside the text. Takes any model, learns nothing for good.
+    """Drafts n-grams that the model generated in a window. Works with any model; nothing is kept between calls.
 
-    Config fields: `num_draft_tokens` (default: all of window and guesses, 30 nodes), `num_steps` (default: as deep as
-    the window) and `top_k`, children of a node, two of which the window takes (default: the guesses and two). Guesses
-    are drafted first. The window has as many columns as fit beside one guess, and none where `top_k` is less than 3;
-    then, and with a model that takes no branches, n-grams come from the text alone. `tree` means nothing to it.
+    Experimental (1.25x with losses, see the module). Config fields: `num_draft_tokens` (default: window and guesses,
+    30 nodes), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of them for the window;
+    default: `guesses + 2`). Guesses precede the window in the tree. The window has as many columns as fit together
+    with one guess, and none if `top_k` is less than 3 or the model cannot verify trees; then n-grams come from the
+    text alone. `tree` is rejected.
 
     Args:
         window: Columns of the window; W in the paper.
-        ngram: Tokens of an n-gram, the one that it follows included; N in the paper.
-        guesses: N-grams that are kept per token, and drafted at most; G in the paper.
-        reads_prompt: Keep the n-grams of prompt and answer as well, not only those of the window.
+        ngram: Tokens of an n-gram, including the token after which it is drafted; N in the paper.
+        guesses: Maximum number of n-grams stored per token and drafted per step; G in the paper.
+        reads_prompt: Also store n-grams of prompt and answer.
 
     Raises:
-        InvalidConfigError: A size that is too small.
+        InvalidConfigError: A size is too small.
     """
 
     method = "lookahead"
@@ -65,14 +69,14 @@ class LookaheadDrafter(Drafter):
         return f"LookaheadDrafter(window={self.window}, ngram={self.ngram}, guesses={self.guesses})"
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Window and guesses.
+        """Return the size of window and guesses.
 
         Raises:
-            InvalidConfigError: `tree`, or no room for a window that alone would find n-grams.
+            InvalidConfigError: `tree` is set, or no window fits although the window is the only source of n-grams.
         """
         if config.tree is not None:
             raise InvalidConfigError(
-                f"The tree of 'lookahead' follows from its window and n-grams, got tree={config.tree!r}.",
+                f"The tree of 'lookahead' depends on its window and n-grams, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k instead.",
             )
         length = self.ngram - 1
@@ -85,47 +89,47 @@ class LookaheadDrafter(Drafter):
         if not self.reads_prompt and self.window_within(limits) is None:
             least = WindowShape(1, self.ngram)
             raise InvalidConfigError(
-                f"A window needs {1 + least.num_nodes + length} nodes, {max(length, least.depth)} steps and top_k "
-                f"{WINDOW_CHILDREN + 1} at least, got {limits}.",
-                "Allow more, or use a LookaheadDrafter(reads_prompt=True).",
+                f"A window needs at least {1 + least.num_nodes + length} nodes, {max(length, least.depth)} steps and "
+                f"top_k {WINDOW_CHILDREN + 1}, got {limits}.",
+                "Increase these settings, or use LookaheadDrafter(reads_prompt=True).",
             )
         return limits
 
     def window_within(self, limits: Budget) -> WindowShape | None:
-        """The largest window that fits beside one guess; None where none does."""
+        """Return the largest window that fits together with one guess; None if none fits."""
         shapes = (WindowShape(columns, self.ngram) for columns in range(self.window, 0, -1))
         return next((shape for shape in shapes if shape.fits(limits)), None)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """A session whose windows begin with the last tokens of the prompt."""
+        """Start a session; its windows are initialized with the last tokens of the prompt."""
         limits = self.limits(config)
         return _LookaheadSession(self, context, self.window_within(limits if target.supports_trees else limits.chain))
 
 
 @dataclass(frozen=True, slots=True)
 class WindowShape:
-    """Sizes of a window that begins as level 0 alone and grows by a level, and shrinks by a column, in every step."""
+    """Sizes of a window. It starts as level 0 alone; each step adds a level and removes a column until it is full."""
 
-    columns: int  # W, when it has grown
-    ngram: int  # N; it then has N - 1 levels
+    columns: int  # W, of the full window
+    ngram: int  # N; the full window has N - 1 levels
 
     @property
     def first_width(self) -> int:
-        """Columns of level 0 at first."""
+        """Columns of level 0 at the start."""
         return self.columns + self.ngram - 2
 
     @property
     def num_nodes(self) -> int:
-        """Nodes at most, without the root, which is column 0 of level 0."""
+        """Maximum number of nodes without the root, which is column 0 of level 0."""
         return max(levels * (self.columns + self.ngram - 1 - levels) for levels in range(1, self.ngram)) - 1
 
     @property
     def depth(self) -> int:
-        """Of the last level of the last column, at any time."""
+        """Depth of the last level of the last column; the same in every step."""
         return self.columns + self.ngram - 3
 
     def fits(self, budget: Budget) -> bool:
-        """Whether it fits a budget, beside one guess."""
+        """Return whether the window and one guess fit in a budget."""
         return (
             budget.num_nodes >= 1 + self.num_nodes + self.ngram - 1
             and budget.num_steps >= self.depth
@@ -134,22 +138,22 @@ class WindowShape:
 
 
 class JacobiWindow:
-    """One row's window: guesses at the coming tokens, corrected by the model in every step.
+    """One row's window: guesses at the next tokens, corrected by the model in every step.
 
     Args:
-        shape: Its sizes.
-        tokens: What level 0 is filled with at first, again and again.
+        shape: The sizes.
+        tokens: Initial tokens of level 0, repeated as often as needed.
 
     Attributes:
-        levels: `[levels][columns]` tokens; column 0 of level 0 is the root's place.
+        levels: `[levels][columns]` tokens; column 0 of level 0 stands for the root.
     """
 
     def __init__(self, shape: WindowShape, tokens: Sequence[int]) -> None:
         self._num_levels = shape.ngram - 1
         self.levels = [list(islice(cycle(tokens), shape.first_width))]
 
-    def plant(self, tree: PrefixTree, num_nodes: int) -> list[int]:
-        """Add the window below the root of a tree; the nodes of its last level, a column each."""
+    def add_to(self, tree: PrefixTree, num_nodes: int) -> list[int]:
+        """Add the window below the root of a tree; return the nodes of its last level, one per column."""
         above, *below = self.levels
         nodes = [0]
         for token in above[1:]:
@@ -157,14 +161,14 @@ class JacobiWindow:
         return [tree.add([level[i] for level in below], num_nodes, node) for i, node in enumerate(nodes)]
 
     def advance(self, root: int, best: Sequence[int]) -> list[tuple[int, ...]]:
-        """Move on by one token.
+        """Advance the window by one token.
 
         Args:
-            root: The token that stood at the root.
-            best: The model's choices after the last level, a column each.
+            root: The root's token.
+            best: The model's choices after the last level, one per column.
 
         Returns:
-            The n-grams that are complete now; none while the window grows.
+            The n-grams completed by this step; none while the window is growing.
 
         Example: two levels [., 2] and [3, 4] after root 1, with choices [5, 6], give 1-3-5 and 2-4-6, and the levels
         [., 4] and [5, 6].
@@ -179,10 +183,10 @@ class JacobiWindow:
 
 
 class NgramPool:
-    """The n-grams that were seen last, by their first token.
+    """The latest n-grams of each first token.
 
     Args:
-        size: N-grams kept per token.
+        size: N-grams stored per first token.
     """
 
     def __init__(self, size: int) -> None:
@@ -190,7 +194,7 @@ class NgramPool:
         self._after: dict[int, dict[tuple[int, ...], None]] = {}  # oldest first
 
     def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
-        """Keep n-grams, in place of the oldest of their first token."""
+        """Store n-grams; if the pool is full, they replace the oldest with the same first token."""
         for first, *rest in ngrams:
             kept = self._after.setdefault(first, {})
             kept.pop(tuple(rest), None)
@@ -199,7 +203,7 @@ class NgramPool:
                 kept.pop(next(iter(kept)))
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed a token, latest first."""
+        """Return what followed a token, latest first."""
         return list(reversed(self._after.get(token, {})))
 
 
@@ -207,15 +211,15 @@ class _Row:
     """Text, n-grams and window of one row."""
 
     def __init__(self, drafter: LookaheadDrafter, prompt: list[int], root: int, shape: WindowShape | None) -> None:
-        self.root, self.cells = root, list[int]()  # the nodes of the window's last level in the last tree
+        self.root, self.cells = root, list[int]()  # nodes of the window's last level in the last tree
         self.pool = NgramPool(drafter.guesses)
         self.window = None if shape is None else JacobiWindow(shape, prompt[-shape.first_width :] or [root])
         self._ngram, self._reads = drafter.ngram, drafter.reads_prompt
-        self._tail: list[int] = []  # of the text
+        self._tail: list[int] = []  # last tokens of the text: n-grams may start there
         self.read([*prompt, root])
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Go on with the text."""
+        """Append tokens to the text and store their n-grams."""
         if not tokens:
             return
         self.root = tokens[-1]
@@ -225,14 +229,14 @@ class _Row:
             self._tail = text[max(len(text) - size + 1, 0) :]
 
     def tree(self, budget: Budget, shape: WindowShape | None) -> PrefixTree:
-        """Guesses, latest first, then the window where its shape is given."""
+        """Build a tree of the latest guesses and, if a shape is given, the window."""
         tree, self.cells = PrefixTree(self.root), []
         kept = budget.num_nodes - (shape.num_nodes if shape else 0)
         width = budget.top_k - (WINDOW_CHILDREN if shape else 0)
         for ngram in self.pool.after(self.root)[:width]:
             tree.add(ngram[: budget.num_steps], kept)
         if shape and self.window:
-            self.cells = self.window.plant(tree, budget.num_nodes)
+            self.cells = self.window.add_to(tree, budget.num_nodes)
         return tree
 
 
@@ -242,37 +246,37 @@ class _LookaheadSession(DraftSession):
         valid = (
             torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
         )
-        texts, real, roots = read(context.input_ids, valid, context.roots[:, None])
+        texts, masks, roots = read(context.input_ids, valid, context.roots[:, None])
         self._rows = [
-            _Row(drafter, [token for token, keep in zip(text, kept, strict=True) if keep], root, shape)
-            for text, kept, (root,) in zip(texts, real, roots, strict=True)
+            _Row(drafter, [token for token, keep in zip(text, mask, strict=True) if keep], root, shape)
+            for text, mask, (root,) in zip(texts, masks, roots, strict=True)
         ]
-        self._planted: tuple[TokenTree, Tensor] | None = None  # the last tree with a window, and its cells [B, C]
+        self._window_tree: tuple[TokenTree, Tensor] | None = None  # the last tree with a window, and its cells [B, C]
 
     def propose(self, budget: Budget) -> Draft:
         shape = self._shape if self._shape and self._shape.fits(budget) else None
         grown = [row.tree(budget, shape) for row in self._rows]
         tree = stack_trees([(row.tokens, row.parents) for row in grown], self._device)
-        self._planted = None
+        self._window_tree = None
         if shape:
             width = max(len(row.cells) for row in self._rows)
             cells = [[*row.cells, *[0] * (width - len(row.cells))] for row in self._rows]
-            self._planted = tree, upload(cells, torch.long, self._device)
+            self._window_tree = tree, upload(cells, torch.long, self._device)
         return Draft(tree)
 
     def observe(self, step: Step) -> None:
-        if self._planted is not None:
-            self._advance(step, *self._planted)
-            self._planted = None
+        if self._window_tree is not None:
+            self._advance(step, *self._window_tree)
+            self._window_tree = None
         for row, tokens in zip(self._rows, step.acceptance.emitted, strict=True):
             row.read(tokens)
 
-    def _advance(self, step: Step, planted: TokenTree, cells: Tensor) -> None:
-        """Correct the windows of the rows whose own tree was verified: one read of the choices at their last level."""
+    def _advance(self, step: Step, window_tree: TokenTree, cells: Tensor) -> None:
+        """Advance the windows of rows whose tree was verified, by one read of the choices at the last level."""
         tree = step.draft.tree
-        if tree.tokens.shape != planted.tokens.shape:
+        if tree.tokens.shape != window_tree.tokens.shape:
             return
-        own = (tree.tokens == planted.tokens) & (tree.parents == planted.parents)
+        own = (tree.tokens == window_tree.tokens) & (tree.parents == window_tree.parents)
         logits = step.verification.logits
         rows = torch.arange(len(cells), device=logits.device)[:, None]
         best = logits[rows, cells.to(logits.device)].argmax(-1).to(own.device)

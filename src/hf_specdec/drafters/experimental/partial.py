@@ -1,8 +1,8 @@
-"""A model with some of its decoder layers left out, to draft with: the same weights, nothing written on the model.
+"""A view of a model that skips some decoder layers, for drafting: it shares the weights and does not change the model.
 
-Only the modules on the way to the list of layers are copied, and only their shells: parameters and all other modules
-are shared. A layer that is left out stays in its place as a copy of its shell that passes the hidden states on, so
-that layers keep their numbers, their masks and their slots in the cache.
+Only the modules on the path to the list of layers are copied, and only as shells: parameters and all other modules are
+shared. A skipped layer is replaced by a shell that returns its hidden states unchanged, so that the other layers keep
+their numbers, masks and cache slots.
 """
 
 from __future__ import annotations
@@ -19,32 +19,36 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
+from hf_specdec.transformers_private import dispatch_hook, mark_output_hooks_installed, original_forward
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import execution_device, find_backbone, text_config
 from hf_specdec.verification.probe import FAILURES, TargetFacts, first_inputs, inspect_target, reproducible
 from hf_specdec.verification.target import Target
 
 SkippedLayers = Mapping[int, int | None]
-"""Numbers of the decoder layers that are left out, each with how many values it returns; None: hidden states alone."""
+"""Numbers of the skipped layers, each with the length of the tuple it returns; None: it returns a tensor."""
+
+MAX_DIFFERENCE = 1e-2
+"""Maximum relative distance between logits computed twice from the same cache; rounding errors are far smaller."""
 
 
 def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrainedModel:
-    """The model with these layers left out, as `skippable` found them.
+    """Return the model without the layers found by `skippable`.
 
     Raises:
-        UnsupportedModelError: There is no list of decoder layers, or a forward on the way to it is not its class's.
+        UnsupportedModelError: The model has no list of decoder layers, or a forward on the path to it was replaced.
     """
     _, layers = find_backbone(model)
-    kept = [_gap(layer, skipped[index]) if index in skipped else layer for index, layer in enumerate(layers)]
-    copied: Any = _around(model, {layers: nn.ModuleList(kept)})
+    kept = [_identity(layer, skipped[index]) if index in skipped else layer for index, layer in enumerate(layers)]
+    copied: Any = _with_changed(model, {layers: nn.ModuleList(kept)})
     return copied
 
 
-def _around(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
-    """The module itself, or a copy of its shell where something below it is another now."""
+def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return the module, or a shell of it if a module below it is changed."""
     if module not in changed:
         below = module._modules.items()
-        children = {name: None if child is None else _around(child, changed) for name, child in below}
+        children = {name: None if child is None else _with_changed(child, changed) for name, child in below}
         changed[module] = module
         if any(child is not module._modules[name] for name, child in children.items()):
             changed[module] = _shell(module)
@@ -53,22 +57,23 @@ def _around(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """A module of the same class with the same attributes, parameters and hooks.
+    """Create a module of the same class that shares all attributes, parameters and hooks.
 
     Raises:
-        UnsupportedModelError: Its forward was replaced by one that is bound to the module.
+        UnsupportedModelError: The module's forward was replaced; the new one is bound to the original module.
     """
     shell: nn.Module = object.__new__(type(module))
     own = vars(shell)
     own.update(vars(module))
-    own["_compiled_call_impl"] = None  # it is the original's
-    # transformers would put hooks that collect hidden states on shared modules once more
-    own["_output_capturing_hooks_installed"] = True
+    own["_compiled_call_impl"] = None  # compiled for the original
+    # otherwise transformers would install its hooks for hidden states a second time on shared modules
+    mark_output_hooks_installed(own)
     if "forward" in own:
-        if "_hf_hook" not in own or getattr(own.get("_old_forward"), "__func__", None) is not type(module).forward:
+        original = getattr(original_forward(module), "__func__", None)
+        if dispatch_hook(module) is None or original is not type(module).forward:
             raise UnsupportedModelError(
-                f"The forward of this {type(module).__name__} was replaced (by torch.compile, say), so its layers "
-                "cannot be left out.",
+                f"The forward of this {type(module).__name__} was replaced (for example by torch.compile), so its "
+                "layers cannot be skipped.",
                 "Use a drafter that runs no layers of the model, such as prompt_lookup.",
             )
         own["forward"] = functools.partial(_forward_with_hook, shell)
@@ -76,24 +81,24 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def _forward_with_hook(module: nn.Module, *inputs: Any, **named: Any) -> Any:
-    """What accelerate makes of a forward where weights are offloaded, or lie on several devices."""
-    hook: Any = module._hf_hook
+    """Run a forward with accelerate's hook, as for offloaded weights or several devices."""
+    hook: Any = dispatch_hook(module)
     inputs, named = hook.pre_forward(module, *inputs, **named)
     return hook.post_forward(module, type(module).forward(module, *inputs, **named))
 
 
-def _gap(layer: nn.Module, num_outputs: int | None) -> nn.Module:
-    """A copy of a layer's shell that passes its hidden states on."""
+def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
+    """Create a shell of a layer that returns its hidden states unchanged."""
     base: Any = type(layer)
-    gap: nn.Module = object.__new__(_passing_on(base, num_outputs))
+    shell: nn.Module = object.__new__(_identity_class(base, num_outputs))
     own = {name: value for name, value in vars(layer).items() if name != "forward"}
-    vars(gap).update(own, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), _compiled_call_impl=None)
-    return gap
+    vars(shell).update(own, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), _compiled_call_impl=None)
+    return shell
 
 
 @functools.cache
-def _passing_on(base: Any, num_outputs: int | None) -> Any:
-    """A subclass that keeps what a model asks of its layers besides (kinds of attention, ...)."""
+def _identity_class(base: Any, num_outputs: int | None) -> Any:
+    """Create a subclass with an identity forward; models may read its other attributes, such as the attention type."""
 
     def forward(_self: nn.Module, *inputs: Any, **named: Any) -> Any:
         hidden = inputs[0] if inputs else named["hidden_states"]
@@ -102,29 +107,28 @@ def _passing_on(base: Any, num_outputs: int | None) -> Any:
     return type(base.__name__, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, "forward": forward})
 
 
-# ------------------------------------------------------------------------------------------------ does it work?
+# ------------------------------------------------------------------------------------------------------- checks
 
 
 @torch.no_grad()
 def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
-    """See that a model drafts without these layers over its own cache, and that it is then as it was.
+    """Check that a model can draft without these layers on its own cache, and that this leaves the cache unchanged.
 
-    Costs the forwards of `inspect_target` and eight of at most 9 tokens in two rows; changes nothing.
+    Runs the forwards of `inspect_target` and eight more of at most 9 tokens in two rows. Does not change the model.
 
     Raises:
         DrafterMismatchError: The model has no such layers.
-        UnsupportedModelError: It does not work without them; the message tells why.
+        UnsupportedModelError: The model does not run without them; the message gives the reason.
     """
     wanted = sorted(set(layers))
     _, modules = find_backbone(model)
     if wanted and not 0 <= wanted[0] <= wanted[-1] < len(modules):
         raise DrafterMismatchError(
-            f"{type(model).__name__} has layers 0 to {len(modules) - 1}, asked to leave out {wanted}.",
-            "Give other layers.",
+            f"{type(model).__name__} has layers 0 to {len(modules) - 1}, got {wanted}.", "Choose layers in this range."
         )
     with reproducible(model):
         try:
-            with _watched([modules[layer] for layer in wanted]) as outputs:
+            with _collect_outputs([modules[layer] for layer in wanted]) as outputs:
                 tokens = torch.arange(9, device=execution_device(model))[None] % text_config(model).vocab_size
                 model(input_ids=tokens, use_cache=False)
             kinds = [_num_outputs(outputs.get(modules[layer])) for layer in wanted]
@@ -134,18 +138,18 @@ def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
             reason = str(error) if isinstance(error, _CannotSkipError) else f"{type(error).__name__}: {error}"
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot draft without its layers {wanted}: {reason}.",
-                "Leave out other layers, or use a drafter that runs none, such as prompt_lookup.",
+                "Skip other layers, or use a drafter that runs no layers, such as prompt_lookup.",
             ) from error
     return skipped
 
 
 class _CannotSkipError(Exception):
-    """A model does not run without layers; the message tells how."""
+    """Raised if a model does not run without some layers; the message gives the reason."""
 
 
 @contextmanager
-def _watched(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """What modules return in this thread's forwards."""
+def _collect_outputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
+    """Collect what modules return in this thread's forwards."""
     outputs: dict[nn.Module, Any] = {}
     thread = threading.get_ident()
 
@@ -166,14 +170,14 @@ def _num_outputs(output: Any) -> int | None:
         return None
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return len(output)
-    raise _CannotSkipError(f"they return {type(output).__name__}, where hidden states were expected")
+    raise _CannotSkipError(f"they return {type(output).__name__} instead of hidden states")
 
 
 def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetFacts) -> None:
-    """Draft three levels over the cache of the whole model; what it verifies before and after must be the same.
+    """Draft three levels on the whole model's cache; verification must give the same logits before and after.
 
     Raises:
-        _CannotSkipError: It is not, or the layers run all the same.
+        _CannotSkipError: The logits differ or are not finite, or the skipped layers still run.
     """
     device = execution_device(model)
     tokens = (torch.arange(26, device=device) * 7 + 3).view(2, 13) % text_config(model).vocab_size
@@ -187,31 +191,31 @@ def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetF
     target.rollback(chain.num_nodes)
     _, modules = find_backbone(model)
     growth = GrowingTree(target.with_model(without_layers(model, skipped)))
-    with _watched([modules[layer] for layer in skipped]) as outputs, growth:
+    with _collect_outputs([modules[layer] for layer in skipped]) as outputs, growth:
         logits = growth.append(nodes[:, :1])
         for column in (1, 2):
             below = nodes[:, column:][:, : 2 if facts.supports_trees else 1]
             logits = growth.append(below, torch.zeros_like(below))
     if outputs:
-        raise _CannotSkipError("they run all the same, reached in another way than by the list of layers")
+        raise _CannotSkipError("they still run, because the model does not take them from its list of layers")
     if not bool(logits.isfinite().any(-1).all()):
-        raise _CannotSkipError("its logits are then no numbers")
+        raise _CannotSkipError("its logits are not finite")
     after = target.verify(chain).logits
-    if not (after - before).float().norm() <= SAME * before.float().norm():
-        raise _CannotSkipError("drafting does not leave its cache as it was")
+    if not (after - before).float().norm() <= MAX_DIFFERENCE * before.float().norm():
+        raise _CannotSkipError("drafting changes its cache")
 
 
 # ----------------------------------------------------------------------------------------------------- drafting
 
 
 class GrowingTree:
-    """A tree that a part of the target appends to the target's cache level by level; a context, forgotten at its end.
+    """Context manager that appends a tree to the target's cache level by level and removes it on exit.
 
-    The entries of the layers that run are those that the committed text has there already, so drafting reads no text
-    of its own; the layers that are left out get none, and verification appends the tree anew in all of them.
+    Layers that run already have the committed text in the cache, so drafting need not process it. Skipped layers get
+    no entries; verification appends the whole tree again in all layers.
 
     Args:
-        target: Seen with the part, see `Target.with_model`.
+        target: The target with some layers skipped, see `Target.with_model`.
     """
 
     def __init__(self, target: Target) -> None:
@@ -226,11 +230,11 @@ class GrowingTree:
             self._target.forget()
 
     def append(self, tokens: Tensor, parent_index: Tensor | None = None) -> Tensor:
-        """The next level: first the roots `[B, 1]`, then K nodes `[B, K]`.
+        """Run the next level of the tree.
 
         Args:
-            tokens: The nodes.
-            parent_index: `[B, K]` the parent of each in the level above.
+            tokens: The roots `[B, 1]`, later K nodes `[B, K]`.
+            parent_index: `[B, K]` parent of each node, as an index in the level above; None for the roots.
 
         Returns:
             Logits `[B, K, V]`.
@@ -244,7 +248,3 @@ class GrowingTree:
         self._parents = torch.cat([self._parents, self._last + parent_index], dim=-1)
         self._last, self._depth = known, self._depth + 1
         return self._target.extend(TokenTree(self._tokens, self._parents, max_depth=self._depth), known)
-
-
-SAME = 1e-2
-"""Relative distance of logits that are computed twice from the same cache, at most; rounding is far below it."""

@@ -1,4 +1,4 @@
-"""CUDA's recorder without CUDA: what it asks of torch when a recording fails, and what no graph can hold."""
+"""The CUDA graph backend without CUDA: recovery from failed captures, and operations that are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Allocator:
-    """torch's state during recordings, with its fault: one that fails is not ended (pytorch#180395)."""
+    """torch's state during captures, with its bug: a capture that fails is not ended (pytorch#180395)."""
 
     def __init__(self, *, ends_itself: bool = False, stays_broken: bool = False) -> None:
-        self.recording_to: Any = None
+        self.capturing_to: Any = None
         self.stream: Any = "main"
-        self.generators_record = False
+        self.generators_capture = False
         self.pools = self.cleared = 0
         self._ends_itself, self._stays_broken = ends_itself, stays_broken
         self._failed = False
@@ -33,38 +33,38 @@ class Allocator:
 
     def end(self, device: int, pool: int) -> None:
         assert device == DEVICE.index
-        if self.recording_to != pool:
+        if self.capturing_to != pool:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.recording_to = None
+        self.capturing_to = None
 
     @contextlib.contextmanager
-    def record(self, graph: Any, pool: int, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Any, pool: int, stream: Any, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
-        if self.recording_to is not None or (self._failed and self._stays_broken):
-            raise RuntimeError("already recording")
-        self.recording_to, self.stream, self.generators_record = pool, stream, True
+        if self.capturing_to is not None or (self._failed and self._stays_broken):
+            raise RuntimeError("already capturing")
+        self.capturing_to, self.stream, self.generators_capture = pool, stream, True
         try:
             yield
         except BaseException:
             self._failed = True
             if self._ends_itself:
-                self.recording_to = None
+                self.capturing_to = None
             raise
-        self.recording_to, self.stream, self.generators_record = None, "main", False
+        self.capturing_to, self.stream, self.generators_capture = None, "main", False
 
     def set_stream(self, stream: Any) -> None:
         self.stream = stream
 
 
 @pytest.fixture
-def recorder_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaGraphs]:
+def backend_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaGraphs]:
     def make(allocator: Allocator) -> CudaGraphs:
         stream = SimpleNamespace(wait_stream=lambda _other: None)
         main = SimpleNamespace(wait_stream=lambda _other: None)
         fakes: dict[str, Any] = {
             "Stream": lambda _device: stream, "graph_pool_handle": allocator.new_pool,
             "device": lambda _device: contextlib.nullcontext(), "stream": lambda _stream: contextlib.nullcontext(),
-            "current_stream": lambda: main, "set_stream": allocator.set_stream, "graph": allocator.record,
+            "current_stream": lambda: main, "set_stream": allocator.set_stream, "graph": allocator.capture,
             "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "synchronize": lambda _device: None,
         }  # fmt: skip
         for name, fake in fakes.items():
@@ -79,7 +79,7 @@ def recorder_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allocator], CudaG
 
 
 def failing(error: BaseException, after: int) -> Callable[[], None]:
-    """A step that fails when it is recorded: in its run after two others."""
+    """A step that fails after some runs; two runs precede the capture."""
     runs = iter(range(after + 1))
 
     def run() -> None:
@@ -91,35 +91,35 @@ def failing(error: BaseException, after: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("ends_itself", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("unsupported"), torch.OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_a_recording_that_fails_is_ended_and_the_next_one_works(
-    recorder_for: Callable[[Allocator], CudaGraphs], error: BaseException, ends_itself: bool
+def test_a_capture_that_fails_is_ended_and_the_next_one_works(
+    backend_for: Callable[[Allocator], CudaGraphs], error: BaseException, ends_itself: bool
 ) -> None:
     allocator = Allocator(ends_itself=ends_itself)
-    recorder = recorder_for(allocator)
+    backend = backend_for(allocator)
     for _ in range(2):
         with pytest.raises(type(error)):
-            recorder.record(failing(error, after=2))
-        assert (allocator.recording_to, allocator.generators_record) == (None, False)
-        assert allocator.stream != recorder._stream
-        recorder.record(lambda: None)()
+            backend.capture(failing(error, after=2))
+        assert (allocator.capturing_to, allocator.generators_capture) == (None, False)
+        assert allocator.stream != backend._stream
+        backend.capture(lambda: None)()
 
 
-def test_a_failure_before_the_recording_leaves_everything(recorder_for: Callable[[Allocator], CudaGraphs]) -> None:
+def test_a_failure_before_the_capture_leaves_everything(backend_for: Callable[[Allocator], CudaGraphs]) -> None:
     allocator = Allocator()
-    recorder = recorder_for(allocator)
+    backend = backend_for(allocator)
     with pytest.raises(ValueError, match="eager"):
-        recorder.record(failing(ValueError("eager"), after=0))
-    recorder.record(lambda: None)()
+        backend.capture(failing(ValueError("eager"), after=0))
+    backend.capture(lambda: None)()
 
 
-def test_a_device_that_cannot_record_any_more_is_left_alone(recorder_for: Callable[[Allocator], CudaGraphs]) -> None:
+def test_a_device_that_cannot_capture_any_more_is_left_alone(backend_for: Callable[[Allocator], CudaGraphs]) -> None:
     allocator = Allocator(stays_broken=True)
-    recorder = recorder_for(allocator)
+    backend = backend_for(allocator)
     with pytest.raises(RuntimeError, match="first"):
-        recorder.record(failing(RuntimeError("first"), after=2))
+        backend.capture(failing(RuntimeError("first"), after=2))
     ran: list[int] = []
     with pytest.raises(NotCapturableError, match="could not be ended"):
-        recorder.record(lambda: ran.append(1))
+        backend.capture(lambda: ran.append(1))
     assert not ran
 
 
@@ -153,7 +153,7 @@ def test_what_a_graph_can_hold_is_not_refused() -> None:
     (torch.bfloat16, (9, 0), True), (torch.bfloat16, (10, 0), True), (torch.bfloat16, (8, 0), False),
     (torch.bfloat16, (12, 0), False), (torch.float16, (9, 0), False),
 ])  # fmt: skip
-def test_mixtures_of_experts_are_recorded_where_their_kernel_is(
+def test_mixtures_of_experts_are_captured_where_their_kernel_is(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], expected: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)

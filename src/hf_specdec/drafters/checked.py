@@ -1,7 +1,7 @@
-"""Drafters from outside this package: what they return is checked before the target runs it.
+"""Checks of third-party drafters: validate what they return before the target runs it.
 
-A wrong guess never changes an answer, a malformed draft could. Shapes, types and devices are checked in every step.
-Values are checked in every step on a CPU; on an accelerator, where that is a read of the device, in the first steps.
+A wrong guess never changes the output, but a malformed draft could. Shapes, dtypes and devices are checked in every
+step. Values are checked in every step on the CPU, in the first ones on an accelerator, where reading them is slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidates
 from hf_specdec.errors import DrafterMismatchError, SpeculativeDecodingError
 from hf_specdec.host_sync import read
@@ -28,37 +28,37 @@ from hf_specdec.verification.target import Target
 Result = TypeVar("Result")
 
 CHECKED_STEPS = 2
-"""Drafts of a call whose values are checked on an accelerator, and whose `draft_probs` are checked anywhere."""
+"""Drafts per call whose values are checked on an accelerator, and whose `draft_probs` are checked on any device."""
 
-WHAT_A_DRAFT_IS = (
+DRAFT_FORMAT = (
     "A draft is a `Draft` of a `TokenTree`: token ids [B, N] (long) whose column 0 holds the last emitted tokens, "
     "parents [N] or [B, N] (long) that precede their children, N within the budget, all on the device of the roots. "
     "See docs/drafters.md."
 )
 
 
-def is_foreign(drafter: object) -> bool:
-    """Whether a drafter's class is not of this package."""
+def is_third_party(drafter: object) -> bool:
+    """Return whether a drafter's class is defined outside this package."""
     return not type(drafter).__module__.startswith("hf_specdec.")
 
 
 def check_drafter(drafter: Any) -> None:
-    """Check what a drafter says about itself.
+    """Check a drafter's attributes.
 
     Raises:
-        DrafterMismatchError: It is not a drafter, has no method name, or its needs are not `Needs`.
+        DrafterMismatchError: It is not a drafter or not hashable, or its `method`, `parts` or `needs` are invalid.
     """
     if not isinstance(drafter, Drafter):
         raise DrafterMismatchError(
-            f"A drafter is an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
+            f"A drafter must be an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
         )
-    if not is_foreign(drafter):
+    if not is_third_party(drafter):
         return
     kind, method, needs = type(drafter).__name__, getattr(drafter, "method", None), drafter.needs
     if not isinstance(method, str) or not method:
         raise DrafterMismatchError(f"{kind}.method must be the name of a method, got {method!r}.")
     if type(drafter).__hash__ is None:
-        raise DrafterMismatchError(f"{kind} has no hash.", "A dataclass has one with @dataclass(eq=False).")
+        raise DrafterMismatchError(f"{kind} is not hashable.", "Declare dataclasses with @dataclass(eq=False).")
     if not isinstance(drafter.parts, tuple) or not all(isinstance(part, Drafter) for part in drafter.parts):
         raise DrafterMismatchError(f"{kind}.parts must be a tuple of drafters, got {drafter.parts!r}.")
     if not (
@@ -66,6 +66,7 @@ def check_drafter(drafter: Any) -> None:
         and isinstance(needs.feature_layers, tuple)
         and all(_is_int(layer) for layer in needs.feature_layers)
         and isinstance(needs.prompt_logits, bool)
+        and isinstance(needs.step_costs, bool)
     ):
         raise DrafterMismatchError(
             f"{kind}.needs must be a `Needs` of a tuple of layer numbers and a bool, got {needs!r}."
@@ -73,19 +74,19 @@ def check_drafter(drafter: Any) -> None:
 
 
 def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = None) -> Budget:
-    """The drafter's limits.
+    """Return the drafter's limits, checked if it is a third-party drafter.
 
     Args:
         drafter: The drafter.
-        config: What it is asked for.
-        part: Its name if it is one of several merged ones.
+        config: The configuration of the call.
+        part: Its name if it is merged with others.
 
     Raises:
-        DrafterMismatchError: They are not a budget.
-        InvalidConfigError: The drafter's own.
+        DrafterMismatchError: The limits are not a valid `Budget`.
+        InvalidConfigError: The drafter rejects the configuration.
     """
     check_drafter(drafter)
-    if not is_foreign(drafter):
+    if not is_third_party(drafter):
         return drafter.limits(config)
     limits = _called(drafter, part, "limits", lambda: drafter.limits(config))
     if not (
@@ -94,8 +95,8 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
         and min(limits.num_nodes, limits.num_steps + 1, limits.top_k) >= 1
     ):
         raise DrafterMismatchError(
-            f"{_name(drafter, part)} has the limits {limits!r}.",
-            "Limits are a `Budget` of integers: num_nodes >= 1, num_steps >= 0, top_k >= 1.",
+            f"{_name(drafter, part)} has invalid limits {limits!r}.",
+            "limits() must return a `Budget` of integers: num_nodes >= 1, num_steps >= 0, top_k >= 1.",
         )
     return limits
 
@@ -103,28 +104,27 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
 def start_session(
     drafter: Drafter, target: Target, context: DraftContext, config: SpeculativeConfig, part: str | None = None
 ) -> DraftSession:
-    """The drafter's session; behind a check if the drafter is not of this package.
+    """Start the drafter's session; the session of a third-party drafter is wrapped in checks.
 
     Args:
         drafter, part: See `limits_of`.
         target, context, config: See `Drafter.start`.
 
     Raises:
-        DrafterMismatchError: It starts no session.
+        DrafterMismatchError: `start` does not return a session.
     """
-    if not is_foreign(drafter):
+    if not is_third_party(drafter):
         return drafter.start(target, context, config)
     session = _called(drafter, part, "start", lambda: drafter.start(target, context, config))
     if not isinstance(session, DraftSession):
         raise DrafterMismatchError(
-            f"{_name(drafter, part)} started {session!r}.", "start() returns a hf_specdec.DraftSession."
+            f"{_name(drafter, part)} started {session!r}.", "start() must return a hf_specdec.DraftSession."
         )
-    checked = _CheckedCandidates if isinstance(session, CandidateSession) else _CheckedSession
-    return checked(drafter, part, session, context.roots, target.model)
+    return _CheckedSession(drafter, part, session, context.roots, target.model)
 
 
 class _CheckedSession(DraftSession):
-    """A session of a foreign drafter; every draft is checked on its way out."""
+    """Wraps the session of a third-party drafter and checks every draft."""
 
     def __init__(
         self, drafter: Drafter, part: str | None, session: DraftSession, roots: Tensor, model: PreTrainedModel
@@ -132,25 +132,36 @@ class _CheckedSession(DraftSession):
         self._drafter, self._part, self._session = drafter, part, session
         self._roots, self._vocab_size = roots, num_embedded_tokens(model)
         self._num_logits = getattr(model.get_output_embeddings(), "out_features", self._vocab_size)
-        self._going = [True] * len(roots)  # rows that have not ended
-        self._on_host, self._unchecked_steps = roots.device.type == "cpu", CHECKED_STEPS
+        self._active = [True] * len(roots)  # rows that have not ended
+        self._on_host, self._steps_to_check = roots.device.type == "cpu", CHECKED_STEPS
+        self.has_candidates = bool(session.has_candidates)
+
+    @property
+    def candidates(self) -> Sequence[Candidates]:
+        """Candidates of the wrapped session; their tokens and probabilities are not checked."""
+        found = self._do("candidates", lambda: self._session.candidates)
+        if len(found) != len(self._roots) or not all(isinstance(row, Candidates) for row in found):
+            raise DrafterMismatchError(
+                f"{_name(self._drafter, self._part)} has candidates {_shown(found)} for {len(self._roots)} rows."
+            )
+        return found
 
     def propose(self, budget: Budget) -> Draft:
         draft = self._do("propose", lambda: self._session.propose(budget))
         fault = self._fault_of_shape(draft, budget) or self._fault_of_values(draft)
         if fault:
-            raise DrafterMismatchError(f"{_name(self._drafter, self._part)} drafted {fault}.", WHAT_A_DRAFT_IS)
+            raise DrafterMismatchError(f"{_name(self._drafter, self._part)} drafted {fault}.", DRAFT_FORMAT)
         return draft if self._on_host else self._without_unchecked(draft)
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Launch the session's own; its draft is checked by the next `propose`, which returns it."""
+        """Launch the wrapped session's draft; the next `propose` checks it."""
         self._do("launch", lambda: self._session.launch(step, budget))
         return ()
 
     def observe(self, step: Step) -> None:
         self._roots = step.acceptance.next_token
-        self._going = [
-            going and bool(tokens) for going, tokens in zip(self._going, step.acceptance.emitted, strict=True)
+        self._active = [
+            active and bool(tokens) for active, tokens in zip(self._active, step.acceptance.emitted, strict=True)
         ]
         self._do("observe", lambda: self._session.observe(step))
 
@@ -167,7 +178,7 @@ class _CheckedSession(DraftSession):
         return _called(self._drafter, self._part, what, function)
 
     def _fault_of_shape(self, draft: Any, budget: Budget) -> str:
-        """What is wrong with a draft that can be seen without its values; empty if nothing."""
+        """Describe an invalid type or shape in a draft; empty if there is none."""
         if not isinstance(draft, Draft) or not isinstance(draft.tree, TokenTree):
             return _shown(draft) if not isinstance(draft, Draft) else f"a Draft of {_shown(draft.tree)}"
         tree, rows = draft.tree, len(self._roots)
@@ -179,9 +190,9 @@ class _CheckedSession(DraftSession):
             return f"{nodes} nodes, the budget is {budget.num_nodes}"
         if self._size(tree.parents) not in ((nodes,), (1, nodes), size) or tree.parents.dtype != torch.long:
             return f"parents {_shown(tree.parents)} of {nodes} nodes in {rows} rows"
-        for name, values, floating in (("log_probs", draft.log_probs, True), ("bucket", draft.bucket, False)):
-            if values is not None and (self._size(values) != size or values.is_floating_point() != floating):
-                return f"{name} {_shown(values)} of {nodes} nodes in {rows} rows"
+        log_probs = draft.log_probs
+        if log_probs is not None and (self._size(log_probs) != size or not log_probs.is_floating_point()):
+            return f"log_probs {_shown(log_probs)} of {nodes} nodes in {rows} rows"
         probs = tree.draft_probs
         if probs is not None and (self._size(probs) != (*size, self._num_logits) or not probs.is_floating_point()):
             return f"draft_probs {_shown(probs)} of {nodes} nodes in {rows} rows and {self._num_logits} logits"
@@ -190,12 +201,12 @@ class _CheckedSession(DraftSession):
         return "" if tree.max_depth is None or _is_int(tree.max_depth) else f"a max_depth of {tree.max_depth!r}"
 
     def _size(self, values: Any) -> tuple[int, ...] | None:
-        """A tensor's shape; None if it is none, or lies elsewhere."""
+        """Return the shape of a tensor on the roots' device; None for anything else."""
         return tuple(values.shape) if isinstance(values, Tensor) and values.device == self._roots.device else None
 
     def _fault_of_values(self, draft: Draft) -> str:
-        """What is wrong with the values of a draft of the right shape, read in one transfer; empty if nothing."""
-        first, self._unchecked_steps = self._unchecked_steps > 0, self._unchecked_steps - 1
+        """Describe invalid values in a draft of valid shapes, read in one transfer; empty if there are none."""
+        first, self._steps_to_check = self._steps_to_check > 0, self._steps_to_check - 1
         if not first and not self._on_host:
             return ""
         tree, columns = draft.tree, [self._roots[:, None]]
@@ -206,41 +217,25 @@ class _CheckedSession(DraftSession):
             sums, negative = tree.draft_probs.float().sum(-1), (tree.draft_probs < 0).any(-1)
             columns.append((((sums - 1).abs() < 1e-2) | (sums == 0)).logical_and(~negative).logical_not().long())
         roots, tokens, parents, *wrong = read(*columns)
-        for row, going in enumerate(self._going):
-            if going and tokens[row][0] != roots[row][0]:
+        for row, active in enumerate(self._active):
+            if active and tokens[row][0] != roots[row][0]:
                 return f"the root {tokens[row][0]} in row {row}, whose last emitted token is {roots[row][0]}"
             if not 0 <= min(tokens[row]) <= max(tokens[row]) < self._vocab_size:
                 return f"the tokens {tokens[row]} in row {row}; the vocabulary has {self._vocab_size}"
             if fault := _fault_of_parents(parents[row], tree.max_depth):
                 return f"{fault} in row {row}"
         if any(map(any, (row for part in wrong for row in part))):
-            return "log_probs that are NaN, or draft_probs that are no probabilities"
+            return "log_probs that are NaN, or draft_probs that are not probabilities"
         return ""
 
     def _without_unchecked(self, draft: Draft) -> Draft:
-        """The draft with the roots that are known, and without a bound of its depth, which would be trusted."""
+        """Replace the roots by the known ones and drop `max_depth`, on which the target would rely."""
         tokens = torch.cat([self._roots[:, None], draft.tree.tokens[:, 1:]], dim=1)
         return replace(draft, tree=replace(draft.tree, tokens=tokens, max_depth=None))
 
 
-class _CheckedCandidates(_CheckedSession, CandidateSession):
-    """The same of a session that can be asked edge by edge; what it says of an edge is not checked."""
-
-    _session: CandidateSession
-
-    @property
-    def candidates(self) -> Sequence[Candidates]:
-        """The session's."""
-        found = self._do("candidates", lambda: self._session.candidates)
-        if len(found) != len(self._roots) or not all(isinstance(row, Candidates) for row in found):
-            raise DrafterMismatchError(
-                f"{_name(self._drafter, self._part)} has candidates {_shown(found)} for {len(self._roots)} rows."
-            )
-        return found
-
-
 def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
-    """What is wrong with one row's parents."""
+    """Describe an invalid parent in one row; empty if there is none."""
     if parents[0] != ROOT_PARENT:
         return f"the parent {parents[0]} of the root, which is {ROOT_PARENT}"
     depths = [0]
@@ -248,11 +243,12 @@ def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
         if not ROOT_PARENT <= parent < node:
             return f"the parent {parent} of node {node}"
         depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
-    return f"a max_depth of {max_depth} over {max(depths)} levels" if max(depths) > (max_depth or len(depths)) else ""
+    depth = max(depths)
+    return f"a max_depth of {max_depth} for a depth of {depth}" if depth > (max_depth or len(depths)) else ""
 
 
 def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], Result]) -> Result:
-    """What a foreign drafter returns; an exception of a part that is merged with others is given its name."""
+    """Call a third-party drafter; errors of a merged drafter are reported with its name."""
     try:
         return function()
     except SpeculativeDecodingError:
@@ -262,7 +258,7 @@ def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[]
             raise
         raise DrafterMismatchError(
             f"{_name(drafter, part)} failed in {what} with {type(error).__name__}: {error}.",
-            "Repair it, or leave it out of `methods`.",
+            "Fix it, or remove it from `methods`.",
         ) from error
 
 
@@ -272,7 +268,7 @@ def _name(drafter: Drafter, part: str | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message; of a tensor its type, shape and place."""
+    """Describe a value in a message: dtype, shape and device of a tensor, else the type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     return "None" if value is None else type(value).__name__

@@ -1,0 +1,62 @@
+"""What the policy of merged drafts has learned with a model, kept across calls. It never changes an answer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hf_specdec.control.constants import INITIAL_TRUST, TRUST_MEMORY, TRUST_WEIGHT
+from hf_specdec.control.head_schedule import HeadSchedule
+
+
+class LearnedStats:
+    """Schedules of the heads, and how far each source can be trusted.
+
+    Attributes:
+        schedules: When to query each head, by its name and the batch size.
+    """
+
+    def __init__(self) -> None:
+        self.schedules: dict[tuple[str, int], HeadSchedule] = {}
+        self._hits: dict[str, tuple[float, float]] = {}  # expected and actual hits by source
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of everything learned."""
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore a copy made by `state_dict`, in place; None resets."""
+        vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
+
+    def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
+        """Return the schedule of a head; a new one starts from the gains of another batch size.
+
+        Args:
+            name: Name of the head's drafter.
+            batch_size: Rows of the batch.
+            num_steps, stops_itself: See `HeadSchedule`.
+        """
+        known = self.schedules.get((name, batch_size))
+        if known is None or known.deepest.num_steps != num_steps:
+            known = HeadSchedule(num_steps, stops_itself=stops_itself)
+            others = [schedule for (other, _), schedule in self.schedules.items() if other == name]
+            if others:
+                known.inherit(others[-1])
+            self.schedules[name, batch_size] = known
+        return known
+
+    def trust(self, source: str) -> float:
+        """Return the ratio of hits to expected hits of a source."""
+        expected, hits = self._hits.get(source, (0.0, 0.0))
+        return (hits + TRUST_WEIGHT * INITIAL_TRUST) / (expected + TRUST_WEIGHT)
+
+    def count(self, source: str, expected: float, hit: bool) -> None:
+        """Count one committed position.
+
+        Args:
+            source: Name of the source.
+            expected: Summed probability of its candidates there.
+            hit: Whether the committed token was one of them.
+        """
+        before = self._hits.get(source, (0.0, 0.0))
+        self._hits[source] = (TRUST_MEMORY * before[0] + expected, TRUST_MEMORY * before[1] + hit)

@@ -1,0 +1,95 @@
+"""Datasets and batches for the Trainer: conversations, their order, and the target's features of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.features import FeatureStore, TrainingData, features_of
+
+
+class ConversationDataset(Dataset[dict[str, Tensor]]):
+    """Conversations without captured features.
+
+    Items: `input_ids [T]` and `loss_mask [T]` bool.
+    """
+
+    def __init__(self, conversations: Sequence[Conversation]) -> None:
+        self._conversations = conversations
+        self.lengths = [len(conversation.input_ids) for conversation in conversations]
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        conversation = self._conversations[index]
+        mask = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
+        return {"input_ids": torch.tensor(conversation.input_ids, device="cpu"), "loss_mask": mask}
+
+
+class SeededLengthSampler(LengthGroupedSampler):
+    """transformers' `LengthGroupedSampler`, with an order that depends on seed and epoch only.
+
+    A run resumed in a later epoch therefore sees the same order as an uninterrupted one.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch; the DataLoader does so before each one."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order: Iterator[int] = super().__iter__()
+        return order
+
+
+def as_dataset(data: TrainingData) -> FeatureStore | ConversationDataset:
+    """Return `data` as a dataset with the attribute `lengths`."""
+    return data if isinstance(data, FeatureStore) else ConversationDataset(data)
+
+
+def with_features(
+    batch: dict[str, Tensor], target: PreTrainedModel, layers: Sequence[int], columns: Tensor | None
+) -> dict[str, Tensor]:
+    """Return a collated batch with the features that an objective reads, captured or computed now.
+
+    Args:
+        batch: Output of `collate`.
+        target: The frozen target.
+        layers: The objective's layers; empty if it runs the target itself.
+        columns: Columns of the captured features to keep, see `columns_of`.
+    """
+    features = batch.get("features")
+    if features is None and layers:
+        features = features_of(target, batch["input_ids"], batch["lengths"], layers).to(batch["input_ids"].device)
+    elif features is not None and columns is not None:
+        features = features[..., columns.to(features.device)]
+    return batch if features is None else {**batch, "features": features}
+
+
+def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
+    """Return the columns of captured features that an objective reads; None for all of them.
+
+    Raises:
+        InvalidConfigError: A layer was not captured.
+    """
+    if not wanted or not isinstance(data, FeatureStore) or tuple(data.layers) == tuple(wanted):
+        return None
+    if any(layer not in data.layers for layer in wanted):
+        raise InvalidConfigError(
+            f"The captured features are of the layers {list(data.layers)}, this head reads {list(wanted)}.",
+            f"Capture them with layers={list(wanted)}.",
+        )
+    size = len(data[0]["features"][0]) // len(data.layers)
+    return torch.cat([torch.arange(size, device="cpu") + size * data.layers.index(layer) for layer in wanted])

@@ -1,0 +1,124 @@
+"""Every private name of transformers, accelerate and its Trainer that this package uses, in one place.
+
+`tests/test_transformers_private.py` checks each name with the installed version; run it with the oldest and the newest
+supported transformers (`make bounds`, `make newest`) to see what a release breaks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+EXTENDED_METHODS = (
+    "_prepare_generation_config", "_validate_generation_mode", "_prepare_cache_for_generation", "_sample",
+)  # fmt: skip
+"""Methods of `GenerationMixin` that `generation/mixin.py` extends."""
+
+TRAINER_METHODS = ("_prepare_inputs", "_get_train_sampler")
+"""Methods of `Trainer` that `training/trainer.py` calls or extends."""
+
+
+# ------------------------------------------------------------------------------------------- generate()
+
+
+def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return the context in which transformers runs its decoding loop."""
+    context: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return context
+
+
+def has_unfinished(model: PreTrainedModel, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether decoding goes on; with `synced_gpus` until the last rank has finished."""
+    return bool(model._has_unfinished_sequences(finished, synced_gpus, device=device))
+
+
+def pad_token_id(config: GenerationConfig) -> int:
+    """Return the pad token of a prepared generation config, 0 if it has none."""
+    tensor = config._pad_token_tensor
+    return 0 if tensor is None else int(tensor)
+
+
+def is_derived(config: GenerationConfig) -> bool:
+    """Whether transformers derived the generation config from the model's config; it then drops unknown fields."""
+    return bool(config._from_model_config)
+
+
+def set_derived(config: GenerationConfig, derived: bool) -> None:
+    """Set what `is_derived` returns."""
+    config._from_model_config = derived
+
+
+def updated_kwargs(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the model inputs of the next step, given the outputs of this one."""
+    updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+    return updated
+
+
+def allowed_tokens_of(processor: Any) -> Any:
+    """Return the function of a `PrefixConstrainedLogitsProcessor`."""
+    return processor._prefix_allowed_tokens_fn
+
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def supports_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether the model works with transformers' own cache classes."""
+    return bool(model._supports_default_dynamic_cache())
+
+
+def supports_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether the forward takes `logits_to_keep`."""
+    return bool(model._supports_logits_to_keep())
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the model keeps a state that cannot be rolled back; False for models without the flag."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def unexpected_keys(model: PreTrainedModel) -> Any:
+    """Return the patterns of weights that transformers drops without a warning; None if there are none."""
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+
+
+def dispatch_hook(module: Any) -> Any:
+    """Return the hook with which accelerate moves a module's weights; None if there is none."""
+    return getattr(module, "_hf_hook", None)
+
+
+def original_forward(module: Any) -> Any:
+    """Return the forward that accelerate's hook replaced; None if there is none."""
+    return getattr(module, "_old_forward", None)
+
+
+def mark_output_hooks_installed(attributes: dict[str, Any]) -> None:
+    """Keep transformers from installing its hooks for hidden states on a module with these attributes."""
+    attributes["_output_capturing_hooks_installed"] = True
+
+
+# ------------------------------------------------------------------------------------------- configs
+
+
+def attention_name(config: PreTrainedConfig) -> str:
+    """Return the name of the attention implementation, such as "sdpa"."""
+    name: str = config._attn_implementation
+    return name
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """Set the attention implementation without the checks of `set_attn_implementation`."""
+    config._attn_implementation_internal = name
+
+
+def model_name(config: PreTrainedConfig) -> str:
+    """Return the path or Hub id from which the model was loaded; empty if there is none."""
+    return getattr(config, "_name_or_path", None) or ""
+
+
+def set_model_name(config: PreTrainedConfig, name: str) -> None:
+    """Set what `model_name` returns."""
+    config._name_or_path = name

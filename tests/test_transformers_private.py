@@ -1,0 +1,101 @@
+"""The private names of transformers that this package uses exist and mean what we think."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import GenerationConfig, GenerationMixin, PrefixConstrainedLogitsProcessor, PreTrainedModel, Trainer
+
+import zoo
+from hf_specdec import transformers_private as private
+
+SOURCE = Path(private.__file__).parent
+
+
+@pytest.mark.parametrize("name", private.EXTENDED_METHODS)
+def test_the_extended_methods_of_generate_exist(name: str) -> None:
+    assert callable(getattr(GenerationMixin, name))
+
+
+@pytest.mark.parametrize("name", private.TRAINER_METHODS)
+def test_the_methods_of_the_trainer_exist(name: str) -> None:
+    assert callable(getattr(Trainer, name))
+
+
+def test_the_signatures_of_the_extended_methods() -> None:
+    """The hooks are called with these arguments, by position or by name."""
+    expected = {
+        "_prepare_generation_config": ["self", "generation_config", "kwargs"],
+        "_validate_generation_mode": ["self", "generation_mode", "generation_config", "generation_mode_kwargs"],
+        "_prepare_cache_for_generation": ["self", "generation_config", "model_kwargs", "generation_mode", "batch_size",
+                                          "max_cache_length"],
+        "_sample": ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus",
+                    "streamer", "model_kwargs"],
+    }  # fmt: skip
+    for name, parameters in expected.items():
+        assert list(inspect.signature(getattr(GenerationMixin, name)).parameters) == parameters, name
+
+
+def test_generation() -> None:
+    model = zoo.build("llama")
+    with private.decode_optimizations(model):
+        pass
+    assert private.has_unfinished(model, False, False, torch.device("cpu"))
+    assert not private.has_unfinished(model, True, False, torch.device("cpu"))
+    config = GenerationConfig(pad_token_id=7)
+    model._prepare_special_tokens(config, device=torch.device("cpu"))
+    assert private.pad_token_id(config) == 7
+    for derived in (True, False):
+        private.set_derived(config, derived)
+        assert private.is_derived(config) == derived
+    inputs = model.prepare_inputs_for_generation(torch.ones(1, 3, dtype=torch.long), use_cache=True)
+    outputs = model(torch.ones(1, 3, dtype=torch.long), use_cache=True)
+    mask = {"attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    assert private.updated_kwargs(model, outputs, mask | {"use_cache": True})["attention_mask"].shape == (1, 4)
+    assert inputs is not None
+    allowed: Any = lambda row, ids: [row]  # noqa: E731
+    assert private.allowed_tokens_of(PrefixConstrainedLogitsProcessor(allowed, num_beams=1)) is allowed
+
+
+def test_models_and_configs() -> None:
+    model = zoo.build("llama")
+    assert private.supports_dynamic_cache(model)
+    assert private.supports_logits_to_keep(model)
+    assert not private.is_stateful(model)
+    assert private.is_stateful(zoo.build("mamba"))
+    assert hasattr(PreTrainedModel, "_keys_to_ignore_on_load_unexpected")
+    assert not private.unexpected_keys(model)
+    linear = torch.nn.Linear(2, 2)
+    assert private.dispatch_hook(linear) is None
+    add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu"))
+    assert private.dispatch_hook(linear).execution_device == "cpu"
+    assert private.original_forward(linear).__func__ is torch.nn.Linear.forward
+    # transformers checks the mark before it installs its hooks
+    assert "_output_capturing_hooks_installed" in Path(transformers.utils.output_capturing.__file__).read_text()
+    config = model.config
+    before = private.attention_name(config)
+    assert before == "sdpa"
+    private.set_attention_name(config, "eager")
+    assert private.attention_name(config) == "eager"
+    private.set_attention_name(config, before)
+    name = private.model_name(config)
+    private.set_model_name(config, "org/model")
+    assert private.model_name(config) == config.name_or_path == "org/model"
+    private.set_model_name(config, name)
+
+
+def test_no_other_file_uses_a_private_name_of_transformers() -> None:
+    text = Path(private.__file__).read_text()
+    names = set(re.findall(r"\._([a-z_]+)", text)) | set(re.findall(r'"_([a-z_]+)"', text))
+    names -= {name.removeprefix("_") for name in (*private.EXTENDED_METHODS, *private.TRAINER_METHODS)}
+    for path in SOURCE.rglob("*.py"):
+        if path.name != "transformers_private.py":
+            used = [name for name in names if re.search(rf"\._{name}\b|attr\([^)]*\"_{name}\"", path.read_text())]
+            assert not used, f"{path.name}: {used}"
