@@ -26,8 +26,8 @@ from hf_specdec import (
 )
 
 TABLE = Path(__file__).parents[1] / "docs" / "models.md"
-NEW_TOKENS = 24
-FEW_TOKENS = 8
+NEW_TOKENS = 16
+FEW_TOKENS = 6
 """Tokens for drafters that do not know the answer: enough to test how they read each architecture."""
 
 

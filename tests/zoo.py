@@ -213,11 +213,13 @@ def build(name: str) -> PreTrainedModel:
 
 
 def shallow(name: str, num_layers: int) -> Any:
-    """A copy with the first layers alone, of a model whose layers are alike: for what takes its time per layer."""
-    model: Any = copy.deepcopy(build(name))
-    model.config.num_hidden_layers = num_layers
-    del model.model.layers[num_layers:]
-    return model
+    """A new model of fewer layers, of the kinds that are the last ones of `build`: for what takes its time per layer."""
+    config = copy.deepcopy(build(name).config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[-num_layers:]
+    torch.manual_seed(sum(map(ord, name)))
+    return decisive(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
 def decisive(model: Any) -> Any:
