@@ -213,7 +213,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def shallow(name: str, num_layers: int) -> Any:
-    """A new model of fewer layers, of the kinds that are the last ones of `build`: for what takes its time per layer."""
+    """A new model like `build(name)` with only its last layers, for tests whose time grows with the layers."""
     config = copy.deepcopy(build(name).config)
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):

@@ -22,13 +22,9 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.drafters.registry import drafter_of
-from hf_specdec.errors import (
-    CacheCapacityError,
-    DrafterMismatchError,
-    InvalidConfigError,
-    UnsupportedModelError,
-)
+from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import decode, options
+from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.plan import (
     Request,
     controller_of,
@@ -39,15 +35,13 @@ from hf_specdec.generation.plan import (
     warm_up,
     with_programs,
 )
-from hf_specdec.generation.state import STATE, SWAP, SpeculationState, add_drafter, release_programs, state_of
+from hf_specdec.generation.state import SWAP, add_drafter, release_programs, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.transformers_private import has_unfinished, is_derived, pad_token_id, set_derived
 from hf_specdec.verification.cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
-from hf_specdec.verification.plain import check_plain_generate
-from hf_specdec.verification.probe import gate, inspect_target, reproducible
 
 
 class SpeculativeGenerationMixin:
@@ -74,19 +68,7 @@ class SpeculativeGenerationMixin:
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             return model
-        state = SpeculationState()
-        base: Any = type(model)
-        gate(model)
-        with reproducible(model):
-            check_plain_generate(model)
-        state.facts = [inspect_target(model)]
-        try:  # all or nothing, also after an interrupt
-            model.__dict__[STATE] = state
-            model.__class__ = _speculative_class(base)
-        except BaseException:
-            model.__class__ = base
-            model.__dict__.pop(STATE, None)
-            raise
+        swap_in(model, SpeculativeGenerationMixin)
         return model
 
     @staticmethod
@@ -101,17 +83,7 @@ class SpeculativeGenerationMixin:
             SpeculativeGenerationMixin.detach(model.get_base_model())
             return model
         if isinstance(model, SpeculativeGenerationMixin):
-            if type(model) is not _speculative_class(type(model).__mro__[2]):
-                raise UnsupportedModelError(
-                    f"The mixin is a base class of {type(model).__name__}.", "Only attach() can be undone."
-                )
-            with SWAP:
-                if state_of(model).is_running_elsewhere():
-                    raise UnsupportedModelError(
-                        f"Another thread is generating with this {type(model).__name__}.", "Wait for it, then detach."
-                    )
-                model.__class__ = type(model).__mro__[2]
-                model.__dict__.pop(STATE, None)
+            swap_out(model, SpeculativeGenerationMixin)
         return model
 
     @functools.wraps(GenerationMixin.generate)
@@ -373,27 +345,3 @@ class SpeculativeGenerationMixin:
         output = decode.speculate(call, transcript)
         state_of(self).last = output.speculation
         return output if returns_dict else output.sequences
-
-
-# ----------------------------------------------------------------------------------------------- the class swap
-
-
-@functools.cache
-def _speculative_class(base: type) -> type:
-    """Return the subclass that `attach` swaps in; it keeps the name that transformers and pipelines look at."""
-    return type(
-        base.__name__,
-        (SpeculativeGenerationMixin, base),
-        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
-         "__reduce_ex__": _reduce_attached},
-    )  # fmt: skip
-
-
-def _reduce_attached(self: Any, protocol: int) -> tuple[Any, ...]:
-    """Pickle by base class, since the swapped-in class cannot be imported by name."""
-    return _new_attached, (type(self).__mro__[2],), self.__dict__
-
-
-def _new_attached(base: type) -> Any:
-    cls: Any = _speculative_class(base)
-    return cls.__new__(cls)

@@ -91,8 +91,8 @@ def gate(model: Any) -> None:
             raise refusal(model, f"its configuration has no integer `{name}`")
     attention = implementation(config)
     if attention not in ("sdpa", "eager"):
-        hint = 'Call model.set_attn_implementation("sdpa") first.'
-        raise refusal(model, f"its attention {attention!r} takes no custom mask", hint)
+        reason = f"its attention {attention!r} takes no custom mask"
+        raise refusal(model, reason, 'Call model.set_attn_implementation("sdpa") first.')
 
 
 def why_chains_only(model: PreTrainedModel) -> str:
@@ -336,8 +336,7 @@ def drops_cache(model: nn.Module) -> bool:
 def _multiplies_exactly(device: torch.device) -> bool:
     """Return whether float32 products are computed in float32 (users can enable TF32 and similar)."""
     matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
-    exact = matrix.double() @ matrix.double()
-    product = (matrix.to(device) @ matrix.to(device)).cpu().double()
+    exact, product = matrix.double() @ matrix.double(), (matrix.to(device) @ matrix.to(device)).cpu().double()
     return bool((product - exact).norm() < 1e-5 * exact.norm())
 
 
@@ -346,6 +345,6 @@ def _is_random(model: PreTrainedModel) -> bool:
     tokens = torch.arange(13, device=execution_device(model))[None] % text_config(model).vocab_size
     try:
         first, second = (_run_whole(model, tokens, torch.ones_like(tokens), tokens[:, :1])[0] for _ in range(2))
-    except FAILURES:
-        return False  # the probe reports the failure
-    return not torch.equal(first, second)
+        return not torch.equal(first, second)
+    except FAILURES:  # the probe reports the failure
+        return False

@@ -1,0 +1,69 @@
+"""Turn a loaded model into an instance of the mixin by swapping its class, and back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hf_specdec.errors import UnsupportedModelError
+from hf_specdec.generation.state import STATE, SWAP, SpeculationState, state_of
+from hf_specdec.verification.plain import check_plain_generate
+from hf_specdec.verification.probe import gate, inspect_target, reproducible
+
+
+def swap_in(model: Any, mixin: type) -> None:
+    """Check that a model supports speculation, then give it the mixin and a state; all or nothing.
+
+    Raises:
+        UnsupportedModelError: The model cannot verify a tree of tokens; it is not changed.
+    """
+    state = SpeculationState()
+    base: Any = type(model)
+    gate(model)
+    with reproducible(model):
+        check_plain_generate(model)
+    state.facts = [inspect_target(model)]
+    try:
+        model.__dict__[STATE] = state
+        model.__class__ = speculative_class(mixin, base)
+    except BaseException:  # an interrupt, too
+        model.__class__ = base
+        model.__dict__.pop(STATE, None)
+        raise
+
+
+def swap_out(model: Any, mixin: type) -> None:
+    """Restore the model's class and remove its state.
+
+    Raises:
+        UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating.
+    """
+    name, base = type(model).__name__, type(model).__mro__[2]
+    if type(model) is not speculative_class(mixin, base):
+        raise UnsupportedModelError(f"The mixin is a base class of {name}.", "Only attach() can be undone.")
+    with SWAP:
+        if state_of(model).is_running_elsewhere():
+            raise UnsupportedModelError(f"Another thread is generating with this {name}.", "Wait for it, then detach.")
+        model.__class__ = base
+        model.__dict__.pop(STATE, None)
+
+
+@functools.cache
+def speculative_class(mixin: type, base: type) -> type:
+    """Return the subclass that is swapped in; it keeps the name that transformers and pipelines look at."""
+    return type(
+        base.__name__,
+        (mixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+         "__reduce_ex__": _reduce},
+    )  # fmt: skip
+
+
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Pickle by mixin and base class, since the swapped-in class cannot be imported by name."""
+    return _new_attached, type(self).__mro__[1:3], self.__dict__
+
+
+def _new_attached(mixin: type, base: type) -> Any:
+    cls: Any = speculative_class(mixin, base)
+    return cls.__new__(cls)
