@@ -40,6 +40,6 @@ def test_it_can_be_captured_after_one_trial(keys: int, by_name: None, monkeypatc
             buffer.copy_(tensor.to(SIM))
         graph.replay()
         assert not reads
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
     assert isinstance(found, SimTensor)
     torch.testing.assert_close(found.raw, attend(*then), atol=1e-5, rtol=0)

@@ -344,7 +344,7 @@ def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
         found = generate(model, rows, config, max_new_tokens=length)
         assert [row[: 21 + length] for row in plain] == found
     ((_, drafter),) = model._speculation.compiled[model.drafters["eagle"]].values()
-    assert len(drafts) > 50
+    assert len(drafts) >= 50
     assert drafter.program._steps.captured_keys()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,7 +45,7 @@ def device() -> Iterator[None]:
 def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """The same model on the CPU and on the device: full attention, sliding windows, chains."""
     with simulation():
-        plain, there = zoo.shallow(request.param, 2), move(zoo.shallow(request.param, 2))
+        plain, there = copy.deepcopy(zoo.build(request.param)), move(copy.deepcopy(zoo.build(request.param)))
         return SpeculativeGenerationMixin.attach(plain), SpeculativeGenerationMixin.attach(there)
 
 

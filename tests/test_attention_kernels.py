@@ -72,7 +72,7 @@ def strict_kernel(
 def by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernel is called by name, on a device with 132 multiprocessors."""
     calls.clear()
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: True)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: True)
     monkeypatch.setattr(kernels, "multiprocessors", lambda _device: 132)
     monkeypatch.setattr(kernels, "efficient_attention", strict_kernel)
     kernels.works.cache_clear()
@@ -212,7 +212,7 @@ def test_a_layer_of_a_verify_forward(
     found = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert calls[-1] == num_parts(1, shared, heads // shared * nodes, keys, 132)
     assert (calls[-1] > 1) == (keys > 1024)
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
     wanted = AttentionContext(masks, all_seen).attend("full_attention", query, key, value, 0.3)
     assert found.is_contiguous()
     torch.testing.assert_close(found, wanted, atol=FAR[dtype], rtol=0)
@@ -251,13 +251,13 @@ def test_a_draft_layer_attends_the_same_way(
 
     found = run()
     assert calls
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
     torch.testing.assert_close(found, run(), atol=1e-5, rtol=0)
     assert found.transpose(1, 2).is_contiguous()  # what follows takes heads side by side: no further copy
 
 
 def test_a_long_prompt_does_not_multiply_its_mask(by_name: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    width = heads_attention.WIDE + 8
+    width = heads_attention.MAX_PACKED_QUERIES + 8
     seen = tree_seen("full", 2, width, width) | torch.eye(width, dtype=torch.bool)
     query, new = draw(2, 4, width, 8), draw(2, 2, 2, width, 8, seed=2)
     rows: list[int] = []
@@ -270,7 +270,7 @@ def test_a_long_prompt_does_not_multiply_its_mask(by_name: None, monkeypatch: py
     monkeypatch.setattr(kernels, "efficient_attention", note)
     found = attend_over(DynamicCache(), seen)(query, *new)
     assert rows[-1] == width
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
     torch.testing.assert_close(found, attend_over(DynamicCache(), seen)(query, *new), atol=1e-5, rtol=0)
 
 
@@ -327,7 +327,7 @@ def test_only_nvidia_has_its_kernel_named(
     device: str, hip: str | None, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernels.names_kernel(torch.device(device)) == named
+    assert kernels.calls_kernel_directly(torch.device(device)) == named
 
 
 def wrong(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
@@ -355,7 +355,7 @@ def test_a_kernel_that_is_wrong_is_left_with_one_line_of_why(
         found = [forward.attend("full_attention", query, cache, cache, None) for _ in range(3)]
     (record,) = caplog.records
     assert reason in record.getMessage()
-    monkeypatch.setattr(kernels, "names_kernel", lambda _device: False)
+    monkeypatch.setattr(kernels, "calls_kernel_directly", lambda _device: False)
     assert torch.equal(found[0], forward.attend("full_attention", query, cache, cache, None))
 
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification import graphs, memory
 from hf_specdec.verification.cache import TreeCache, measured_layout
-from hf_specdec.verification.graphs import MOST_PADDED, KeptMemory, Shape
+from hf_specdec.verification.graphs import MOST_PADDED, CapturableStep, KeptMemory
 from hf_specdec.verification.memory import LayerLayout
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM = 3, 2, 4, 6
@@ -195,7 +195,7 @@ def test_what_the_cache_tells_transformers_of_itself() -> None:
 
 def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too large for the device leaves nothing of its size behind, and never half of a move."""
-    store = memory.KeyValueStore((None,), 64, 8, clears=True)
+    store = memory.KeyValueStore((None,), 64, 8, is_persistent=True)
     keys = torch.ones(1, 2, 3, 4)
     share = store.allocate(None, keys, keys)
     share.keys[:, :, :3], share.values[:, :, :3] = keys, 2 * keys
@@ -230,7 +230,7 @@ def test_kept_memory_survives_a_shortage(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_kept_memory_serves_other_lengths_and_batches() -> None:
     """Prompts and answers of other lengths, and smaller batches, move nothing: each move drops every graph."""
-    store = memory.KeyValueStore((None,), 244, 64, clears=True)
+    store = memory.KeyValueStore((None,), 244, 64, is_persistent=True)
     keys = torch.ones(3, 2, 100, 4)
     store.allocate(None, keys, keys)
     place, moves = store.buffers[0].keys.data_ptr(), store.moves
@@ -255,14 +255,14 @@ def test_kept_memory_serves_other_lengths_and_batches() -> None:
 def test_kept_memory_is_as_small_as_it_must_be_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = memory._allocate
 
-    def short(like: Tensor, num_layers: int, batch: int, capacity: int, *, clears: bool) -> Tensor:
+    def short(like: Tensor, num_layers: int, batch: int, capacity: int, *, is_persistent: bool) -> Tensor:
         if batch * capacity > 700:
             raise CacheCapacityError("no memory")
-        return allocate(like, num_layers, batch, capacity, clears=clears)
+        return allocate(like, num_layers, batch, capacity, is_persistent=is_persistent)
 
     monkeypatch.setattr(memory, "_allocate", short)
     layouts = (memory.LayerLayout(2, 4, 4, torch.device("cpu")), memory.LayerLayout(1, 4, 4, torch.device("cpu")))
-    store = memory.KeyValueStore(layouts, 200, 64, clears=True)
+    store = memory.KeyValueStore(layouts, 200, 64, is_persistent=True)
     keys = torch.ones(3, 2, 100, 4)
     first = store.allocate(layouts[0], keys, keys)
     first.keys[:, :, :100] = keys
@@ -305,7 +305,7 @@ def test_kept_memory_shows_nothing_of_an_earlier_call() -> None:
         kept.release(cache)
 
 
-class Ones(Shape):
+class Ones(CapturableStep):
     """A shape of a step that makes ones."""
 
     def __init__(self, key: tuple[int, ...]) -> None:
@@ -313,7 +313,7 @@ class Ones(Shape):
         self._key = key
 
     def compute(self) -> list[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         return [torch.ones(self._key[:2])]
 
 

@@ -125,7 +125,7 @@ def test_a_change_is_probed_once_and_said(
             assert torch.equal(plain, model.generate(IDS, speculative="prompt_lookup", **GREEDY))
     assert len(probes) == 1
     assert [record.name for record in caplog.records] == ["hf_specdec.generation.state"]
-    assert "probing it again" in caplog.text
+    assert "probing again" in caplog.text
 
 
 def test_back_and_forth_is_probed_once_each(model: Any, probes: list[Any]) -> None:
@@ -325,14 +325,14 @@ class Interrupts:
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_an_interrupted_attach_is_whole_or_not_at_all(dropout: float) -> None:
-    """At every line: the class, the state and the modes are all old, or all new."""
-    model: Any = copy.deepcopy(zoo.build("llama")).train()
+    """At many lines: the class, the state and the modes are all old, or all new."""
+    model: Any = zoo.shallow("llama", 2).train()
     model.model.layers[1].eval()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = dropout
     plain, keys = type(model), set(model.__dict__)
     modes = [module.training for module in model.modules()]
-    for line in itertools.count(1, 3):
+    for line in itertools.count(1, 7):
         try:
             with Interrupts(line) as interrupts:
                 SpeculativeGenerationMixin.attach(model)
@@ -393,7 +393,7 @@ def test_attaching_while_others_generate_plainly() -> None:
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(8):
+    for _ in range(4):
         SpeculativeGenerationMixin.attach(model)
         assert torch.equal(model.generate(IDS, speculative="prompt_lookup", **GREEDY), plain)
         for _ in range(1000):

@@ -89,7 +89,7 @@ def test_tiers_have_as_many_nodes_per_level() -> None:
     assert tier_budget(2, Budget(16, 5, 4)) == Budget(7, 2, 4)
     assert tier_budget(5, Budget(16, 5, 4)) == Budget(16, 5, 4)
     assert tier_budget(3, Budget(8, 7, 1)) == Budget(4, 3, 1)
-    with pytest.raises(InvalidConfigError, match="No depth of candidate_steps"):
+    with pytest.raises(InvalidConfigError, match="All of candidate_steps"):
         TierController(AdaptiveConfig(candidate_steps=(5, 7)), Budget(8, 4, 2))
 
 
@@ -190,7 +190,7 @@ def test_measuring_draws_no_random_numbers(llama: Any) -> None:
 def test_processes_that_generate_together_do_not_decide_by_the_clock(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "runs_with_others", lambda: True)
+    monkeypatch.setattr(plan, "is_distributed", lambda: True)
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(llama.generate(ids, **options), llama.generate(ids, speculative="auto", **options))

@@ -220,8 +220,8 @@ DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
     "limits of nothing": ({"limits": lambda _self, _config: Budget(0, 4, 1)}, "num_nodes=0"),
     "negative limits": ({"limits": lambda _self, _config: Budget(5, -1, 1)}, "num_steps=-1"),
     "no children": ({"limits": lambda _self, _config: Budget(5, 4, 0)}, "top_k=0"),
-    "no session": ({"start": lambda *_: None}, "started None"),
-    "a class for a session": ({"start": lambda *_: NonsenseSession}, "started <class"),
+    "no session": ({"start": lambda *_: None}, "returned None"),
+    "a class for a session": ({"start": lambda *_: NonsenseSession}, "returned <class"),
     "needs in a tuple": ({"needs": (-1,)}, r"needs must be a `Needs` .* got \(-1,\)"),
     "no needs": ({"needs": None}, "needs must be a `Needs`"),
     "needs one number": ({"needs": Needs(-1)}, "needs must be a `Needs`"),  # type: ignore[arg-type]

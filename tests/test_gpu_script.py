@@ -126,7 +126,7 @@ ITEMS = tuple(Item(run.__name__, run, seconds, bars=SMALL) for run, seconds in
 
 
 def test_an_item_that_fails_hangs_or_dies_ends_alone(tmp_path: Path) -> None:
-    for name in ("gpu.py", "gpu_items.py"):
+    for name in ("gpu.py", "gpu_items.py", "gpu_rows.py"):
         (tmp_path / name).write_text((BENCHMARKS / name).read_text())
     (tmp_path / "fake_items.py").write_text(FAKE_ITEMS)
     driver = (tmp_path / "gpu.py").read_text()

@@ -212,7 +212,7 @@ def untied_heads() -> MedusaHeads:
         (lambda: MedusaHeads(MedusaConfig(32, 64, draft_vocab_size=8)), "medusa", "no draft vocabulary"),
         (lambda: MedusaHeads(MedusaConfig(32, 64, medusa_num_layers=2)), "medusa", "one residual block"),
         (lambda: EagleHead(EagleConfig(**CONFIG, draft_vocab_size=8)), "eagle", "no draft vocabulary"),
-        (lambda: untied_heads(), "medusa", "repeats one residual block per head, this head has 2"),
+        (lambda: untied_heads(), "medusa", "repeats one residual block per head, but these heads have 2"),
         (lambda: EagleHead(EagleConfig(**CONFIG, layernorms=True)), "eagle", "no layernorms"),
         (lambda: EagleHead(EagleConfig(**CONFIG, rope_parameters=LINEAR | {"rope_theta": 5e5})), "eagle",
          "linear at 500000"),
@@ -226,7 +226,7 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_output=True)), "sglang", "no `norm_output`"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, fc_norm=True)), "eagle3", "no `fc_norm`"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, eagle_aux_hidden_state_layer_ids=[1, 2])), "eagle3",
-         "reads the layers 2"),
+         "must read the layers 2"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True)), "sglang", "has its own"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "hidden size of the head"),
@@ -244,7 +244,7 @@ def test_what_a_format_cannot_hold(head: Any, format: str, reason: str, tmp_path
 
 
 def test_no_such_format(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="There are: hf-specdec, medusa, eagle"):
+    with pytest.raises(InvalidConfigError, match="Known: hf-specdec, medusa, eagle"):
         export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path, format="gguf")
 
 

@@ -37,7 +37,7 @@ from hf_specdec.training import (
     train_eagle,
     train_medusa,
 )
-from hf_specdec.training.tree_search import count_right
+from hf_specdec.training.tree_search import count_correct
 from hf_specdec.verification.features import LAST
 from models import prompts
 
@@ -239,7 +239,7 @@ def test_a_head_of_any_dtype_is_measured_as_it_is_and_trained_in_float32(
 ) -> None:
     target = zoo.build("llama")
     head, places = new_head(kind, target).to(dtype), [13, 12] if kind == "medusa" else [11, 9]
-    assert count_right(target, head, TALKS, num_steps=2, top_k=4).counted.tolist() == places
+    assert count_correct(target, head, TALKS, num_steps=2, top_k=4).counted.tolist() == places
     assert {parameter.dtype for parameter in head.parameters()} == {dtype}
     head, _ = trained(head, kind, target, tmp_path)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}

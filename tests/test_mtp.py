@@ -157,7 +157,7 @@ def test_kept_in_our_own_layout(llama: Any, tmp_path: Path) -> None:
 
 
 def test_modules_that_do_not_fit(llama: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="norms its inputs and its output, got layernorms=False"):
+    with pytest.raises(InvalidConfigError, match="normalizes its inputs and its output, got layernorms=False"):
         random_module(llama, layernorms=False)
     with pytest.raises(DrafterMismatchError, match="hidden_size 64"):
         llama.load_drafter(MtpHead(MtpConfig.for_target(llama.config, hidden_size=64)))
@@ -459,7 +459,7 @@ def test_models_without_modules(llama: Any, three: Any, tmp_path: Path) -> None:
     bare._keys_to_ignore_on_load_unexpected = None
     with pytest.raises(UnsupportedModelError, match="does not know the names of the MTP tensors"):
         bare.add_drafter(MtpDrafter.native(bare))
-    with pytest.raises(DrafterMismatchError, match=r"those of .*three.*, this model is .*bare"):
+    with pytest.raises(DrafterMismatchError, match=r"belong to .*three.*, but this model is .*bare"):
         bare.add_drafter(MtpDrafter.native(three))
 
 

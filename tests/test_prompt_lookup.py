@@ -14,9 +14,9 @@ from hf_specdec import InvalidConfigError, SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.prompt_lookup import (
     MATCH_CLASSES,
-    ONLY,
-    SEVERAL,
-    SHORTER,
+    ONLY_ACCEPTANCE,
+    SEVERAL_ACCEPTANCE,
+    SHORTER_FACTOR,
     PromptLookupDrafter,
     RepeatedText,
 )
@@ -191,6 +191,6 @@ def test_each_continuation_is_trusted_by_its_own_match(tokens: list[int]) -> Non
     for position, length in ends(tokens):
         longest[tokens[position]] = max(length, longest.get(tokens[position], 0))
     for token, probability in found.after(found.start):
-        factor = SHORTER if longest[token] < max(longest.values()) else 1.0
+        factor = SHORTER_FACTOR if longest[token] < max(longest.values()) else 1.0
         match_class = sum(longest[token] > bound for bound in MATCH_CLASSES)
-        assert probability in [factor * value for value in (ONLY[match_class], *SEVERAL)], token
+        assert probability in [factor * value for value in (ONLY_ACCEPTANCE[match_class], *SEVERAL_ACCEPTANCE)], token

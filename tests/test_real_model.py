@@ -50,7 +50,7 @@ def test_a_padded_batch_is_equal(small_model: Any, small_tokenizer: Any) -> None
         assert torch.equal(plain, small_model.generate(ids, speculative=method, **options))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.9])
 def test_the_same_seed_gives_the_same_tokens(small_model: Any, small_tokenizer: Any, temperature: float) -> None:
     inputs = encode(small_tokenizer, PROMPTS[0], small_model.device)
     options = {"max_new_tokens": 32, "do_sample": True, "temperature": temperature, "top_p": 0.9, "top_k": 50}

@@ -347,7 +347,7 @@ def test_the_command(
         assert run(monkeypatch, *command, "--output", tmp_path / "out", "--server", url) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["conversations"] > 0
-        assert result["given_up"] == {}
+        assert result["dropped"] == {}
     assert {row["model"] for row in rows_of(tmp_path / "out")} == {"tiny"}
     assert run(monkeypatch, *command, "--output", tmp_path / "two", "--server", "http://127.0.0.1:9/v1") == 2
     assert "does not answer" in capsys.readouterr().err

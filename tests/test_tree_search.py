@@ -16,7 +16,7 @@ from hf_specdec.config import validate_choices
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, capture_features, search_tree, tree_search
-from hf_specdec.training.tree_search import count_right, likeliest_choices, node_acceptance
+from hf_specdec.training.tree_search import count_correct, likeliest_choices, node_acceptance
 from hf_specdec.viz import plot_tree, save_plot
 from test_training import answered
 
@@ -75,7 +75,7 @@ def test_accuracies_are_what_enumeration_finds(llama: Any, tmp_path: Path) -> No
     wanted = right / count[:, None]
     store = capture_features(llama, talks, tmp_path)
     for data in (talks, store):
-        found = count_right(llama, heads, data, num_steps=5, top_k=4)
+        found = count_correct(llama, heads, data, num_steps=5, top_k=4)
         torch.testing.assert_close(torch.tensor(found.accuracies), wanted)
         assert found.counted.tolist() == count.tolist()
         assert found.chains.tolist() == chains.tolist()

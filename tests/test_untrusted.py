@@ -42,7 +42,7 @@ from hf_specdec import (
 )
 from hf_specdec.checkpoints.files import read_json, shard_names
 from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
-from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, OTHERS, ROTARY, checked
+from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
 from test_cli import run
 from test_distill import CLI
 
@@ -156,14 +156,18 @@ def test_the_bounds_of_a_field_are_in_and_what_is_beyond_is_not() -> None:
     for rules, bounds in (
         (EAGLE3, INTEGERS),
         (MEDUSA, MEDUSAS),
-        (OTHERS, {"sliding_window": (1, LONG)}),
+        (THIRD_PARTY_LAYER, {"sliding_window": (1, LONG)}),
         (ROTARY, {"original_max_position_embeddings": (1, LONG)}),
     ):
         for name, (least, most) in bounds.items():
             for value, held in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
                 assert rules[name].holds(value) is held, (name, value)
     layer = {"initializer_range": (0, 10), "rms_norm_eps": (1e-15, 1)}
-    for rules, bounds in ((ROTARY, NUMBERS), (EAGLE, layer), (OTHERS, {"rope_theta": NUMBERS["rope_theta"]})):
+    for rules, bounds in (
+        (ROTARY, NUMBERS),
+        (EAGLE, layer),
+        (THIRD_PARTY_LAYER, {"rope_theta": NUMBERS["rope_theta"]}),
+    ):
         for name, (least, most) in bounds.items():
             assert rules[name].holds(least)
             assert rules[name].holds(most)
@@ -185,7 +189,7 @@ def test_lists_trees_and_facts_have_a_longest() -> None:
         (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0] * 128, [0] * 129),
         (EAGLE3, "eagle_aux_hidden_state_layer_ids", [2**16], []),
         (EAGLE3, "eagle_aux_hidden_state_layer_ids", [0], [2**16 + 1]),
-        (OTHERS, "layer_types", ["full_attention"], ["full_attention"] * 2),
+        (THIRD_PARTY_LAYER, "layer_types", ["full_attention"], ["full_attention"] * 2),
         (EAGLE, "recipe", {str(n): n for n in range(100)}, {str(n): n for n in range(101)}),
         (EAGLE, "recipe", {"a": [1, None, "b", 2.5, True]}, {"a": [[1]]}),
         (EAGLE, "recipe", {"a": [0] * 100}, {"a": [0] * 101}),
@@ -267,7 +271,7 @@ def test_files_are_regular_and_inside_their_directory(head: Path, tmp_path: Path
     outside = tmp_path / "outside"
     shutil.move(weights, outside)
     weights.symlink_to(outside)
-    with pytest.raises(CheckpointFormatError, match="a link that leads out of its directory"):
+    with pytest.raises(CheckpointFormatError, match="a link to a file outside its directory"):
         load_head(head)
     weights.unlink()
     os.mkfifo(weights)
@@ -280,9 +284,9 @@ def test_files_are_regular_and_inside_their_directory(head: Path, tmp_path: Path
     assert load_head(head).layout == "hf-specdec"
     shutil.copytree(head, tmp_path / "other")
     for subfolder in ("../other", str(tmp_path / "other"), "inside/../../other"):
-        with pytest.raises(CheckpointFormatError, match="leads out of"):
+        with pytest.raises(CheckpointFormatError, match="is outside"):
             load_head(head, subfolder=subfolder)
-    with pytest.raises(CheckpointFormatError, match="leads out of the repository"):
+    with pytest.raises(CheckpointFormatError, match="is outside the repository"):
         load_head("org/head", subfolder="../other")
 
 
@@ -552,7 +556,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(
 @pytest.mark.slow
 def test_two_at_once_are_one_and_a_refusal(saved: Path, tmp_path: Path) -> None:
     """The second `distill` says that the first is at work; killed, the first no longer is."""
-    prompts = "\n".join(json.dumps({"prompt": f"w{i:02} w05"}) for i in range(10, 80))
+    prompts = "\n".join(json.dumps({"prompt": f"w{i:02} w05"}) for i in range(10, 40))
     (tmp_path / "prompts.jsonl").write_text(prompts)
     command = [*CLI, "distill", "--model", str(saved), "--prompts", str(tmp_path / "prompts.jsonl"), "--output",
                str(tmp_path / "out"), "--max-new-tokens", "60", "--batch-size", "1", "--temperature", "0"]  # fmt: skip
@@ -570,6 +574,6 @@ def test_two_at_once_are_one_and_a_refusal(saved: Path, tmp_path: Path) -> None:
     first.wait()
     third = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, env=environment)
     assert third.returncode == 0, third.stderr[-2000:]
-    assert json.loads(third.stdout)["conversations"] == 70
+    assert json.loads(third.stdout)["conversations"] == 30
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert not (tmp_path / "out" / ".distill.lock").exists()

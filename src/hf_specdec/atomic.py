@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from hf_specdec.errors import InvalidConfigError
 
 PARTIAL = ".partial"
-"""Suffix of unfinished files and directories; the id of the process that writes them precedes it."""
+"""Suffix of unfinished files and directories, after the id of the writing process (`.name.1234.partial`)."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
     Args:
         source: Directory with the finished files, on the same disk.
         folder: Destination, created if missing. Files that are neither replaced nor stale stay.
-        first: File that a reader needs first; it is removed before all others and written last.
+        first: File without which nothing can be loaded, such as `config.json`; moved away first and written last.
         stale: Glob patterns of old files that would be read together with the new ones; matches that are not replaced
             are deleted.
     """
@@ -130,7 +130,7 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
     backup.unlink(missing_ok=True)
 
 
-def is_broken_off(folder: Path, first: str) -> bool:
+def was_interrupted(folder: Path, first: str) -> bool:
     """Return whether `move_into` was interrupted, so that the directory may mix files of two saves.
 
     Args:

@@ -124,7 +124,7 @@ def require_integer(name: str, value: Any, minimum: int, maximum: int | None = N
     """Check that a value is an integer within bounds (inclusive).
 
     Raises:
-        InvalidConfigError: It is not.
+        InvalidConfigError: The value has another type or is out of bounds.
     """
     _require(_is_int(value) and value >= minimum, f"an integer >= {minimum}", name, value)
     _require(maximum is None or value <= maximum, f"at most {maximum}", name, value)
@@ -215,8 +215,8 @@ class SpeculativeConfig(_Fields):
     """How to draft, verify and accept. A field that is None takes the drafter's default.
 
     Args:
-        method: A method, the name of a registered drafter, `"hybrid"` (several drafters merged into one tree), or
-            `"auto"` (the best of the loaded drafters).
+        method: Name of a built-in method or of a registered drafter, `"hybrid"` (several drafters merged into one
+            tree), or `"auto"` (the best of the loaded drafters).
         num_steps: Drafted depth.
         top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
         num_draft_tokens: Nodes verified per step. Counts the root, the last token already accepted, as SGLang's

@@ -31,7 +31,7 @@ class UnsupportedModelError(SpeculativeDecodingError):
 
 
 class UnsupportedGenerationError(SpeculativeDecodingError):
-    """A `generate()` option that cannot be combined with `speculative=`; raised before any work is done."""
+    """A `generate()` option that cannot be combined with `speculative=`; raised before decoding where possible."""
 
 
 class DrafterMismatchError(SpeculativeDecodingError):

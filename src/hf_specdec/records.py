@@ -36,10 +36,10 @@ MAX_EMPTY_LINES = 10_000
 """Maximum number of consecutive empty lines."""
 
 Fields = dict[str, Any]
-Refusal = type[SpeculativeDecodingError]
+ErrorClass = type[SpeculativeDecodingError]
 
 
-def open_regular(path: Path, error: Refusal = InvalidConfigError) -> IO[bytes]:
+def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes]:
     """Open a file for reading, refusing pipes, which may block, and devices, which may be endless.
 
     Args:
@@ -59,7 +59,7 @@ def open_regular(path: Path, error: Refusal = InvalidConfigError) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: Refusal = InvalidConfigError) -> Fields:
+def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
     """Read a file with one JSON object.
 
     Args:
@@ -89,7 +89,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
     """Yield the line number, counted from 1, and the object of each non-empty line of a `.jsonl` or `.jsonl.gz` file.
 
     Raises:
-        InvalidConfigError: A line is not a JSON object; or see `read_lines`.
+        InvalidConfigError: A line is not a JSON object, or `read_lines` rejects the file.
     """
     for number, line in read_lines(path):
         try:
@@ -169,7 +169,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 last_text = number
                 yield number, text
             elif number - last_text > MAX_EMPTY_LINES:
-                raise InvalidConfigError(f"{place} and {MAX_EMPTY_LINES} lines before it are empty.")
+                raise InvalidConfigError(f"{place} and the {MAX_EMPTY_LINES} lines before it are empty.")
 
 
 def shortened(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Every private name of transformers, accelerate and its Trainer that this package uses, in one place.
+"""Every private name of transformers (including its Trainer) and of accelerate that this package uses.
 
-`tests/test_transformers_private.py` checks each name with the installed version; run it with the oldest and the newest
-supported transformers (`make bounds`, `make newest`) to see what a release breaks.
+`tests/test_transformers_private.py` checks each name against the installed version; run it with the oldest and the
+newest supported transformers (`make bounds`, `make newest`) to see what a release breaks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
 
 
 def has_unfinished(model: PreTrainedModel, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Whether decoding goes on; with `synced_gpus` until the last rank has finished."""
+    """Return whether any row is unfinished; with `synced_gpus`, any row of any rank."""
     return bool(model._has_unfinished_sequences(finished, synced_gpus, device=device))
 
 

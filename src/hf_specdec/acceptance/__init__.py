@@ -1,1 +1,1 @@
-"""Which drafted tokens are kept: the rules, the paths down a tree, the text of each row."""
+"""Decide which drafted tokens to keep: acceptance rules, tree traversals and the text of each row."""

@@ -31,7 +31,8 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
     Token for token equal to plain greedy decoding. On an accelerator transfers to the host are expensive, so all
     nodes are decided at once; on the CPU each row of V logits is expensive, so only nodes on the path are evaluated.
-    Logits processors that read the text always need the walk, since each is called with the exact prefix.
+    Logits processors that read the text always need the walk on the host (`follow`), since each is called with the
+    exact prefix.
     """
     if not transcript.decides_on(logits.device):
         return follow(tree, logits, transcript)
@@ -122,7 +123,7 @@ def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
 
 def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Lossless rejection sampling of a sampled tree, in which n's children were drawn from q = `draft_probs[b, n]`.
+    """Lossless rejection sampling of a sampled tree; the children of node n were drawn from q = `draft_probs[b, n]`.
 
     The children of a node are tried in the order of their nodes, in which they were drawn without replacement. Child
     x is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the normalised max(p - q, 0) and
@@ -155,9 +156,10 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
     """Verify a sampled chain losslessly as one block; on average this accepts at least as much as `rejection`.
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (https://arxiv.org/abs/2403.10444),
-    algorithm 2. With ratio w_i = min(1, w_(i-1) p(x_i) / q(x_i)) the block is cut after the largest i with
-    u_i <= h_i, h_i = r_i / (r_i + 1 - w_i), r_i = sum of max(w_i p - q, 0) at node i, and h = w at the last. After a
-    cut the token is drawn from the normalised max(w_i p - q, 0).
+    algorithm 2. Let w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)), r_i = the sum of max(w_i p - q, 0) at node i, and
+    h_i = r_i / (r_i + 1 - w_i), but h_i = w_i at the last node. The block is cut after the largest i with u_i <= h_i,
+    u_i uniform in [0, 1). The token after the cut is drawn from the normalised max(w_i p - q, 0); after the last node
+    it is drawn from p.
 
     Raises:
         UnsupportedGenerationError: The tree branches, or was not sampled.

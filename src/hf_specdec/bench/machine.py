@@ -22,9 +22,9 @@ SOURCE = Path(__file__).parents[2]
 
 PROC_STAT = Path("/proc/stat")
 
-BUSY = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+CPU_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 """First columns of `/proc/stat`. `steal`, CPU time that the hypervisor gave to others, counts as load."""
-WAITING = ("idle", "iowait")
+IDLE_COLUMNS = ("idle", "iowait")
 """Columns that are not load."""
 
 DISTURBING_SHARE = 0.05
@@ -80,7 +80,7 @@ class OtherProcesses:
     """CPU time used by other processes: the machine's from `/proc/stat` minus that of this process and its children.
 
     Args:
-        workers: Running child processes to subtract; other children are subtracted once they were waited for.
+        workers: Running child processes to subtract; other children are subtracted once they have been waited for.
 
     Example: in 2 s all cores together were busy for 2.5 s, this process for 2.3 s: others used 0.2 s, 0.1 cores.
     """
@@ -96,8 +96,8 @@ class OtherProcesses:
             workers = sum(sum(worker.cpu_times()[:4]) for worker in self._workers)
         except (OSError, psutil.NoSuchProcess):
             return None
-        ticks = dict(zip(BUSY, map(int, columns[1:]), strict=False))
-        busy = sum(count for name, count in ticks.items() if name not in WAITING) / os.sysconf("SC_CLK_TCK")
+        ticks = dict(zip(CPU_COLUMNS, map(int, columns[1:]), strict=False))
+        busy = sum(count for name, count in ticks.items() if name not in IDLE_COLUMNS) / os.sysconf("SC_CLK_TCK")
         return busy - sum(os.times()[:4]) - workers, time.perf_counter()
 
     def cores(self) -> float | None:
@@ -113,7 +113,7 @@ class OtherProcesses:
 
 
 def is_disturbed(cores: float | None, seconds: float) -> bool:
-    """Return whether other processes used more than `DISTURBING_SHARE` of a core and than `DISTURBING_TICKS`.
+    """Return whether other processes used over `DISTURBING_SHARE` of a core and at least `DISTURBING_TICKS`.
 
     Args:
         cores: Average number of cores used by others; None if unknown.

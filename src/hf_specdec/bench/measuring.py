@@ -39,7 +39,7 @@ class External:
     """A method that runs in another program."""
 
     ask: Callable[[list[int], int], Reply]  # called with the prompt's ids and the maximum number of new tokens
-    processes: Callable[[], Sequence[psutil.Process]] = tuple  # do not count as other load of the machine
+    processes: Callable[[], Sequence[psutil.Process]] = tuple  # its load does not count as that of others
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ def measure(
         rounds: Timed repetitions, interleaved over the methods.
         settings: By method name: a value of `speculative=`, the assistant model of `transformers_assisted`, or an
             `External` program that runs the method.
-        idle: Called before every timed call, e.g. to wait for a quiet machine.
+        idle: Called before every call, warm-up included, e.g. to wait for a quiet machine.
         all_turns: Measure all turns of a question, each method with its own earlier answers, as Spec-Bench does;
             otherwise the first turn only.
 
@@ -278,7 +278,7 @@ class _Round:
 
     @property
     def others_cores(self) -> float | None:
-        """Mean over the time of all turns; None if unknown for one of them."""
+        """Mean over the turns, weighted by their seconds; None if unknown for one of them."""
         used = [(answer.others_cores, answer.seconds) for answer in self.answers]
         known = [cores * seconds for cores, seconds in used if cores is not None]
         return sum(known) / self.seconds if len(known) == len(used) else None

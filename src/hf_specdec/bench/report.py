@@ -97,7 +97,7 @@ def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the median speed-up per category and method, with lines from p20 to p80. Needs matplotlib.
+    """Plot the median speed-up per category and method, with error bars from p20 to p80. Needs matplotlib.
 
     Args:
         summary: Output of `summarise`.

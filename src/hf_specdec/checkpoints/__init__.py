@@ -1,1 +1,1 @@
-"""Heads on disk and on the Hub: every published layout read, ours written, engines' exported."""
+"""Load heads from disk or the Hub in any published layout, and write them in ours or an engine's."""

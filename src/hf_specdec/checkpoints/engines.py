@@ -184,7 +184,7 @@ def _mtp_tensors(head: MtpHead) -> Tensors:
     return tensors
 
 
-# ----------------------------------------------------------------------------------------------- what does not fit
+# ----------------------------------------------------------------------------------------------- refusals
 
 
 def _tied(head: MedusaHeads) -> bool:
@@ -199,7 +199,7 @@ def _tied(head: MedusaHeads) -> bool:
 
 
 def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[str, bool]:
-    """Return the settings that the attention of EAGLE's code does not support."""
+    """Return reasons against rotary settings and head sizes that EAGLE's code does not support."""
     config = head.config
     rope = config.rope_parameters
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", PLAIN_THETA)
@@ -214,10 +214,10 @@ def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[
 def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
     config = head.config
     return {
-        "Medusa's code repeats one residual block per head, this head has "
+        "Medusa's code repeats one residual block per head, but these heads have "
         f"{config.medusa_num_layers} different ones": not config.shared_lm_head and not _tied(head),
-        "it has no draft vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
-        "with a shared lm_head it has one residual block per head": config.shared_lm_head
+        "the format has no draft vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
+        "with a shared lm_head, the format has one residual block per head": config.shared_lm_head
         and config.medusa_num_layers != 1,
     }
 
@@ -225,24 +225,24 @@ def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
 def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
     config = head.config
     return {
-        "it has no draft vocabulary (engines read such a list from another file)": config.draft_vocab_size is not None,
-        "it has no layernorms": config.layernorms,
-        "it has no norms of queries and keys": config.qk_norm,
-        "it has no biases in the output projection and the MLP": config.attention_bias or config.mlp_bias,
+        "the format has no draft vocabulary (engines read one from another file)": config.draft_vocab_size is not None,
+        "the format has no layernorms": config.layernorms,
+        "the format has no norms of queries and keys": config.qk_norm,
+        "the format has no biases in the output projection and the MLP": config.attention_bias or config.mlp_bias,
         **_rotary_refusals(head, "vLLM and SGLang support it; there is no other format for EAGLE-1"),
-        "it has no sliding window": config.sliding_window is not None,
+        "the format has no sliding window": config.sliding_window is not None,
     }
 
 
 def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     config = head.config
     return {
-        "it has no `norm_before_residual` (speculators has)": config.norm_before_residual,
-        "it has no `norm_before_fc` (speculators has)": config.norm_before_fc,
-        "it has no `norm_output` (speculators has)": config.norm_output,
-        "it has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
+        "the format has no `norm_before_residual` (speculators has it)": config.norm_before_residual,
+        "the format has no `norm_before_fc` (speculators has it)": config.norm_before_fc,
+        "the format has no `norm_output` (speculators has it)": config.norm_output,
+        "the format has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
         or config.mlp_bias or config.qk_norm or config.bias,
-        "it has no sliding window (speculators has)": config.sliding_window is not None,
+        "the format has no sliding window (speculators has one)": config.sliding_window is not None,
     }  # fmt: skip
 
 
@@ -252,8 +252,8 @@ def _eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     return {
         **_plain_layer_refusals(head),
         **_rotary_refusals(head, "for vLLM use the format speculators, for SGLang sglang"),
-        "it has no `fc_norm` (sglang and speculators have)": head.config.fc_norm,
-        f"it reads the layers 2, L/2 and L-3, not {ids} (sglang and speculators read any)": not paper,
+        "the format has no `fc_norm` (sglang and speculators have it)": head.config.fc_norm,
+        f"its heads must read the layers 2, L/2 and L-3, not {ids} (sglang and speculators read any)": not paper,
     }
 
 
@@ -261,8 +261,8 @@ def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     ids = head.config.eagle_aux_hidden_state_layer_ids
     return {
         **_plain_layer_refusals(head),
-        "it uses the target's embedding, this head has its own": head.config.own_embedding,
-        "it cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
+        "the format uses the target's embedding, but this head has its own": head.config.own_embedding,
+        "SGLang cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
     }
 
 
@@ -282,13 +282,13 @@ def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 def _mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
     config = head.config
     return {
-        "it has no draft vocabulary": config.draft_vocab_size is not None,
-        "it uses the target's embedding, this module has its own": config.own_embedding,
-        "its layer is Qwen3's, with norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
+        "the format has no draft vocabulary": config.draft_vocab_size is not None,
+        "the format uses the target's embedding, but this module has its own": config.own_embedding,
+        "the format needs Qwen3's layer, with norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
         "`input_proj` and the MLP have no bias": config.bias or config.mlp_bias,
         "biases of query, key and value require one of the output projection": config.qkv_bias
         and not config.attention_bias,
-        "it has no sliding window": config.sliding_window is not None,
+        "the format has no sliding window": config.sliding_window is not None,
     }
 
 
@@ -297,7 +297,7 @@ def _medusa_readers(head: MedusaHeads) -> str:
     return (
         f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
         "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
-        "(`--model-id` of this directory)."
+        "(`--model-id` with the path of this directory)."
     )
 
 

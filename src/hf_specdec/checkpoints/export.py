@@ -1,6 +1,6 @@
 """Write heads in the layouts of inference engines and of the methods' authors, with a model card.
 
-A head is written atomically and overwrites another one only on request. The layouts are the table of `engines.py`.
+A head is written atomically and overwrites another one only on request. `engines.py` describes the layouts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _check_format(head: Head, format: str) -> None:
     if format == NATIVE_LAYOUT:
         return
     if format not in FORMATS:
-        raise InvalidConfigError(f"Unknown format {format!r}.", f"There are: {NATIVE_LAYOUT}, {', '.join(FORMATS)}.")
+        raise InvalidConfigError(f"Unknown format {format!r}.", f"Known: {NATIVE_LAYOUT}, {', '.join(FORMATS)}.")
     rules = FORMATS[format]
     if not isinstance(head, rules.head_class):
         raise CheckpointFormatError(

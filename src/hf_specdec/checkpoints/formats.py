@@ -1,7 +1,7 @@
-"""Create a head from a checkpoint's config and tensors, by the table in `layouts.py`.
+"""Create a head from a checkpoint's config and tensors, as described by the table in `layouts.py`.
 
 Sizes come from the tensors where possible, the rest from the config. The head is created on the meta device and
-compared with the file before any memory is allocated, so that a false config costs nothing.
+compared with the file before any memory is allocated, so a wrong config cannot exhaust memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.heads.mtp import MtpConfig, MtpHead
-from hf_specdec.heads.schema import OTHERS, checked, shown
+from hf_specdec.heads.schema import THIRD_PARTY_LAYER, checked, shown
 from hf_specdec.records import Fields
 
 Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads
@@ -169,7 +169,7 @@ def _draft_layer(layout: Layout, fields: Fields, shapes: Shapes, prefix: str) ->
     wanted = {name: layer[name] for name in (*LAYER_FIELDS, *rotary, *windows) if layer.get(name) is not None}
     if layout.of_verifier and isinstance(wanted.get("layer_types"), list):
         wanted["layer_types"] = wanted["layer_types"][:1]
-    given = checked(wanted, OTHERS)
+    given = checked(wanted, THIRD_PARTY_LAYER)
     config = family(num_hidden_layers=1, **given)
     found = {name: getattr(config, name) for name in LAYER_FIELDS if hasattr(config, name)}
     heads = found["num_attention_heads"]
@@ -253,7 +253,7 @@ def _names_of(layout: Layout, files: TensorFiles, where: str) -> tuple[dict[str,
                 ours = re.sub(pattern, replacement, name)
                 break
         if ours in file_names:
-            raise CheckpointFormatError(f"{where}: {file_names[ours]} and {name} are both {ours}.")
+            raise CheckpointFormatError(f"{where}: {file_names[ours]} and {name} both map to the tensor {ours}.")
         file_names[ours] = name
     return file_names, unread
 

@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from hf_specdec.atomic import is_broken_off
+from hf_specdec.atomic import was_interrupted
 from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.errors import CheckpointFormatError
@@ -69,8 +69,8 @@ def load_head(
         cache_dir, force_download, local_files_only: As in transformers.
         dtype: Dtype of the weights; None for the stored one.
         device: Device of the weights; None for the CPU.
-        hot_tokens: Target ids `[n]`, or the path of an FR-Spec list (`freq_*.pt`), to which a head that shares the
-            target's lm_head restricts its drafts.
+        hot_tokens: Restrict drafts to these target ids `[n]`, or to an FR-Spec list (path of a `freq_*.pt`); only for
+            heads that share the target's lm_head.
 
     Raises:
         CheckpointFormatError: The head does not exist, has an unknown layout, or a file is broken.
@@ -104,7 +104,7 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
     folder = Path(repo_or_path)
     source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
     config = source.find(CONFIG_NAME)
-    if config is None and folder.is_dir() and is_broken_off(folder / subfolder, CONFIG_NAME):
+    if config is None and folder.is_dir() and was_interrupted(folder / subfolder, CONFIG_NAME):
         raise CheckpointFormatError(
             f"Saving a head in {folder / subfolder} was interrupted: it may hold files of two heads.",
             "Save the head again.",
@@ -128,13 +128,13 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
 
 
 class _Folder:
-    """A local directory, of which only regular files and links inside it are read."""
+    """A local directory; only regular files, and links to files inside it, are read."""
 
     def __init__(self, folder: Path, subfolder: str) -> None:
         self.name, self._folder = str(folder), folder / subfolder
         if not _is_inside(self._folder, folder):
             raise CheckpointFormatError(
-                f"The subfolder {subfolder!r} leads out of {folder}.", "Use the path of the subfolder instead."
+                f"The subfolder {subfolder!r} is outside {folder}.", "Use the path of the subfolder instead."
             )
 
     def find(self, name: str) -> Path | None:
@@ -149,7 +149,7 @@ class _Folder:
         if not path.is_file():
             raise CheckpointFormatError(f"{path} is not a regular file.")
         if not _is_inside(path, self._folder):
-            raise CheckpointFormatError(f"{path} is a link that leads out of its directory.", "Copy the file there.")
+            raise CheckpointFormatError(f"{path} is a link to a file outside its directory.", "Copy the file there.")
         return path
 
     def need(self, name: str, index: Path) -> Path:
@@ -168,11 +168,11 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 class _Repository(_Folder):
-    """A repository on the Hub, of which all files are read from one commit."""
+    """A repository on the Hub; all files are read from the same commit."""
 
     def __init__(self, repo_id: str, subfolder: str, download: dict[str, Any]) -> None:
         if subfolder.startswith("/") or ".." in Path(subfolder).parts:
-            raise CheckpointFormatError(f"The subfolder {subfolder!r} leads out of the repository {repo_id}.")
+            raise CheckpointFormatError(f"The subfolder {subfolder!r} is outside the repository {repo_id}.")
         self.name = repo_id
         self._download = {**download, "subfolder": subfolder or None}
 

@@ -168,8 +168,8 @@ def _of_specforge(fields: Fields, names: Names) -> bool:
 
 
 def _of_modelopt(fields: Fields, names: Names) -> bool:
-    says_more = lookup(fields, "eagle_config.use_aux_hidden_state") is not None
-    return EAGLE3.matches(fields, names) and says_more and "t2d" not in names
+    names_layers = lookup(fields, "eagle_config.use_aux_hidden_state") is not None
+    return EAGLE3.matches(fields, names) and names_layers and "t2d" not in names
 
 
 def _for_sglang(fields: Fields, names: Names) -> bool:
@@ -246,7 +246,7 @@ UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
 
 
 def is_head_config(fields: Fields) -> bool:
-    """Whether a config is certainly a head's; those of EAGLE-1 and some of EAGLE-3 look like a Llama's."""
+    """Whether a config can only be a head's; False for EAGLE-1 and some EAGLE-3 heads, which look like a Llama."""
     return (
         fields.get("model_type") in {layout.config_class.model_type for layout in NATIVE}
         or any(key in fields for key in ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size"))

@@ -183,7 +183,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_ignor
     sizes = (offset, *shape, *strides)
     valid = isinstance(storage, Storage) and len(shape) <= MAX_DIMENSIONS
     if not valid or any(type(size) is not int or not 0 <= size < MAX_INTEGER for size in sizes):
-        raise NotTensorsError("its pickle makes a tensor of invalid arguments")
+        raise NotTensorsError("its pickle creates a tensor from invalid arguments")
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     contiguous = all(stride == step or n == 1 for n, stride, step in zip(shape, strides, steps, strict=True))
     if not contiguous and math.prod(shape):

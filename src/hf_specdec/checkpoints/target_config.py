@@ -29,8 +29,8 @@ def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
             )
 
 
-def first_line(error: Exception) -> str:
-    """Return the first sentence of an error message; sentences of fewer than 20 characters do not count."""
+def first_sentence(error: Exception) -> str:
+    """Return an error message up to the end of the first sentence that ends after 20 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     end = text.find(". ", 20)
     return text if end < 0 else text[: end + 1]

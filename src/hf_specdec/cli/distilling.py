@@ -64,4 +64,4 @@ def distill(
     conversations = training.read_conversations(output)
     answer_tokens = sum(sum(conversation.loss_mask) for conversation in conversations)
     result = {"output": str(output), "conversations": len(conversations), "answer_tokens": answer_tokens}
-    print_result(result if server is None else {**result, "given_up": dict(target.lost)}, as_json)
+    print_result(result if server is None else {**result, "dropped": dict(target.lost)}, as_json)

@@ -57,7 +57,7 @@ def convert(
     format: Annotated[FormatName, typer.Option(help="Layout to write.")] = "hf-specdec",
     revision: Revision = None,
     target: Annotated[str | None, typer.Option(help="Hub id of the target to store in the head's config.")] = None,
-    hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec token list (freq_*.pt) to draft from.")] = None,
+    hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list (freq_*.pt) of the tokens to draft.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the weights.")
     ] = None,

@@ -51,7 +51,7 @@ def new_head(kind: type[NewHead], config: Any, target_config: Any) -> NewHead:
     needed, free = sum(weight.nbytes for weight in planned.parameters()), psutil.virtual_memory().available
     if needed > free:
         raise InvalidConfigError(
-            f"The head needs {needed / 1e9:.1f} GB for its weights, {free / 1e9:.1f} GB of memory are free.",
+            f"The head needs {needed / 1e9:.1f} GB for its weights, but only {free / 1e9:.1f} GB of memory is free.",
             "Reduce sizes in --head-fields, or give a --draft-vocab-size.",
         )
     return kind(config)

@@ -55,7 +55,7 @@ def is_main() -> bool:
 
 
 def load_conversations(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
-    """Read conversations, truncated to `max_length` tokens; drop those without an answer.
+    """Read conversations, truncated to `max_length` tokens; drop those with fewer than two answer tokens.
 
     Raises:
         InvalidConfigError: None has an answer.

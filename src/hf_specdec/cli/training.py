@@ -85,7 +85,7 @@ Initial = Annotated[str | None, typer.Option(help="Path or Hub id of a head to c
 Seen = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, callback=finite,
-                 help="Drop conversations of which more than this fraction also occurs in other conversations."),
+                 help="Drop conversations whose answers repeat others, or themselves, by more than this fraction."),
 ]  # fmt: skip
 BaseName = Annotated[
     str | None,

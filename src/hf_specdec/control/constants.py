@@ -8,7 +8,7 @@ than 1 %, except `TRUST_MEMORY` (-22 % if nothing is ever forgotten, -6 % if hal
 
 from __future__ import annotations
 
-# ------------------------------------------------------------------------------------------- what a step costs
+# ------------------------------------------------------------------------------------------- cost of a step
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Nodes per row for which a step is timed; widths between them are interpolated."""
@@ -20,10 +20,10 @@ QUICK_ROUNDS = 3
 """Timed forwards per width while a user waits; the fastest counts, because noise only makes a forward slower."""
 
 MEASURED_CONTEXT = 512
-"""Longest context to measure after; real steps correct the figures for longer ones."""
+"""Maximum context, in tokens, of the timed forwards; real steps correct the costs after longer ones."""
 
 MAX_MEASURED_NODES = 128
-"""Nodes of all rows together beyond which a width is not timed, except the first `MIN_MEASURED_WIDTH`."""
+"""Maximum nodes of all rows together that are timed; up to `MIN_MEASURED_WIDTH` nodes per row always are."""
 
 MIN_MEASURED_WIDTH = 4
 """Nodes per row that are timed for every batch size."""
@@ -32,15 +32,16 @@ COST_SMOOTHING = 0.2
 """Weight of a real step in the cost of its width."""
 
 MAX_SURPRISE = 2.0
-"""Largest factor by which one step may differ from its expected cost: a larger one is other load on the machine."""
+"""Limit of the factor by which one step may change an expected cost: larger ones come from other load."""
 
 STALE_STEPS = 50
-"""Steps without a visit after which a width follows the surprises of other widths (by 63 %): a lasting change, such as
-other load or a faster clock, changes the cost of all widths."""
+"""A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
+lasting change, such as other load or a faster clock, affects all widths."""
 
 RETRY_STEPS = 300
-"""Steps without a visit after which a width looks cheaper by 63 %, so that a bad measurement is corrected. A width
-that is 10 % too expensive is tried every 30 steps, one of twice the price every 200; this wastes less than 0.5 %."""
+"""A width that was unused for this many steps is assumed to cost 63 % less, so that it is tried and a bad measurement
+corrected. A width that is 10 % too expensive is tried every 30 steps, one at twice the cost every 200; this wastes
+less than 0.5 %."""
 
 # ------------------------------------------------------------------------------------------- how wide a tree is
 
@@ -51,19 +52,20 @@ SLOW_ROW_POWER = 4
 """Power of the mean of expected tokens over rows (1 is the harmonic mean): a batch ends with its slowest row."""
 
 MIN_BATCH_GAIN = 1.1
-"""Speed-up over a plain step that a draft for several rows must promise, since the rows' estimates are uncertain."""
+"""Minimum expected speed-up over a plain step for drafting with several rows, whose estimates are uncertain."""
 
 
 INITIAL_TRUST, TRUST_WEIGHT = 0.75, 1.0
 """Trust in a source that was never observed, and the weight of this guess in expected hits."""
 
 TRUST_MEMORY = 0.99
-"""Factor by which a source's counts are forgotten per position."""
+"""Factor that a source's counts are multiplied by at each position, so that old ones fade."""
 
 # ------------------------------------------------------------------------------------------- free sources
 
 IDLE_QUERY_SHARE = 0.05
-"""Fraction of plain steps' time that may be spent on querying free sources while no draft pays."""
+"""Fraction of plain steps' time that may be spent on querying free sources (those that need no forward, such as prompt
+lookup) while no draft pays."""
 
 PAUSE_STEPS = 8
 """Consecutive plain steps before querying pauses, and the longest pause in steps."""
@@ -77,7 +79,7 @@ FASTER_SMOOTHING = 0.3
 """Weight of a time below the average (higher, because noise and first calls only make times longer)."""
 
 FIRST_TRIALS = 3
-"""Queries that every depth of a head gets to learn what it costs."""
+"""Number of first queries of each depth of a head, made to measure its cost."""
 
 MIN_PAUSE, MAX_PAUSE = 8, 256
 """Steps before a depth that does not pay is tried again; the pause doubles each time it still does not."""

@@ -13,7 +13,7 @@ class Controller(Protocol):
     """Decides the budget of every step.
 
     Attributes:
-        step_costs: What a step costs, for drafters that need it; None: unknown.
+        step_costs: Returns the cost of a step by its width, for drafters that need it; None: unknown.
     """
 
     step_costs: StepCostFunction | None
@@ -25,7 +25,7 @@ class Controller(Protocol):
         """Learn from a step and its duration."""
 
     def report(self) -> dict[str, Any]:
-        """Return what it decided, as plain values for the statistics."""
+        """Return its decisions as plain values for the statistics."""
 
 
 class FixedController:

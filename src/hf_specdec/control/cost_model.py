@@ -1,4 +1,4 @@
-"""The cost model: learns what a step of each width costs, for drafters that choose the width by expected gain."""
+"""Controller that learns the cost of a step by its width, for drafters that choose the width by expected gain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_specdec.verification.step import Step, StepSeconds
 
 
 class CostModelController:
-    """Gives the drafter's limits to every step, with measured step costs.
+    """Always returns the drafter's limits as the budget, and measures step costs by which the drafter sets the width.
 
     Args:
         limits: The drafter's largest tree.

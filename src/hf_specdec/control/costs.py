@@ -1,4 +1,4 @@
-"""What a step costs on this machine, measured: a verify forward by the size of its tree, a forward of a head."""
+"""Measure costs on this machine: of a verify forward by the size of its tree, and of a forward of a head."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def verify_seconds(
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
     draw = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(vocab_size, (rows, context + max(sizes)), generator=draw, device="cpu").to(device)
-    reserve = None if runner is None else RESERVED_SLOTS  # a runner keeps this memory for the calls to come
+    reserve = None if runner is None else RESERVED_SLOTS  # a runner keeps this memory for later calls
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
@@ -134,7 +134,7 @@ class StepCosts:
     """Seconds of a step by its width, measured once and corrected by the times of real steps.
 
     Every measured width has a factor by which real steps differ from the measurement. A step corrects the factors of
-    its own width and of widths that were not visited for long; costs between measured widths are interpolated.
+    its own width and of widths not used for a long time; costs between measured widths are interpolated.
 
     Args:
         seconds: Measured seconds by number of nodes per row; the smallest is 1.
@@ -191,7 +191,7 @@ class StepCosts:
     def table(self) -> tuple[float, ...]:
         """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.
 
-        Widths that were not tried for long look cheaper than measured, see `RETRY_STEPS`.
+        Widths not used for a long time are assumed to be cheaper than measured, see `RETRY_STEPS`.
         """
         return _interpolated({
             width: seconds * self._factors[width] * exp(-self._unvisited[width] / RETRY_STEPS)

@@ -1,4 +1,4 @@
-"""Whether to query a draft head, and to which depth, learned from what earlier queries gained and cost.
+"""Decide whether to query a draft head, and to which depth, from the gains and costs of earlier queries.
 
 A head costs one forward per level. Its gain depends on what the other sources expect: next to a long lookup match it
 adds little. So gains are kept by the number of tokens expected without the head.
@@ -28,7 +28,7 @@ class QueryStats:
 
     num_steps: int
     gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by class: (queries, mean tokens per row)
-    seconds: float = 0.0  # what a query adds to a step
+    seconds: float = 0.0  # that a query adds to a step
     num_queries: int = 0
     waited: int = 0  # steps since the last query
     pause: int = MIN_PAUSE  # steps until the next trial
@@ -38,8 +38,8 @@ class QueryStats:
     def is_due(self, without: Width, rows: int, share: float) -> bool:
         """Whether to try this depth although it is not expected to pay, or not expected to be best.
 
-        The first trials require that a good head could pay. Later ones follow a pause: the measured cost may have been
-        other load, and the measured gain another kind of text.
+        The first trials require that a good head could pay. Later ones follow a pause, because the cost may have been
+        measured under other load, and the gain on another kind of text.
 
         Args:
             without: The best width without the head.
@@ -142,7 +142,7 @@ class HeadSchedule:
             option.waited += 1
         best = max(self.options, key=lambda option: option.rate(without, rows))
         paying = best if best.rate(without, rows) > without.rate else None
-        # if some depth pays, only the choice of depth is open, and that can wait
+        # if some depth pays, trials can only find a better depth, so they are rare
         share = TRIAL_SHARE / len(self.options) if paying is None else 0.0
         others = (option for option in self.options if option is not paying)
         due = next((option for option in others if option.is_due(without, rows, share)), None)

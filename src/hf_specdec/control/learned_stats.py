@@ -1,4 +1,4 @@
-"""What the policy of merged drafts has learned with a model, kept across calls. It never changes an answer."""
+"""Statistics that the merge policy learns with a model and keeps across calls. They never change the output."""
 
 from __future__ import annotations
 

@@ -14,17 +14,17 @@ StepCostFunction = Callable[[], tuple[float, ...]]
 
 
 class MergePolicy:
-    """The decisions of one generation.
+    """Decides in each step of one generation how much to draft and which heads to query.
 
     Args:
-        learned: What earlier calls have learned; updated.
-        step_costs: What a step costs. None: unknown; every tree is as large as its budget, every head is queried.
+        learned: Statistics of earlier calls; updated.
+        step_costs: Returns the costs of a step. None: unknown; every tree fills its budget, every head is queried.
         batch_size: Rows of the batch.
         reads_are_free: Whether drafters can read the device while they draft (a CPU): a head then stops at levels
             that are too unlikely to pay.
 
     Attributes:
-        expected_drafts, accepted_drafts: Drafted tokens that were expected and accepted in this generation.
+        expected_drafts, accepted_drafts: Expected and actual number of accepted drafted tokens so far.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MergePolicy:
         return best_width(rows, self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def finish_draft(self, rows: Sequence[Sequence[float]], width: Width, free_seconds: float) -> None:
-        """Note what is verified, and pause if nothing has paid for a while.
+        """Record the tree to verify, and pause querying if no draft has paid for a while.
 
         Args:
             rows: Path probabilities of the trees.
@@ -99,7 +99,7 @@ class MergePolicy:
             self.accepted_drafts += num_accepted
         self._expected = None
         if self._queries:
-            # the tokens beyond those expected of the free sources are credited to the heads by what each promised
+            # tokens beyond those expected from the free sources are credited to the heads by their expected gains
             before, after = self._queries[0][1].tokens, self._queries[-1][2].tokens
             for stats, without, with_it in self._queries:
                 promised = with_it.tokens - without.tokens
@@ -122,7 +122,7 @@ class MergePolicy:
     def choose_launch(self, schedule: HeadSchedule, active_rows: int) -> QueryStats | None:
         """Return the depth to query a head to for the next step, before the host has read this one.
 
-        What the other sources will expect is not known yet; what they expected in this step is used instead.
+        The other sources' expectations for that step are not known yet, so those for this step are used.
         """
         if self._without is None or self._paused_steps:
             return None

@@ -16,8 +16,8 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 MARGIN = 0.5
-"""Accepted drafts. The tier below is chosen if the average is this far below that tier's depth, the tier above if it
-is within this of the current depth (SGLang's value); hysteresis shifts both."""
+"""In accepted drafts (SGLang's value). The tier below is chosen if the average is this far below that tier's depth,
+the tier above if the average is at most this far below the current depth; hysteresis shifts both."""
 
 
 class TierController:
@@ -38,8 +38,8 @@ class TierController:
         self.tiers = [tier_budget(steps, limits) for steps in config.candidate_steps if steps <= limits.num_steps]
         if not self.tiers:
             raise InvalidConfigError(
-                f"No depth of candidate_steps={config.candidate_steps} is within the drafter's {limits.num_steps}.",
-                "Give smaller ones, or raise num_steps.",
+                f"All of candidate_steps={config.candidate_steps} exceed the drafter's {limits.num_steps} steps.",
+                "Give smaller depths, or increase num_steps.",
             )
         self._index = len(self.tiers) // 2
         self._average = float(max(self._depth - 1, 0))

@@ -46,7 +46,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What is known when a session starts: the prompt is committed and the first roots are chosen."""
+    """Inputs of a new session: the prompt has been committed and the first roots have been chosen."""
 
     input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
     padding: PromptPadding | None
@@ -93,8 +93,8 @@ class DraftSession(ABC):
 
     @property
     def candidates(self) -> Sequence[Candidates]:
-        """What may follow in each row after the last step; `hybrid` merges it. Requires `has_candidates`."""
-        raise NotImplementedError(f"{type(self).__name__} sets has_candidates and does not define candidates.")
+        """Candidates for the next tokens of each row, for `hybrid` to merge. Requires `has_candidates`."""
+        raise NotImplementedError(f"{type(self).__name__} sets has_candidates but does not define candidates.")
 
     def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
         """End the session (also after an error) and release reusable memory."""
@@ -152,12 +152,12 @@ class Drafter(ABC):
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Return a session for one generation."""
 
-    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> Drafter:
+    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> Drafter:
         """Return the drafter with compiled or captured forwards; itself if it has none.
 
         Args:
             model: The target that it is bound to.
-            form: Inductor programs or device graphs.
+            mode: Inductor programs or device graphs.
 
         Raises:
             CaptureError: Its forwards cannot be compiled or captured.

@@ -1,6 +1,7 @@
 """Merge the candidates of several sources into one tree, the likeliest nodes first.
 
-A source lists, node by node, what may follow. Equal tokens below one node become one node with the larger probability.
+For each node, a source lists candidate next tokens. Equal tokens below one node become one node with the larger
+probability.
 Nodes are added by falling path probability, which yields the best tree of every size: a node is never likelier than
 its parent, so parents come first.
 """
@@ -27,20 +28,20 @@ class Candidate(NamedTuple):
 
 
 class Candidates(ABC):
-    """What one source would draft for one row, edge by edge.
+    """The candidates of one source for one row, edge by edge.
 
-    A place is the source's state at a node; `start` is the root's.
+    A *place* is the source's state at a node; `start` is its state at the root.
     """
 
     start: Any
 
     @abstractmethod
     def after(self, place: Any) -> Sequence[Candidate]:
-        """Return what may follow the node at a place, the likeliest first, each token once."""
+        """Return the candidates after the node at a place, likeliest first, each token once."""
 
     @abstractmethod
     def follow(self, place: Any, token: int) -> Any:
-        """Return the place after a token; None if the source has nothing there."""
+        """Return the place after a token; None if the source has no candidates there."""
 
 
 class CachedCandidates(Candidates):
@@ -70,7 +71,7 @@ class DraftedCandidates(Candidates):
     """One row of a drafted tree as a source; a place is a node.
 
     Args:
-        tokens, parents: Of the row's nodes.
+        tokens, parents: Token and parent of each node of the row.
         log_probs: Log-probability of each edge; None: unknown, children are assumed to be 1/2, 1/4, ... likely.
 
     Attributes:
@@ -114,8 +115,8 @@ class Child(NamedTuple):
 def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[float]) -> list[Child]:
     """Merge the candidates of all sources after one node, the likeliest first, each token once.
 
-    A token gets the largest probability that a source gives it. Sources that name different tokens cannot both be
-    right, so what one source claims reduces the others' share, and all probabilities together are at most one.
+    A token gets the largest probability that any source gives it. Sources that name different tokens cannot both be
+    right, so the probability of one source's tokens reduces that of the others', and the sum is at most one.
 
     Args:
         sources: The sources.

@@ -12,7 +12,7 @@ from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, Shape, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, CapturableStep, Captures, width_for
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.step import UnreadStep
 
@@ -59,7 +59,7 @@ class CapturedRecycling:
         return Draft(tree, edges), integers[:, -1]
 
 
-class _Recycling(Shape):
+class _Recycling(CapturableStep):
     """Buffers and computation for one size of step and one budget.
 
     Args:
@@ -97,7 +97,7 @@ class _Recycling(Shape):
         self._previous.copy_(previous)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape.compute`."""
+        """See `CapturableStep.compute`."""
         tree = TokenTree(self._tokens, self._parents)
         previous = learn(self._table, tree, self._log_probs, self._ids, self._path, self._previous)
         draft = recycle(self._table, previous, self._roots, self._budget)

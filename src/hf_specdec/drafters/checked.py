@@ -69,7 +69,7 @@ def check_drafter(drafter: Any) -> None:
         and isinstance(needs.step_costs, bool)
     ):
         raise DrafterMismatchError(
-            f"{kind}.needs must be a `Needs` of a tuple of layer numbers and a bool, got {needs!r}."
+            f"{kind}.needs must be a `Needs` of a tuple of layer numbers and two bools, got {needs!r}."
         )
 
 
@@ -118,7 +118,7 @@ def start_session(
     session = _called(drafter, part, "start", lambda: drafter.start(target, context, config))
     if not isinstance(session, DraftSession):
         raise DrafterMismatchError(
-            f"{_name(drafter, part)} started {session!r}.", "start() must return a hf_specdec.DraftSession."
+            f"{_name(drafter, part)} returned {session!r}.", "start() must return a hf_specdec.DraftSession."
         )
     return _CheckedSession(drafter, part, session, context.roots, target.model)
 
@@ -237,7 +237,7 @@ class _CheckedSession(DraftSession):
 def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
     """Describe an invalid parent in one row; empty if there is none."""
     if parents[0] != ROOT_PARENT:
-        return f"the parent {parents[0]} of the root, which is {ROOT_PARENT}"
+        return f"the parent {parents[0]} of the root, which must be {ROOT_PARENT}"
     depths = [0]
     for node, parent in enumerate(parents[1:], start=1):
         if not ROOT_PARENT <= parent < node:

@@ -17,7 +17,7 @@ from hf_specdec.verification.cache import TreeCache
 
 
 class DraftLayer(Protocol):
-    """Predicts the target's next feature from the previous feature and a token; subclasses of `BaseDraftLayer` fit."""
+    """Predicts the target's next feature from the previous feature and a token; implemented by `BaseDraftLayer`."""
 
     config: Any  # `sliding_window`, and the defaults of the tree
     shares_lm_head: bool
@@ -59,12 +59,12 @@ class DraftLayer(Protocol):
         """Release a cache whose call has ended."""
 
     def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
-        """Grow a tree if the layer can do so at once, see `BaseDraftLayer`."""
+        """Grow a whole tree in one call; None if the layer does not support it, see `BaseDraftLayer`."""
 
     def advance(
         self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
     ) -> AdvancedDraft | None:
-        """Read a step and grow the next tree if the layer can do so at once, see `BaseDraftLayer`."""
+        """Read a step and grow the next tree in one call; None if not supported, see `BaseDraftLayer`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class LayerDrafter(Drafter):
 
     Attributes:
         head: The layer.
-        program: The layer in compiled or captured form, used instead of `head`; None if there is none.
+        program: The layer in compiled or captured mode, used instead of `head`; None if there is none.
         default_num_steps, default_top_k: Depth and width of the tree if neither the call nor the layer's config
             sets them.
     """
@@ -125,11 +125,11 @@ class EagleDrafter(LayerDrafter):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
-    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> EagleDrafter:
+    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> EagleDrafter:
         """See `Drafter`."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
-        layer = CompiledDraftLayer.of(self.head, lm_head) if form == "inductor" else self.head
+        layer = CompiledDraftLayer.of(self.head, lm_head) if mode == "inductor" else self.head
         other.program = layer
         if device.type in GRAPH_BACKENDS:
             other.program = GraphDraftLayer(layer, lm_head, GRAPH_BACKENDS[device.type](device))

@@ -1,4 +1,4 @@
-"""Hybrid drafting: merge what several drafters would draft into one tree, as large as its expected gain pays for.
+"""Hybrid drafting: merge the drafts of several drafters into one tree, whose size follows from its expected gain.
 
 Sources that answer edge by edge (`DraftSession.has_candidates`) cost almost nothing and are queried in every step. A
 head costs one forward per level and is queried only if queries have paid in similar situations
@@ -32,7 +32,7 @@ from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
 
 MAX_NODES = 64
-"""Default largest merged tree, root included."""
+"""Default maximum number of nodes in the merged tree, root included."""
 MAX_STEPS = 48
 """Default largest depth."""
 MAX_CHILDREN = 8
@@ -49,7 +49,7 @@ class HybridDrafter(Drafter):
 
     Args:
         parts: Drafters by name.
-        learned: What earlier calls have learned; None starts empty.
+        learned: Statistics of earlier calls; None starts empty.
     """
 
     method = "hybrid"
@@ -117,11 +117,11 @@ class HybridDrafter(Drafter):
 
 
 def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
-    """Return a part's config, with more nodes if the part takes the number."""
+    """Return a part's config, with `HEAD_NODES` nodes if the part accepts `num_draft_tokens`."""
     try:
         wide = SpeculativeConfig(part.method, num_draft_tokens=HEAD_NODES)
         limits_of(part, wide, name)
-    except InvalidConfigError:  # its tree is given
+    except InvalidConfigError:  # its tree is fixed
         return SpeculativeConfig(part.method)
     return wide
 
@@ -175,7 +175,7 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Merge the candidates of every active row; a single row's tree grows no further than can pay."""
+        """Merge the candidates of every active row; a single row's tree stops growing when more nodes cannot pay."""
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
             merge(

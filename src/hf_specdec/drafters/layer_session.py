@@ -60,7 +60,7 @@ class EagleSession(LaunchingSession):
         self._hot_token_ids = head.hot_token_ids
         self._cache = head.new_cache(RESERVED_SLOTS)
         self._static: dict[Budget, StaticLevels] = {}
-        # tokens in a handed-in cache have no features, virtual tokens (prompt tuning) have no ids
+        # tokens in a cache passed by the user have no features, virtual tokens (prompt tuning) have no ids
         features = context.features.of(head.feature_layers)
         width, batch_size = min(features.shape[1], context.input_ids.shape[1]), len(context.roots)
         self._prompt: Entries | None = Entries(

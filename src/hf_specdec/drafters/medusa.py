@@ -134,7 +134,7 @@ class _MedusaSession(LaunchingSession):
         self, heads: MedusaHeads, model: PreTrainedModel, context: DraftContext, choices: list[Choice]
     ) -> None:
         if context.features is None:
-            raise ValueError("a Medusa session needs the prompt's features")
+            raise ValueError("A Medusa session needs the target's features of the prompt, got none.")
         super().__init__(context.roots)
         self._heads, self._choices = heads, choices
         self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.shares_lm_head else None

@@ -79,7 +79,8 @@ class NativeMtpDrafter(LayerDrafter):
         """Load the modules in the first call, and move them next to the target's lm_head.
 
         Raises:
-            DrafterMismatchError: It is another model, has no lm_head, or its checkpoint lacks the modules.
+            DrafterMismatchError: `model` is not the model passed to the constructor, has no lm_head, or its checkpoint
+                lacks the modules.
         """
         self.head.bind(model)
         self.needs = Needs(feature_layers=self.head.feature_layers)

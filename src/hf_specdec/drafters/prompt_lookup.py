@@ -37,11 +37,11 @@ MAX_CANDIDATES = 4
 """Maximum continuations considered per node."""
 MATCH_CLASSES = (0, 1, 2, 4, 8, 16)
 """Longest match of each class; longer matches form one more class."""
-ONLY = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
+ONLY_ACCEPTANCE = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
 """Acceptance rate of the only continuation of a match, by class (SmolLM2-135M, answers to Spec-Bench questions)."""
-SEVERAL = (0.15, 0.12, 0.08, 0.06)
+SEVERAL_ACCEPTANCE = (0.15, 0.12, 0.08, 0.06)
 """Acceptance rate of one of several continuations, by rank (same measurement)."""
-SHORTER = 0.25
+SHORTER_FACTOR = 0.25
 """Factor on these rates for continuations that only a shorter match has."""
 
 
@@ -209,7 +209,9 @@ class RepeatedText(Candidates):
             match_class = sum(length > longest for longest in MATCH_CLASSES)
             for rank, (token, _) in enumerate(continuations):
                 if token not in found:
-                    probability = (ONLY[match_class] if only else SEVERAL[rank]) * (SHORTER if shorter else 1.0)
+                    probability = (ONLY_ACCEPTANCE[match_class] if only else SEVERAL_ACCEPTANCE[rank]) * (
+                        SHORTER_FACTOR if shorter else 1.0
+                    )
                     found[token] = Candidate(token, probability)
                     added += 1
             state = source.link[state]

@@ -1,4 +1,4 @@
-"""Query a head for its draft: at once, or launched with the step before so that each step reads the device once."""
+"""Query a head for its draft: immediately, or launched in the previous step so that a step reads the device once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Queries:
         Args:
             source: The head.
             stats: The depth to draft.
-            budget: The step's.
+            budget: Budget of the step.
             min_level_probability: See `Budget`.
         """
         begin, before = time.perf_counter(), one_time_work()
@@ -83,7 +83,7 @@ class Queries:
         return Answer(stats, candidates, time.perf_counter() - begin, usual)
 
     def launch(self, source: Source, stats: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
-        """Launch a draft for the next step and return the tensors of it that the host must read."""
+        """Launch a draft for the next step and return its tensors that the host must read."""
         before, limits, stopwatch = one_time_work(), _head_budget(source, stats, budget), Stopwatch(self._device)
         with stopwatch:
             source.session.launch(step, limits)
@@ -94,7 +94,7 @@ class Queries:
         return tensors
 
     def receive(self, lists: Sequence[list[list[int]]]) -> None:
-        """Take what the host has read of the drafts launched in this step; older answers are dropped."""
+        """Store the values of the drafts launched in this step, which the host has read; drop older answers."""
         unread, self._unread, remaining = self._unread, [], iter(lists)
         self._answers = {
             answer.source.name: Answer(
@@ -125,7 +125,7 @@ def _as_integers(draft: Draft) -> list[Tensor]:
 
 
 def _candidates(draft: Draft, lists: Sequence[list[list[int]]]) -> list[DraftedCandidates]:
-    """Return every row's tree as a source, from what `_as_integers` gave and the host has read."""
+    """Rebuild each row's tree as a source, from the values of `_as_integers` on the host."""
     tokens, parents, *others = lists
     log_probs = [[LOG_PROB_UNIT * units for units in row] for row in others[0]] if others else [None] * len(tokens)
     return [DraftedCandidates(*row) for row in zip(tokens, parents, log_probs, strict=True)]

@@ -1,4 +1,4 @@
-"""The table of recycled tokens: the best candidates after tokens and pairs; functions that learn and draft."""
+"""Table of the best candidates after tokens and pairs of tokens, with functions to update it and draft from it."""
 
 from __future__ import annotations
 

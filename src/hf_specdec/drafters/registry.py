@@ -1,4 +1,4 @@
-"""The registry of drafting methods: their names, what they need, and how their drafters are made.
+"""The registry of drafting methods: their names, their requirements and the factories of their drafters.
 
 A package adds methods with `register_drafter`, or with an entry point of the group `hf_specdec.methods` that refers to
 a `Method`.
@@ -43,9 +43,7 @@ class Method:
     """One drafting method."""
 
     name: str
-    make: Callable[
-        ..., Drafter
-    ]  # called with a head, or with the part if the method needs one, otherwise with nothing
+    make: Callable[..., Drafter]  # called with a loaded head if `heads` is not empty, otherwise without arguments
     aliases: tuple[str, ...] = ()
     heads: tuple[type[DraftHead], ...] = ()  # classes of heads that it drafts with; () is training-free
     part: str = ""  # another part that its drafter needs, such as "an assistant model"
@@ -65,7 +63,7 @@ class Method:
 _METHODS: dict[str, Method] = {}
 
 FREE = ("prompt_lookup", "token_recycling")
-"""What `"auto"` and `"hybrid"` merge with the loaded drafters: they cost almost nothing."""
+"""Methods that `"auto"` and `"hybrid"` merge with the loaded drafters, because they cost almost nothing."""
 
 
 def register_drafter(
@@ -146,7 +144,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     if method in available:
         return method
     known = ", ".join(map(repr, sorted({*available, *aliases})))
-    raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"There are: {known}.")
+    raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"Available: {known}.")
 
 
 def drafter_of(head: DraftHead) -> Drafter:
@@ -174,7 +172,7 @@ def choose_drafter(
         model: The target.
         registered: Drafters of the model by name.
         made: Drafters made earlier for methods without a head, by method; new ones are added.
-        learned: What merged drafting has learned with the model.
+        learned: Statistics of merged drafting with the model.
 
     Raises:
         InvalidConfigError: Unknown name, or merged drafters to be merged again.

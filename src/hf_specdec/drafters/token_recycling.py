@@ -46,13 +46,13 @@ WIDTH = 8
 PAIRS = 2**16
 """Hash slots for pairs of tokens; a new pair overwrites the pair in its slot."""
 MAX_PAIRS = 2**24
-"""Limit on these slots: about 2 GB with 8 candidates each."""
+"""Limit of `pairs`: the table then takes about 2 GB with 8 candidates per slot."""
 MAX_HEADER_BYTES = 64 * 1024
 """Largest accepted safetensors header of a saved table, which has five tensors."""
 MIN_LOG_PROB = -4.0
 """Candidates with lower log-probabilities are not offered to merged trees."""
 PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
-"""Factors from a stored probability to the expected acceptance, if the last two tokens match or only the last one."""
+"""Ratio of expected acceptance to stored probability, if the last two tokens match and if only the last one does."""
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -186,7 +186,7 @@ class TokenRecyclingDrafter(Drafter):
         on_host = table.keys.device.type == "cpu"
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
 
-    def compiled(self, model: PreTrainedModel, form: ExecutionMode) -> TokenRecyclingDrafter:
+    def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> TokenRecyclingDrafter:
         """See `Drafter.compiled`; the copy shares this drafter's table."""
         device = execution_device(model)
         if device.type not in GRAPH_BACKENDS:

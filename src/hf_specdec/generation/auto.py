@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
-from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_line, refuse_foreign_kernels
+from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
@@ -173,6 +173,6 @@ def _translate_errors(name: Any, head: Any) -> Iterator[None]:
     except (OSError, ValueError) as error:
         named = "" if head is None else f", which the head {head} names,"
         raise CheckpointFormatError(
-            f"The model {str(name)!r}{named} cannot be loaded: {first_line(error)}",
+            f"The model {str(name)!r}{named} cannot be loaded: {first_sentence(error)}",
             EXPECTED_MODEL if head is None else _name_it(head),
         ) from error

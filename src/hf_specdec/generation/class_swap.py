@@ -15,7 +15,7 @@ def swap_in(model: Any, mixin: type) -> None:
     """Check that a model supports speculation, then give it the mixin and a state; all or nothing.
 
     Raises:
-        UnsupportedModelError: The model cannot verify a tree of tokens; it is not changed.
+        UnsupportedModelError: The model can verify neither trees nor chains; it is not changed.
     """
     state = SpeculationState()
     base: Any = type(model)
@@ -50,7 +50,7 @@ def swap_out(model: Any, mixin: type) -> None:
 
 @functools.cache
 def speculative_class(mixin: type, base: type) -> type:
-    """Return the subclass that is swapped in; it keeps the name that transformers and pipelines look at."""
+    """Return the subclass that is swapped in; it keeps the class name, which transformers and pipelines read."""
     return type(
         base.__name__,
         (mixin, base),

@@ -1,6 +1,6 @@
 """The decoding loop: prefill, then propose, admit, verify, accept and commit until every row has ended.
 
-It knows no concrete drafter, acceptance rule, cache or model.
+It is independent of concrete drafters, acceptance rules, caches and models.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Call:
     model_kwargs: dict[str, Any]
     streamer: BaseStreamer | None
     has_unfinished: Callable[[bool], bool]  # transformers' test, which also keeps ranks in lockstep
-    returns_cache: bool  # whether the caller gets the cache, or handed one in
+    returns_cache: bool  # whether to return the cache, or to update the one that the caller passed
     layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Run the loop. The cache ends with every emitted token but the last, as in plain `generate()`."""
+    """Run the loop. Afterwards the cache holds all emitted tokens except the last, as in plain `generate()`."""
     config, target = call.generation_config, call.target
     stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
     layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
@@ -151,7 +151,7 @@ def _step(
 
 
 def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:
-    """Return what a draft session starts from."""
+    """Return the inputs of a new draft session."""
     width, padding = call.input_ids.shape[1], call.target.padding
     whole = call.drafter.needs.prompt_logits and prefill.logits.shape[1] == width
     return DraftContext(

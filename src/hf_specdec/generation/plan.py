@@ -1,4 +1,4 @@
-"""`Plan`: what one `generate()` call will do, decided before any work.
+"""`Plan`: all decisions for one `generate()` call, made before any work.
 
 Everything that cannot be supported is refused here. The mixin keeps the plan on the call's own copy of the generation
 config, where the `Request` was before.
@@ -51,10 +51,10 @@ ASSISTED = "draft_model"
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = 2**31 - 1
-"""An id that no model emits, as the EOS of a rehearsal."""
+"""A token id that no model emits; EOS of the warm-up generations, so that they never end early."""
 
 SHARED_NODES = 8
-"""Nodes of a merged tree if several processes must decide alike, so that measured costs cannot be used."""
+"""Nodes of a merged tree if several processes must make the same decisions: their measured costs would differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +140,17 @@ def plan_of(generation_config: GenerationConfig) -> Plan | None:
 
 
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
-    """Return the plan with compiled or captured forwards, as its config asks.
+    """Return the plan with compiled or captured forwards, as its config specifies.
 
-    "auto" uses graphs if the device supports them, which are captured during generation; compiling takes a minute.
+    "auto" uses graphs, which are captured during generation, if the device supports them; it never compiles, because
+    that takes a minute.
     """
-    form = plan.config.compile
-    if form == "none" or (form == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
+    mode = plan.config.compile
+    if mode == "none" or (mode == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
         return plan
     layers = frozenset(plan.drafter.needs.feature_layers)
-    wanted: ExecutionMode = "inductor" if form == "inductor" else "cuda_graph"
-    runner = current_program(model, plan.facts, layers, wanted, requested=form != "auto")
+    wanted: ExecutionMode = "inductor" if mode == "inductor" else "cuda_graph"
+    runner = current_program(model, plan.facts, layers, wanted, requested=mode != "auto")
     rule = plan.rule
     if runner is not None and rule is greedy and execution_device(model).type in GRAPH_BACKENDS:
         rule = captured_rule(model)
@@ -169,7 +170,7 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
     plan = with_programs(plan, model)
     step_costs_of(plan, model, rows, context, synced_gpus=False)
-    if plan.runner is not None:  # twice per size, after which a graph is captured
+    if plan.runner is not None:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
         if execution_device(model).type in GRAPH_BACKENDS:
             _rehearse(model, speculative, plan.limits, rows, context)
@@ -231,7 +232,7 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
             per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
             deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
             limits = limits_of(drafter, deeper)
-    except InvalidConfigError:  # its tree is given
+    except InvalidConfigError:  # its tree is fixed
         return limits_of(drafter, config)
     return limits
 
@@ -273,14 +274,14 @@ def step_costs_of(
     """
     if not plan.drafter.needs.step_costs or plan.config.adaptive is False or _tiers(plan.drafter, plan.config):
         return None
-    if synced_gpus or runs_with_others():
-        logger.info("Several processes generate together and costs differ between them: every step drafts the same.")
+    if synced_gpus or is_distributed():
+        logger.info("Several processes generate together, whose measured costs differ: all steps use the same budget.")
         return None
     widest, runner = plan.limits.num_nodes, plan.runner
     return current_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=runner)
 
 
-def runs_with_others() -> bool:
-    """Whether torch.distributed runs several processes, which must all take the same decisions."""
+def is_distributed() -> bool:
+    """Whether torch.distributed runs several processes, which must all make the same decisions."""
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     return joined and torch.distributed.get_world_size() > 1

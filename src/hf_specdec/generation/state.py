@@ -1,4 +1,4 @@
-"""The state that `attach` adds to a model, and how it follows changes of the model.
+"""The state that `attach` adds to a model, and its updates after changes to the model.
 
 It is one object in the model's `__dict__`; no parameter, buffer or module is added.
 """
@@ -186,8 +186,8 @@ def current_costs(
         runner: Runs the forward.
     """
     state = state_of(model)
-    form = next((form for form, kept in state.programs.items() if kept.runner is runner is not None), "none")
-    key = facts.fingerprint, rows, form
+    mode = next((mode for mode, kept in state.programs.items() if kept.runner is runner is not None), "none")
+    key = facts.fingerprint, rows, mode
     for known, costs in state.costs:
         if known == key and costs.covers(widest, rows):
             return costs
@@ -197,7 +197,7 @@ def current_costs(
 
 
 def current_program(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, *, requested: bool = True
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, *, requested: bool = True
 ) -> Runner | None:
     """Return the compiled or captured verify forward, created if none exists for the current weights.
 
@@ -205,7 +205,7 @@ def current_program(
         model: An attached model.
         facts: The result of the probe.
         layers: Layers whose hidden states this call's drafter reads.
-        form: See `make_runner`.
+        mode: See `make_runner`.
         requested: Whether the user asked for this mode: a failure is then logged as a warning.
 
     Returns:
@@ -219,13 +219,13 @@ def current_program(
             logger.info("%s has changed since its forward was compiled; the program is dropped.", type(model).__name__)
             state.programs.clear()
             state.compiled.clear()
-        known = state.programs.get(form)
+        known = state.programs.get(mode)
         if known is not None and known.serves(layers):
             return known.runner
         others = (layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers)
         layers |= {canonical(layer, depth) for layer in others}
-        state.programs[form] = KeptProgram(built_from, layers, _build(model, facts, layers, form, requested))
-        return state.programs[form].runner
+        state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
+        return state.programs[mode].runner
 
 
 def release_programs(model: Any) -> None:
@@ -246,47 +246,47 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
         return state.rule
 
 
-def compiled_drafter(model: PreTrainedModel, drafter: Drafter, form: ExecutionMode) -> Drafter:
+def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
     """Return the drafter with its parts' forwards compiled or captured, created if none exist for the current weights.
 
     Args:
         model: An attached model whose own program is current.
-        drafter: A bound drafter. A part that cannot be compiled, which is logged once, is kept as it is.
-        form: See `make_runner`.
+        drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
+        mode: See `make_runner`.
     """
-    return drafter.with_parts(lambda part: _compiled_part(model, part, form))
+    return drafter.with_parts(lambda part: _compiled_part(model, part, mode))
 
 
-def _compiled_part(model: PreTrainedModel, drafter: Drafter, form: ExecutionMode) -> Drafter:
+def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
     kept = state_of(model).compiled.setdefault(drafter, {})
     built_from = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
     with COMPILING:
-        known = kept.get(form)
+        known = kept.get(mode)
         if known is None or known[0] != built_from:
             try:
                 with persistent_tensors():
-                    other = drafter.compiled(model, form)
+                    other = drafter.compiled(model, mode)
             except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
                 other = drafter
-            known = kept[form] = built_from, None if other is drafter else other  # a value must not keep its key alive
+            known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
         return known[1] or drafter
 
 
 def _build(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], form: ExecutionMode, requested: bool
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, requested: bool
 ) -> Runner | None:
     name, begin = type(model).__name__, time.perf_counter()
-    if form == "inductor":
+    if mode == "inductor":
         logger.info("Compiling the forward of %s; this takes about a minute, once per process.", name)
     try:
-        runner = make_runner(model, facts, layers, form)
+        runner = make_runner(model, facts, layers, mode)
     except CaptureError as error:
-        how = "compiled" if form == "inductor" else "captured"
+        how = "compiled" if mode == "inductor" else "captured"
         level = logging.WARNING if requested else logging.INFO
         logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
         return None
-    if form == "inductor":
+    if mode == "inductor":
         logger.info("Compiled the forward of %s in %.0f s.", name, time.perf_counter() - begin)
     return runner
 

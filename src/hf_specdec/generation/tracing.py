@@ -15,7 +15,7 @@ def trace_step(step: Step, method: str, begin: float, seconds: StepSeconds) -> T
 
     Args:
         step: The step.
-        method: Name of its drafter; the source of all nodes that have no other one.
+        method: Name of its drafter; used as the source of nodes without one.
         begin: Seconds between the end of the prefill and the start of the step.
         seconds: Duration of the step's stages.
     """

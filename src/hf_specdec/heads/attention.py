@@ -26,8 +26,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 QUERY_BLOCK = 256
 """Number of queries per checkpointed block in `AlignedAttention`; limits the memory of the scores."""
 
-WIDE = 512
-"""With more queries per head, keys are repeated instead of packing queries, whose mask would be the larger copy."""
+MAX_PACKED_QUERIES = 512
+"""Largest number of queries per head that is packed; above it keys are repeated, a smaller copy than the mask."""
 
 
 class DraftAttention(nn.Module):
@@ -95,7 +95,7 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
         keys, values = cache.update(key, value, 0)
         if mask is None:
             return attend_causally(query, keys, values)
-        if not kernels.names_kernel(query.device):
+        if not kernels.calls_kernel_directly(query.device):
             return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         return _attend_packed(query, keys, values, mask)
 
@@ -105,7 +105,7 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Use `kernels.attend`; with a mask and `enable_gqa`, SDPA uses cuDNN's kernel or materializes all scores."""
     groups = query.shape[1] // key.shape[1]
-    if query.shape[2] > WIDE and groups > 1:
+    if query.shape[2] > MAX_PACKED_QUERIES and groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         groups = 1
     masks = functools.partial(kernels.packed_mask, mask, groups, query.dtype)
@@ -116,9 +116,9 @@ class AlignedAttention:
     """Attention for multi-step training, where each entry sees exactly the entries it would see while drafting.
 
     The layer runs k times over T entries. Step 0 is causal. Entry t of step j corresponds to a node j levels below the
-    last committed entry t-j, so it sees the entries of step 0 up to t-j, entry t-j+i of each step i between, and
-    itself: a causal triangle and j diagonals. Scores exist for one block of queries at a time, also in the backward
-    pass.
+    last committed entry t-j, so it sees the entries of step 0 up to t-j, entry t-j+i of each step i from 1 to
+    j-1, and itself: a causal triangle and j diagonals. Scores exist for one block of queries at a time, also in the
+    backward pass.
 
     Source: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840), HASS (https://arxiv.org/abs/2408.15766).
 

@@ -109,8 +109,8 @@ class DraftHead(HotTokens, PreTrainedModel):
         """Run one forward of the head and return its logits; used to measure the cost of drafting a tree level.
 
         Args:
-            features: `[B, 1, D]`.
-            position: Position of the token.
+            features: `[B, 1, D]` hidden states, also used in place of token embeddings: only the cost matters.
+            position: Position id of the entry.
             lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
         """
         raise NotImplementedError
@@ -168,7 +168,7 @@ class DraftHead(HotTokens, PreTrainedModel):
 
 
 WEIGHT_PATTERNS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
-"""Weight files of an earlier head, which a save removes."""
+"""Patterns of weight files; a save deletes those that an earlier head left in the directory."""
 
 UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")
 
@@ -185,7 +185,7 @@ class EagleFamilyHead(BaseDraftLayer, DraftHead):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads, as indices of `hidden_states`; -1 is after the final norm."""
+        """Indices of the target's `hidden_states` that the head reads; -1 is the one after the final norm."""
         return (-1,)
 
     def fuse(self, features: Tensor) -> Tensor:

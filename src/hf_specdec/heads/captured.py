@@ -1,4 +1,4 @@
-"""A draft layer whose work is captured as device graphs, once per shape: reading entries and growing whole trees.
+"""A draft layer that captures its forwards as device graphs, one per shape: reading entries and growing whole trees.
 
 As in `verification/graphs.py`, inputs and outputs are buffers that never move, and the layer's cache uses memory that
 later calls reuse; concurrent calls draft without graphs. A tree is grown by one graph, which contains all levels with
@@ -25,7 +25,7 @@ from hf_specdec.verification.memory import bucket_of
 
 
 class GraphDraftLayer(WrappedLayer):
-    """A draft layer that reads entries and grows trees by graphs.
+    """A draft layer that reads entries and grows trees by replaying captured graphs.
 
     Args:
         inner: The layer to capture.
@@ -113,7 +113,7 @@ class GraphDraftLayer(WrappedLayer):
     def advance(
         self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
     ) -> AdvancedDraft | None:
-        """See `BaseDraftLayer`; both are done by one graph."""
+        """See `BaseDraftLayer`; one graph reads the step and grows the tree."""
         (layer,) = cache.layers
         if not layer.is_initialized or not self._grows(tree_shape, step.roots, cache):
             return None
@@ -141,7 +141,7 @@ class GraphDraftLayer(WrappedLayer):
         return AdvancedDraft(Draft(tree, log_probs.clone()), last)
 
     def _grows(self, tree_shape: TreeShape, roots: Tensor, cache: TreeCache) -> bool:
-        """Whether a tree can be grown by a graph."""
+        """Whether a graph can grow this tree."""
         # stopping at unlikely levels reads from the device
         stops_early = isinstance(tree_shape, Budget) and tree_shape.min_level_probability > 0
         return not stops_early and roots.device == self.device and self._memory.owns(cache)

@@ -1,4 +1,4 @@
-"""The shapes that `captured.py` captures: reading entries, growing a tree, and reading a step and growing a tree."""
+"""The computations that `captured.py` captures: reading entries, growing a tree, and both in one graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.layer import AcceptedStep
 from hf_specdec.trees.growth import Level, TreeShape, grow, scored
 from hf_specdec.verification.cache import TreeLayer
-from hf_specdec.verification.graphs import BucketLayer, Shape
+from hf_specdec.verification.graphs import BucketLayer, CapturableStep
 from hf_specdec.verification.memory import persistent_tensors
 
 InnerLayer = EagleFamilyHead | CompiledDraftLayer
@@ -22,7 +22,7 @@ InnerLayer = EagleFamilyHead | CompiledDraftLayer
 
 @dataclass(frozen=True, slots=True)
 class CapturedLayer:
-    """A draft layer with what its captured steps need."""
+    """A draft layer and the settings that its captured computations use."""
 
     inner: InnerLayer
     lm_head: nn.Module | None  # the target's, if the layer shares it
@@ -46,8 +46,8 @@ class GrowthInputs:
     committed: Tensor  # [B, start] bool, False for padding and for slots beyond a row's length
 
 
-class Growth(Shape):
-    """Growth of a tree of one shape, with attention to a bucket of slots.
+class Growth(CapturableStep):
+    """Captured growth of a tree of fixed shape; attention reads a bucket of slots.
 
     Args:
         layer: The draft layer.
@@ -92,7 +92,7 @@ class Growth(Shape):
         self._slots.copy_(start + torch.arange(len(self._slots), device=self._slots.device))
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         draft = grow(self._roots, self._score(self._last), self._expand, self._tree_shape)
         assert draft.log_probs is not None
         return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
@@ -121,8 +121,8 @@ class Growth(Shape):
         return self._layer.score(features, self._tree_shape.top_k)
 
 
-class Advance(Shape):
-    """Reading the accepted path of a step, and growing a tree of one shape after it.
+class Advance(CapturableStep):
+    """Captured reading of a step's accepted path, followed by growth of a tree of fixed shape.
 
     Args:
         layer, tree_shape, cached, embedding: See `Growth`.
@@ -153,8 +153,8 @@ class Advance(Shape):
 
         Args:
             step: The step.
-            states: `[B, N, layers * D]` its features.
-            lengths: `[B]` entries of each row before it.
+            states: `[B, N, layers * D]` the step's features.
+            lengths: `[B]` number of entries of each row before the step.
         """
         num_states, width = states.shape[1], step.path.shape[1]
         self._states[:, :num_states] = states
@@ -173,7 +173,7 @@ class Advance(Shape):
                 self._padded.copy_(step.padding.counts)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         counts, lengths, rows = (self._path >= 0).sum(-1), self._lengths, len(self._roots)
         output = self._read(counts)
         offsets = torch.arange(len(self._slots), device=lengths.device)
@@ -216,13 +216,13 @@ class Advance(Shape):
         )
 
 
-class Reading(Shape):
+class Reading(CapturableStep):
     """Reading new entries, for one batch size, width and bucket.
 
     Args:
         key: Batch size, width and bucket.
         inner: The draft layer.
-        layer: Its cache.
+        layer: The layer of its cache.
         token_embeddings, hidden: Example inputs, for sizes and dtypes.
     """
 
@@ -253,5 +253,5 @@ class Reading(Shape):
         self._mask[:, :, size:, 0] = True  # padding rows attend to slot 0; a fully masked row would give NaN
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         return [self._inner.read(self._embeddings, self._hidden, self._positions, self._cache, self._mask)]

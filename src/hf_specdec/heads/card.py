@@ -30,8 +30,8 @@ def model_card(config: Any, method: str, repo: str | None = None, picture: str |
     base = config.base_model_name_or_path
     parts = [
         _heading(config, [method, config.model_type.replace("_", "-")]),
-        "A draft head for speculative decoding with hf-specdec: generation is faster, the output is that of the model "
-        "alone.",
+        "A draft head for speculative decoding with hf-specdec: it makes generation faster without changing the "
+        "model's output.",
         f"""```python
 from transformers import AutoModelForCausalLM
 from hf_specdec import SpeculativeGenerationMixin

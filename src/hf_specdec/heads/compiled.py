@@ -25,7 +25,7 @@ LAYER_EXAMPLE_SHAPE = (2, 7)
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Maximum relative distance between a layer and its compiled form, by dtype."""
 HALF_TOLERANCE = 5e-2
-"""The same for half precision, which rounds differently."""
+"""The same for half precision, whose rounding errors are larger."""
 
 CompiledFunction = Callable[..., Sequence[Tensor]]
 
@@ -129,7 +129,7 @@ class CompiledDraftLayer(WrappedLayer):
             ):
                 distance = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
                 if not float(distance.median()) <= TOLERANCE.get(hidden.dtype, HALF_TOLERANCE):
-                    raise CaptureError(f"it differs from its own forward by {float(distance.median()):.1e}")
+                    raise CaptureError(f"its compiled outputs differ from its own by {float(distance.median()):.1e}")
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
@@ -153,7 +153,7 @@ class CompiledDraftLayer(WrappedLayer):
 
 
 def _numbers(width: int) -> Tensor:
-    """Return distinct numbers between -1 and 1 `[2, 7, width]`."""
+    """Return deterministic example inputs between -1 and 1, `[2, 7, width]`, without two equal rows."""
     indices = torch.arange(LAYER_EXAMPLE_SHAPE[0] * LAYER_EXAMPLE_SHAPE[1] * width, dtype=torch.float32, device="cpu")
     return (indices * 0.7).cos().view(*LAYER_EXAMPLE_SHAPE, width)
 

@@ -73,11 +73,11 @@ class EagleConfig(CheckedConfig, LlamaConfig):
 
         Args:
             target_config: Config of the target; its text part is used.
-            **overrides: Fields with other values, e.g. `intermediate_size`.
+            **overrides: Fields that do not follow the target, e.g. `intermediate_size=2048`.
 
         Raises:
-            InvalidConfigError: A field is unknown, a value is invalid, or a size is missing: the target does not have
-                it (e.g. attention heads of a state-space model) and `overrides` neither.
+            InvalidConfigError: A field is unknown, a value is invalid, or a size is in neither the target's config
+                (e.g. the number of attention heads of a state-space model) nor `overrides`.
         """
         general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
         own = [field.name for field in dataclasses.fields(cls) if field.name not in general]
@@ -89,7 +89,7 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         found = {name: _of_last_layer(text, name) for name in shared}
         fields = {name: value for name, value in found.items() if value is not None}
         fields = {**fields, "rope_parameters": _rotary_of(text), **overrides}
-        if "hidden_size" in fields:  # the size in models without this field
+        if "hidden_size" in fields:  # models without this field (e.g. GPT-2) have this size
             fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
         missing = [name for name in shared[:4] if name not in fields]
         if missing:

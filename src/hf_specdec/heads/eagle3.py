@@ -55,7 +55,7 @@ class Eagle3Config(EagleConfig):
 
         Args:
             target_config: Config of the target; its text part is used.
-            **overrides: Fields with other values.
+            **overrides: Fields that do not follow the target or the paper.
 
         Raises:
             InvalidConfigError: As for `EagleConfig.for_target`, or the target's number of layers is unknown.
@@ -71,7 +71,7 @@ class Eagle3Config(EagleConfig):
 
 
 def paper_layers(depth: int) -> list[int]:
-    """Return the hidden states that the authors' code reads of a target with `depth` layers; fewer if it is tiny.
+    """Return the indices of the hidden states that the authors' code reads; fewer if `depth` layers are too few.
 
     Example: `paper_layers(32)` is `[2, 16, 29]`.
     """
@@ -144,7 +144,7 @@ class Eagle3Head(EagleFamilyHead):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads."""
+        """See `EagleFamilyHead`; raises `InvalidConfigError` while they are unknown."""
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             raise InvalidConfigError(
                 "The layers that this EAGLE-3 head reads are not known yet.",
@@ -163,8 +163,8 @@ class Eagle3Head(EagleFamilyHead):
         ids = paper_layers(depth)
         if len(ids) != len(PAPER_LAYERS):
             raise DrafterMismatchError(
-                f"This EAGLE-3 head reads {len(PAPER_LAYERS)} layers that its config does not name, but a target with "
-                f"{depth} layers has only {ids}.",
+                f"This EAGLE-3 head's config names no layers, and a target with {depth} layers has too few for the "
+                f"default of {len(PAPER_LAYERS)} different ones: {ids}.",
                 "Set eagle_aux_hidden_state_layer_ids in its config.",
             )
         self.config.eagle_aux_hidden_state_layer_ids = ids
@@ -201,6 +201,6 @@ class Eagle3Head(EagleFamilyHead):
         return self.norm(output) if self.config.norm_output else output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the logits `[..., Vd]` for the head's output `[..., D]`, by the head's own lm_head."""
+        """Return the logits `[..., Vd]` for the head's output `[..., D]`; uses the head's own lm_head."""
         logits: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
         return logits

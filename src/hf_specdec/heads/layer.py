@@ -53,7 +53,7 @@ class BaseDraftLayer:
         """Release a cache whose call has ended."""
 
     def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
-        """Grow a tree after the committed entries of the cache, which keeps only those.
+        """Grow a tree after the committed entries of the cache; the tree's own entries are dropped again.
 
         Args:
             start: The roots and the last committed entries.
@@ -69,7 +69,7 @@ class BaseDraftLayer:
     def advance(
         self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
     ) -> AdvancedDraft | None:
-        """Read the accepted path of a step and grow the next tree, without the host knowing the path.
+        """Read the accepted path of a step and grow the next tree, without copying the path to the host.
 
         Afterwards the cache's lengths are exact on the device only, see `TreeCache.append_unread`.
 

@@ -27,7 +27,7 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
     Args:
         hidden_size: Hidden size D of the target.
         vocab_size: Vocabulary size V of the target; None (only if the lm_head is shared) until a target is known.
-        medusa_num_heads: Number K of heads, the tokens drafted after the root.
+        medusa_num_heads: Number K of heads, which is the maximum depth of a tree.
         medusa_num_layers: Residual blocks per head; their weights are not tied.
         shared_lm_head: Whether the target's lm_head is used; otherwise every head has its own, without bias.
         draft_vocab_size: Size Vd of the draft vocabulary; None for the target's whole vocabulary.
@@ -70,7 +70,7 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
 
         Args:
             target_config: Config of the target; its text part is used.
-            **overrides: Fields with other values.
+            **overrides: Fields that do not follow the target.
 
         Raises:
             InvalidConfigError: A field is unknown or a value is invalid.

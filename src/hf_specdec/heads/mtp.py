@@ -2,8 +2,8 @@
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.2, multi-token
 prediction. One module is applied repeatedly to its own output, as in training by "FastMTP" (Cai et al.,
-https://arxiv.org/abs/2509.18362) and in inference engines. The modules of a target's checkpoint, which may be several
-and have the target's architecture, are in `heads/native_mtp.py`.
+https://arxiv.org/abs/2509.18362) and in inference engines. A target's own modules (one or several, with the target's
+architecture) are in `heads/native_mtp.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MtpHead(EagleFamilyHead):
         super().__init__(config)
         if not config.layernorms:
             raise InvalidConfigError(
-                "An MTP module norms its inputs and its output, got layernorms=False.", "Use EagleHead instead."
+                "An MTP module normalizes its inputs and its output, got layernorms=False.", "Use EagleHead instead."
             )
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = LlamaRMSNorm(size, eps)

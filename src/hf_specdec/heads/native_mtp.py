@@ -79,13 +79,14 @@ class NativeMtp(BaseDraftLayer):
         """Load the modules unless they are loaded, and move them to the device of the model's lm_head.
 
         Raises:
-            DrafterMismatchError: It is another model, has no lm_head, or the modules cannot be loaded.
+            DrafterMismatchError: The model is not the one passed to the constructor, or has no lm_head, or the modules
+                cannot be loaded.
             UnsupportedModelError: As in the constructor.
         """
         source = model.config.name_or_path
         if source != self.where or _config_of(model) != self.config:
             raise DrafterMismatchError(
-                f"These MTP modules are those of {self.where}, this model is {source or 'another one'}.",
+                f"These MTP modules belong to {self.where}, but this model is {source or 'another one'}.",
                 "Create new ones with MtpDrafter.native(model).",
             )
         lm_head = model.get_output_embeddings()
@@ -143,7 +144,7 @@ class NativeMtp(BaseDraftLayer):
             mask: `[B, 1, T, S]` bool, True for allowed pairs; None is causal, for an empty cache.
 
         Returns:
-            `[B, T, D]`, normalized; lm_head of it scores x[t+2+k].
+            `[B, T, D]`, normalized; `lm_head(output)` scores x[t+2+k].
         """
         modules, length = self._modules, hidden.shape[1]
         if mask is None:
@@ -180,7 +181,7 @@ def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
     if attention_name(text) not in ("sdpa", "eager"):
         raise UnsupportedModelError(
             f"The MTP modules of {name} need attention masks; its attention {attention_name(text)!r} does not "
-            "take them.",
+            "support them.",
             'Call model.set_attn_implementation("sdpa") first.',
         )
     try:

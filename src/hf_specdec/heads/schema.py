@@ -82,7 +82,7 @@ def optional(rule: Rule) -> Rule:
 def list_of(rule: Rule, most: int) -> Rule:
     """Allow lists of 1 to `most` entries."""
     return Rule(
-        f"a list of at most {most}, each {rule.expected}",
+        f"a list of 1 to {most} entries, each {rule.expected}",
         lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
     )
 
@@ -174,7 +174,7 @@ LAYER: Mapping[str, Rule] = {
 }
 """Fields of a Llama config that define a draft layer."""
 
-MEMORY: Mapping[str, Rule] = {
+COMMON_FIELDS: Mapping[str, Rule] = {
     "base_model_name_or_path": TEXT,
     "recipe": FACTS,
     "tau": FACTS,
@@ -185,7 +185,7 @@ MEMORY: Mapping[str, Rule] = {
 """Fields that all our heads have."""
 
 EAGLE: Mapping[str, Rule] = {
-    **LAYER, **MEMORY,
+    **LAYER, **COMMON_FIELDS,
     "pad_token_id": TOKEN,
     "bos_token_id": TOKEN,
     "eos_token_id": Rule("a token id or a list", lambda value: TOKEN.holds(value) or list_of(TOKEN, 100).holds(value)),
@@ -206,7 +206,7 @@ EAGLE3: Mapping[str, Rule] = {
 MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
 
 MEDUSA: Mapping[str, Rule] = {
-    **MEMORY,
+    **COMMON_FIELDS,
     "hidden_size": integer(1, MAX_WIDTH),
     "vocab_size": integer(1, MAX_VOCABULARY),
     "medusa_num_heads": integer(1, MAX_PARTS),
@@ -215,7 +215,7 @@ MEDUSA: Mapping[str, Rule] = {
     "draft_vocab_size": integer(1, MAX_VOCABULARY),
 }
 
-OTHERS: Mapping[str, Rule] = {
+THIRD_PARTY_LAYER: Mapping[str, Rule] = {
     **LAYER,
     "rope_theta": ROTARY["rope_theta"],
     "rope_scaling": ROPE,

@@ -69,7 +69,7 @@ def head_arguments(
     _check_values(given)
     try:
         arguments = TrainingArguments(**given)
-    except Exception as error:  # transformers checks only some, and fails with any class on the others
+    except Exception as error:  # transformers validates only some arguments; others raise exceptions of any class
         raise InvalidConfigError(f"The training arguments are invalid: {error!s:.400}.") from error
     check_processes(arguments)
     return arguments

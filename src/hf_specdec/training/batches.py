@@ -88,7 +88,7 @@ def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
         return None
     if any(layer not in data.layers for layer in wanted):
         raise InvalidConfigError(
-            f"The captured features are of the layers {list(data.layers)}, this head reads {list(wanted)}.",
+            f"Features of the layers {list(data.layers)} were captured, but this head reads {list(wanted)}.",
             f"Capture them with layers={list(wanted)}.",
         )
     size = len(data[0]["features"][0]) // len(data.layers)

@@ -25,10 +25,10 @@ REFUSALS = (400, 413, 422)
 
 
 class AnswerError(SpeculativeDecodingError):
-    """A server's answer that cannot be used.
+    """Raised or returned for a server's answer that cannot be used.
 
     Args:
-        reason: Short category by which dropped answers are counted.
+        reason: Short category; dropped answers are counted per reason.
         detail: What the server sent; shortened to one line.
         is_answer: False if the request failed because of the server rather than the prompt.
     """

@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 8 * 2**20
 2 MB; 32 maximal bodies at once take 256 MiB."""
 
 MAX_ERROR_BYTES = 4096
-"""Bytes read of an error response, of which only the message is shown."""
+"""Maximum number of bytes read from an error response; only its message is shown."""
 
 CONNECT_SECONDS = 10.0
 """Seconds after which a server that accepts no connection is considered down."""

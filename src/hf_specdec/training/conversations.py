@@ -133,7 +133,7 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
 
 
 def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
-    """Tokenize messages; an answer is what the chat template adds after the generation prompt that precedes it."""
+    """Tokenize messages; the tokens that the chat template adds after a generation prompt are the answer."""
     messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     mask: list[bool] = []
@@ -161,7 +161,7 @@ def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None
     """Check that every token is in the target's vocabulary.
 
     Raises:
-        InvalidConfigError: A token is not; names the first conversation with one.
+        InvalidConfigError: A token id is too large; the message gives the first such conversation.
     """
     for number, conversation in enumerate(conversations, start=1):
         if conversation.input_ids and max(conversation.input_ids) >= vocab_size:
@@ -210,7 +210,7 @@ def _ngrams(conversation: Conversation) -> list[int]:
 
 
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Hold out conversations at even distances, so that every source is represented.
+    """Hold out conversations at even intervals, so that every source is represented.
 
     Args:
         conversations: All conversations.
@@ -231,7 +231,7 @@ def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Co
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
     """Return the `size` most frequent tokens of the answers, in ascending order; ties are broken by the lowest id.
 
-    If the answers have fewer distinct tokens, the lowest ids fill up: they are the most frequent in BPE vocabularies.
+    If the answers have fewer distinct tokens, the lowest other ids are added: they are the most frequent in BPE.
 
     Example: answers [7, 7, 9] with size 3 give [0, 7, 9].
     """

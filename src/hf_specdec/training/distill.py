@@ -1,6 +1,6 @@
 """Self-distillation: let the target answer prompts to create training data for its draft heads.
 
-Heads trained on other text predict other authors, not the target (Medusa, arXiv:2401.10774, section 2.3.2).
+Heads trained on other text learn to predict its authors, not the target (Medusa, arXiv:2401.10774, section 2.3.2).
 The work is split into parts, each a pure function of settings and prompts and written atomically, so an interrupted
 run resumes with the same result.
 """

@@ -1,4 +1,4 @@
-"""Train an EAGLE head or an MTP module: EAGLE-1/2 on the target's next feature and token, the others on the token.
+"""Train an EAGLE head or an MTP module; EAGLE-1/2 learn the target's next feature and token, the others its token.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
 logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
@@ -35,7 +35,7 @@ TrainedHead = EagleHead | Eagle3Head | MtpHead
 
 @dataclass(frozen=True, slots=True)
 class EagleTrainingConfig(Recipe):
-    """Loss weights, noise and steps. The defaults are EAGLE-1's; `for_head` returns those for a head.
+    """Loss weights, noise and steps. The defaults are for EAGLE-1 heads; use `for_head` for other kinds.
 
     Args:
         feature_weight: Weight of the smooth-L1 loss on features; 0 for EAGLE-3.
@@ -114,9 +114,9 @@ def train_eagle(
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
     """Initialise an EAGLE-3 head from weights of the target, which helps most with little training data.
 
-    `fc` passes the highest captured feature on. The lm_head (restricted to the draft vocabulary) and the final norm
-    are copied, as are attention (into the half of the input that reads hidden states), MLP and their norms from the
-    second-to-last layer.
+    `fc` becomes the identity on the highest captured feature, plus small random weights. The lm_head (restricted to
+    the draft vocabulary) and the final norm are copied, as are attention (into the half of the input that reads
+    hidden states), MLP and their norms from the second-to-last layer.
 
     All parts are copied or none: a trained lm_head on a random layer is confidently wrong, and the head learns more
     slowly than a random one (measured on SmolLM2 and Gemma 3 over the first 20 steps; with all parts, faster).

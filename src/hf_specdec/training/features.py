@@ -35,7 +35,7 @@ from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.model import execution_device, text_config
 
 INDEX = "features.json"
-"""Name of the file that lists what a folder holds."""
+"""Index file of a directory of captured features."""
 
 
 @torch.no_grad()
@@ -311,7 +311,7 @@ def _prepare_folder(
     needed, free = feature_bytes(model, missing, index["layers"]), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidConfigError(
-            f"The features need {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free.",
+            f"The features need {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free.",
             "Use another disk or fewer conversations, or train without captured features.",
         )
     write_text(path, json.dumps(index))

@@ -1,4 +1,4 @@
-"""Accuracy of a head by depth: counts of a batch, their sums, and the accept length that follows from them."""
+"""Accuracy of a head by depth: counts of a batch, their sums, and the tau that they predict."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Counts:
     right: Tensor  # [K, R] positions where the r-th best drafted token is the target's greedy choice
     counted: Tensor  # [K] all positions
     accepted: Tensor  # [K] positions where the best drafted token of this and all earlier depths is the greedy choice
-    chains: Tensor  # [K] positions at which this is known: the text is the greedy choice at all earlier depths
+    chains: Tensor  # [K] positions counted for `accepted`: the text is the greedy choice at all earlier depths
 
     @classmethod
     def of(cls, packed: Tensor) -> Counts:
-        """Return the counts that `packed` packed."""
+        """Return the counts from a tensor made by `packed`."""
         return cls(packed[:, 3:], packed[:, 0], packed[:, 1], packed[:, 2])
 
     def packed(self) -> Tensor:
@@ -54,8 +54,8 @@ class Tally:
     """Accumulates the counts of a batch, depth by depth.
 
     Args:
-        places: Bool tensor with the shape of the positions where drafting can begin.
-        ranks: R; 0 counts nothing.
+        places: Bool tensor of the positions where drafting can begin; only its shape and device are used.
+        ranks: R, number of top drafted tokens to count; 0 counts nothing.
     """
 
     def __init__(self, places: Tensor, ranks: int) -> None:

@@ -58,7 +58,7 @@ def train_medusa(
         heads: The heads; they are trained in float32.
         data: Features from `capture_features`, or conversations, whose features are computed in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
-        config: The loss.
+        config: The recipe; None for the defaults.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
         held_out: Evaluation data, see `trainer.fit`.
     """
@@ -88,7 +88,7 @@ class MedusaObjective(Objective):
         places = answers.any(-1)
         logits = self.head(features[places].to(self.dtype), self._lm_head)  # [K, M, Vd]
         answers, later = answers[places], later[places]
-        # the target chooses x[t] by the feature at t-1
+        # the target predicts x[t] from the feature at t-1
         choosing = features[:, :-1][loss_mask[:, 1:]]
         with torch.no_grad():
             probs = self._target.logits(choosing).softmax(-1) if self.recipe.soft_labels else None

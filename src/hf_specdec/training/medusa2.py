@@ -21,7 +21,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
-from hf_specdec.training.recipes import STEEPEST, check_numbers
+from hf_specdec.training.recipes import MAX_DECAY, check_numbers
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
 from hf_specdec.verification.features import LAST, FeatureTap
@@ -48,7 +48,7 @@ class Medusa2TrainingConfig:
     lora_dropout: float = 0.05
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"head_decay": STEEPEST})
+        check_numbers(self, {"head_decay": MAX_DECAY})
         if min(self.head_weight, self.head_decay, self.learning_rate_multiplier, self.lora_rank) <= 0:
             raise InvalidConfigError(
                 f"`head_weight`, `head_decay`, `learning_rate_multiplier` and `lora_rank` must be > 0, got {self}."

@@ -15,7 +15,7 @@ LARGEST = 10**6
 """Upper bound of numbers without a specific bound."""
 MOST_TOKENS = 2**31
 """Upper bound of `answer_tokens`."""
-STEEPEST = 2
+MAX_DECAY = 2
 """Upper bound of decay factors; 2**64 is still a finite float32 after the maximum of 64 steps."""
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
@@ -33,8 +33,8 @@ class Recipe:
     answer_tokens: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"answer_tokens": MOST_TOKENS, "aligned_steps": MAX_STEPS, "step_decay": STEEPEST,
-                             "head_decay": STEEPEST})  # fmt: skip
+        check_numbers(self, {"answer_tokens": MOST_TOKENS, "aligned_steps": MAX_STEPS, "step_decay": MAX_DECAY,
+                             "head_decay": MAX_DECAY})  # fmt: skip
         if self.answer_tokens < 0:
             raise InvalidConfigError(f"`answer_tokens` must be >= 0 (0: all), got {self.answer_tokens}.")
 

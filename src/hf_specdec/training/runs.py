@@ -154,7 +154,7 @@ def _fault_of(checkpoint: Path) -> str | None:
         state = TrainerState(**fields)
     except InvalidConfigError as error:
         return str(error)
-    except Exception as error:  # transformers checks only some fields, and fails with any class on others
+    except Exception as error:  # transformers validates only some fields; others raise exceptions of any class
         return f"{path.name} is damaged: {error}."
     rows, best = state.log_history, state.best_model_checkpoint
     sound = (

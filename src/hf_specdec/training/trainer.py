@@ -85,14 +85,14 @@ class HeadTrainer(Trainer):
     """transformers' Trainer for an objective.
 
     Its log also has `top1_accuracy_d`, how often the d-th drafted token is the target's greedy choice, and
-    `predicted_tau`, the accept length of a greedy chain with these accuracies.
+    `predicted_tau`, the tau of a greedy chain with these accuracies.
 
     Args:
         objective: The head and its loss.
         target: The frozen target; it computes the features if `data` has none.
         data: Training data.
         arguments: transformers' training arguments.
-        held_out: Evaluation data. The log then has `eval_tau`, the accept length of greedy chains on it, and
+        held_out: Evaluation data. The log then has `eval_tau`, the tau of greedy chains on it, and
             `eval_accepted_d`, how often such a chain is accepted to depth d.
     """
 
@@ -152,7 +152,7 @@ class HeadTrainer(Trainer):
         return outputs.loss.detach(), packed, packed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the accuracies since the last call as well."""
+        """Also log the accuracies since the last call."""
         if "loss" in logs and isinstance(self._right, Tensor) and isinstance(self._counted, Tensor):
             accuracies = (self._right / self._counted.clamp(min=1)).tolist()
             logs.update({f"top1_accuracy_{depth}": value for depth, value in enumerate(accuracies, start=1)})
@@ -210,7 +210,7 @@ class HeadTrainer(Trainer):
             super()._load_scaler(checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Return the sampler; grouping uses the known lengths, the Trainer would load all features to find them."""
+        """Return the sampler; group by the known lengths, because the Trainer would load all features to find them."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             return SeededLengthSampler(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)

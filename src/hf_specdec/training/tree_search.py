@@ -53,7 +53,7 @@ def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class TreeSearch:
-    """A tree and the measurements it was chosen by."""
+    """A tree and the measurements on which its choice is based."""
 
     choices: tuple[Choice, ...]  # drafted nodes, most likely first
     accuracies: Accuracies
@@ -138,7 +138,7 @@ def find_tree(
         raise InvalidConfigError(f"`top_k` {top_k} exceeds the draft vocabulary of {size} tokens.")
     if not isinstance(data, FeatureStore):
         check_tokens(data, int(text_config(model).vocab_size))
-    accuracies = count_right(model, head, data, num_steps=num_steps, top_k=top_k).accuracies
+    accuracies = count_correct(model, head, data, num_steps=num_steps, top_k=top_k).accuracies
     grown = likeliest_choices(accuracies, num_nodes or max_nodes)
     if not grown:
         raise InvalidConfigError("This head drafted no correct token on this data.", "Train the head first.")
@@ -158,7 +158,7 @@ def find_tree(
 
 @training_modes()
 @torch.no_grad()
-def count_right(
+def count_correct(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
 ) -> Counts:
     """Count how often the r-th candidate of each depth is the target's greedy choice, and how far chains are accepted.

@@ -1,4 +1,4 @@
-"""`Budget` and `Draft`: what a drafter is given and what it returns."""
+"""`Budget` and `Draft`: the input and the output of a drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, stack_trees
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most that one step may draft. A drafter's limits are the budget that no step of a call exceeds.
+    """Maximum size of the tree that one step drafts.
+
+    A drafter's `limits` are also a budget: the maximum for all steps of a call.
 
     Args:
         num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
@@ -34,7 +36,7 @@ class Budget:
         return self.num_nodes == 1
 
     def within(self, limits: Budget) -> Budget:
-        """Return the smaller of the two in every respect.
+        """Return the field-wise minimum of both budgets.
 
         Example: (32, 4, 2) within (8, 6, 6) is (8, 4, 2).
         """
@@ -80,7 +82,7 @@ class Draft:
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` nodes of each row without the root and padding."""
+        """`[B]` number of nodes in each row, without root and padding."""
         return self.tree.num_drafted
 
     def with_repeated(self, token: int, rows: Tensor) -> Draft:

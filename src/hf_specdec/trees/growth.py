@@ -22,7 +22,7 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 BLOCK = 128
 """Tokens per block in `best_children` on the CPU."""
 Accuracies = tuple[tuple[float, ...], ...]
-"""`[depth][rank]`: how often that candidate is the target's choice, given that all tokens above it are."""
+"""`[depth][rank]`: probability that a candidate is the target's choice if all of its ancestors are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,14 @@ a node attends to: its ancestors and itself. `depth` is the depth of the nodes, 
 
 
 def scored(features: Tensor, logits: Tensor, top_k: int, hot_token_ids: Tensor | None) -> Level:
-    """Return the level of K nodes from features `[B, K, D]` and logits `[B, K, Vd]`; Vd is V if no ids are given."""
+    """Return the `Level` of K nodes with their `top_k` best children.
+
+    Args:
+        features: `[B, K, D]` of the nodes.
+        logits: `[B, K, Vd]` over the draft vocabulary.
+        top_k: Children per node.
+        hot_token_ids: `[Vd]` target ids of the draft vocabulary; None if it is the target's.
+    """
     log_probs, ids = best_children(logits, top_k)
     return Level(features, log_probs, ids if hot_token_ids is None else hot_token_ids.to(ids.device)[ids])
 
@@ -146,7 +153,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _best_of_ties(scores: Tensor, count: int) -> Tensor:
-    """Do the same as `_best` on backends whose sort is not stable even with `stable=True`, such as MPS.
+    """Like `_best`, for backends whose sort is not stable even with `stable=True`, such as MPS.
 
     Only candidates that tie with the last kept one are ordered by index, which `float32` represents exactly.
     """
@@ -199,7 +206,7 @@ class StaticLevels:
 
     @property
     def num_entries(self) -> int:
-        """Number of expanded nodes below the root, which are the entries that a draft layer appends."""
+        """Number of expanded nodes below the root; a draft layer appends one cache entry for each."""
         return sum(len(step.expanded) for step in self.steps)
 
 

@@ -52,7 +52,7 @@ class TokenTree:
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` nodes of each row, without root and padding."""
+        """`[B]` number of nodes in each row, without root and padding."""
         return (self.parents.expand(self.tokens.shape) != ROOT_PARENT).sum(-1)
 
     def ancestor_mask(self) -> Tensor:

@@ -138,7 +138,7 @@ class TreeCache(Cache):
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
-        """Return the committed tokens of each row, `[B]`; cached on the device, so that a step uploads nothing."""
+        """Return the number of committed tokens of each row, `[B]`; cached on the device: a step uploads nothing."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
             self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
         return self._lengths

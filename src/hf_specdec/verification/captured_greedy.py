@@ -15,7 +15,7 @@ from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graph_backends import GraphBackend
-from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, Shape, width_for
+from hf_specdec.verification.graphs import CAPTURED_WIDTHS, CapturableStep, Captures, width_for
 from hf_specdec.verification.memory import persistent_tensors
 
 
@@ -52,7 +52,7 @@ class CapturedGreedy:
         return settle(_unpacked(packed, tree.depth_bound + 1), transcript)
 
 
-class _Match(Shape):
+class _Match(CapturableStep):
     """The accepted path of each tree, for one batch size and tree width.
 
     Args:
@@ -81,7 +81,7 @@ class _Match(Shape):
         self._remaining.copy_(remaining)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         tree = TokenTree(self._tokens, self._parents)
         cut = match(tree, self._choices, self._remaining, self._eos, self._ends)
         columns = [tensor[:, None] for tensor in (cut.decision.next_token, cut.num_drafted, cut.remaining)]

@@ -40,7 +40,7 @@ class ChainCache(DynamicCache):
         return not self._can_cut
 
     def snapshot(self, whole: bool = False) -> None:
-        """Prepare to undo the next chain; only recurrent states are copied, keys and values are not written in place.
+        """Prepare to undo the next chain. Copies only recurrent states: keys and values are not overwritten in place.
 
         Args:
             whole: Save layers that can be cropped as well, for `rollback`.

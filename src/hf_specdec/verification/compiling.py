@@ -14,7 +14,7 @@ from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graph_forward import GraphForward
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.probe import EXACT, MOST_ROUNDED, TargetFacts
+from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.runners import CaptureError, CompiledForward, ExecutionMode, ModelForward, Runner
 
 TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
@@ -86,7 +86,7 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int
     Raises:
         CaptureError: The outputs differ by more than rounding.
     """
-    tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MOST_ROUNDED
+    tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
     outputs = [_verified(model, facts, used, rows, runner.layers) for used in (None, runner)]
     for expected, actual in zip(*outputs, strict=True):
         distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)

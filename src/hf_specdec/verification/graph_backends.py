@@ -62,7 +62,7 @@ class CudaGraphs:
         self._keeper: Any = None  # an empty graph in the pool
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphBackend`; runs the step twice first, to create what is allocated once per stream."""
+        """See `GraphBackend`; runs the step twice first, for allocations that are made once per stream."""
         with self._lock, torch.cuda.device(self._device):
             if self._device in self._broken:
                 raise NotCapturableError("an earlier capture in this process failed and could not be ended")

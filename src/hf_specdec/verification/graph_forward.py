@@ -15,9 +15,9 @@ from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import (
     CAPTURED_WIDTHS,
     BucketLayer,
+    CapturableStep,
     Captures,
     KeptMemory,
-    Shape,
     width_for,
 )
 from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
@@ -81,7 +81,7 @@ class GraphForward(Runner):
         return logits, dict(zip(shape.layers, states, strict=True))
 
 
-class _Verification(Shape):
+class _Verification(CapturableStep):
     """A verify forward with its masks and positions, for one batch size, width and bucket.
 
     Args:
@@ -130,7 +130,7 @@ class _Verification(Shape):
         self._offsets.copy_(positions.last + 1 - positions.num_slots)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `Shape`."""
+        """See `CapturableStep`."""
         width, lengths = self._tokens.shape[1], self._lengths
         self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
         ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()

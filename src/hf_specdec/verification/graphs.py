@@ -37,7 +37,7 @@ MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) -
 CAPTURE_AFTER = 2
 """Runs of a shape before it is captured, because shapes that occur only once or twice are not worth a capture."""
 RETRY_AFTER = 500
-"""Runs of a shape before its capture is tried again after it ran out of memory."""
+"""Runs of a shape before a capture that ran out of memory is tried again."""
 MAX_FAILURES = 3
 """Consecutive failed captures after which a step is no longer captured in any shape."""
 KEPT_SHAPES = 512
@@ -56,7 +56,7 @@ class KeptMemory:
 
     @property
     def moves(self) -> int:
-        """How often the memory was reallocated, which invalidates all captures; -1 before the first allocation."""
+        """Number of reallocations, each of which invalidates all captures; -1 before the first allocation."""
         return -1 if self._store is None else self._store.moves
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
@@ -66,7 +66,7 @@ class KeptMemory:
                 return TreeCache(layout, capacity, reserve)
             capacity += MOST_PADDED
             if self._store is None:
-                self._store = KeyValueStore(layout, capacity, reserve, clears=True)
+                self._store = KeyValueStore(layout, capacity, reserve, is_persistent=True)
             self._store.reopen(capacity, reserve)
             cache = TreeCache(layout, capacity, reserve, store=self._store)
             self._lease = weakref.ref(cache)
@@ -83,7 +83,7 @@ class KeptMemory:
                 self._lease = None
 
 
-class Shape(ABC):
+class CapturableStep(ABC):
     """A step for inputs of one shape: the buffers that it reads and writes.
 
     Attributes:
@@ -123,7 +123,7 @@ class Captures:
 
     def __init__(self, backend: GraphBackend, name: str) -> None:
         self._backend, self._name = backend, name
-        self._shapes: dict[tuple[int, ...], Shape] = {}  # least recently used first
+        self._shapes: dict[tuple[int, ...], CapturableStep] = {}  # least recently used first
         self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by batch size and width
         self._moves = -1  # moves of the cache memory when the shapes were created
         self._failures = 0  # consecutive failed captures
@@ -132,7 +132,7 @@ class Captures:
         """Return the keys of the captured shapes."""
         return [key for key, shape in self._shapes.items() if shape.replay is not None]
 
-    def shape(self, key: tuple[int, ...], moves: int, make: Callable[[], Shape]) -> Shape:
+    def shape(self, key: tuple[int, ...], moves: int, make: Callable[[], CapturableStep]) -> CapturableStep:
         """Return the shape of a key, created if necessary.
 
         Args:
@@ -157,7 +157,7 @@ class Captures:
                 del self._outputs[oldest[:2]]
         return shape
 
-    def run(self, shape: Shape) -> Sequence[Tensor]:
+    def run(self, shape: CapturableStep) -> Sequence[Tensor]:
         """Replay a shape, or run it and capture it if it has run often enough; the next run overwrites the outputs."""
         shape.times += 1
         if shape.replay is not None:
@@ -173,7 +173,7 @@ class Captures:
                 shape.run()
         return shape.outputs
 
-    def _note_failure(self, shape: Shape, error: Exception) -> None:
+    def _note_failure(self, shape: CapturableStep, error: Exception) -> None:
         """Decide whether to try again: later after running out of memory, otherwise not with this shape.
 
         No shape of a step is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
@@ -182,7 +182,7 @@ class Captures:
         causes = [error, *([error.__context__] if error.__context__ else [])]
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
             shape.times = -RETRY_AFTER
-            logger.info("%s is not captured now, for lack of memory: %s", self._name, error)
+            logger.info("%s is not captured yet, because memory is full: %s", self._name, error)
             return
         shape.refused = True
         self._failures = MAX_FAILURES if isinstance(error, NotCapturableError) else self._failures + 1
@@ -191,7 +191,7 @@ class Captures:
         reason = f"{type(cause).__name__}: {cause}"
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
-    def _capture(self, shape: Shape) -> Callable[[], None]:
+    def _capture(self, shape: CapturableStep) -> Callable[[], None]:
         note_one_time_work()
         with CapturableOnly():
             shape.run()

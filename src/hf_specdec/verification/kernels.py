@@ -109,13 +109,13 @@ def packed_mask(
 
 def _row_size(keys: int, device: torch.device) -> int:
     """Return the row stride of a mask in elements; rows are aligned if the kernel is called directly."""
-    return keys + (-keys % ALIGNMENT if names_kernel(device) else 0)
+    return keys + (-keys % ALIGNMENT if calls_kernel_directly(device) else 0)
 
 
 # ----------------------------------------------------------------------------------------------- choosing the kernel
 
 
-def names_kernel(device: torch.device) -> bool:
+def calls_kernel_directly(device: torch.device) -> bool:
     """Whether the kernel is called directly on this device (NVIDIA GPUs) instead of being chosen by SDPA."""
     return device.type == "cuda" and torch.version.hip is None
 
@@ -123,7 +123,7 @@ def names_kernel(device: torch.device) -> bool:
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the kernel for packed queries, or None to let SDPA choose."""
     device, dtype = query.device, query.dtype
-    if not names_kernel(device):
+    if not calls_kernel_directly(device):
         return None
     if not key.dtype == value.dtype == dtype or torch.is_autocast_enabled(device.type):
         return None  # SDPA casts under autocast

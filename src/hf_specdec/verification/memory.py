@@ -90,11 +90,12 @@ class KeyValueBuffer:
 
     def __init__(
         self, num_layers: int, capacity: int, key_states: Tensor, value_states: Tensor, *, rows: int | None = None,
-        clears: bool = False,
+        is_persistent: bool = False,
     ) -> None:  # fmt: skip
-        self._clears, self.layout, self._rows = clears, layer_layout(key_states, value_states), len(key_states)
+        self._is_persistent, self.layout = is_persistent, layer_layout(key_states, value_states)
+        self._rows, states = len(key_states), (key_states, value_states)
         sizes = num_layers, rows or self._rows, capacity
-        self._memory = tuple(_allocate(like, *sizes, clears=clears) for like in (key_states, value_states))
+        self._memory = tuple(_allocate(like, *sizes, is_persistent=is_persistent) for like in states)
         self.shares = [Share() for _ in range(num_layers)]
         self.num_taken = 0
         self._update_shares()
@@ -121,7 +122,7 @@ class KeyValueBuffer:
 
     def has_rows(self, rows: int) -> bool:
         """Return whether the buffer can serve this batch size."""
-        return rows <= self._memory[0].shape[1] if self._clears else rows == self._rows
+        return rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
 
     def take(self, rows: int) -> Share:
         """Return the share of the next free layer, for a batch of `rows` rows."""
@@ -136,7 +137,7 @@ class KeyValueBuffer:
         moved = []
         for states in self._memory:
             num_layers, rows = states.shape[:2]
-            other = _allocate(states[0], num_layers, rows, capacity, clears=self._clears)
+            other = _allocate(states[0], num_layers, rows, capacity, is_persistent=self._is_persistent)
             kept = min(states.shape[3], capacity)
             other[:, :, :, :kept] = states[:, :, :, :kept]
             moved.append(other)
@@ -171,15 +172,15 @@ class KeyValueBuffer:
             share.keys, share.values = keys, values
 
 
-def _allocate(like: Tensor, num_layers: int, batch: int, capacity: int, *, clears: bool) -> Tensor:
-    """Allocate `[num_layers, B, H, capacity, D]` for layers like `[*, H, *, D]`; zeroed if `clears`.
+def _allocate(like: Tensor, num_layers: int, batch: int, capacity: int, *, is_persistent: bool) -> Tensor:
+    """Allocate `[num_layers, B, H, capacity, D]` for layers like `[*, H, *, D]`; zeroed if `is_persistent`.
 
     Raises:
         CacheCapacityError: Not enough memory.
     """
     _, heads, _, dim = like.shape
     try:
-        if not clears:
+        if not is_persistent:
             return like.new_empty(num_layers, batch, heads, capacity, dim)
         with persistent_tensors():
             return like.new_zeros(num_layers, batch, heads, capacity, dim)
@@ -201,17 +202,17 @@ class KeyValueStore:
         layout: One entry per layer.
         capacity: Expected maximum number of slots per row.
         reserve: Free slots to keep after the text as it grows; None allocates `capacity` slots and never grows.
-        clears: Whether unwritten slots hold zeros. Graphs need this: they also attend to masked slots, where NaN would
-            spread. Such memory is kept between calls.
+        is_persistent: Whether unwritten slots hold zeros. Graphs need this: they also attend to masked slots, where
+            NaN would spread. Such memory is kept between calls.
 
     Attributes:
         moves: Number of reallocations.
     """
 
     def __init__(
-        self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None, *, clears: bool = False
+        self, layout: Sequence[LayerLayout | None], capacity: int, reserve: int | None, *, is_persistent: bool = False
     ) -> None:
-        self.layout, self.limit, self.reserve, self._clears = tuple(layout), capacity, reserve, clears
+        self.layout, self.limit, self.reserve, self._is_persistent = tuple(layout), capacity, reserve, is_persistent
         self.capacity = capacity if reserve is None else 0
         self._needed = self.capacity  # slots needed by the current call, without those for later calls
         self.moves = 0
@@ -245,17 +246,17 @@ class KeyValueStore:
         return buffer.take(rows)
 
     def _new_buffer(self, num_layers: int, key_states: Tensor, value_states: Tensor) -> KeyValueBuffer:
-        if not self._clears:
+        if not self._is_persistent:
             return KeyValueBuffer(num_layers, self.capacity, key_states, value_states)
         rows = kept_rows(len(key_states))
         try:
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, rows=rows, clears=True)
+            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, rows=rows, is_persistent=True)
         except CacheCapacityError:  # allocate only what this call needs, without slots for later calls
             self._move(min(self._needed, self.capacity))
-            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, clears=True)
+            return KeyValueBuffer(num_layers, self.capacity, key_states, value_states, is_persistent=True)
 
     def _close(self) -> None:
-        if not self._clears:
+        if not self._is_persistent:
             return  # the memory belongs to one call and is freed with its cache
         for buffer in self.buffers:
             buffer.close()
@@ -282,7 +283,7 @@ class KeyValueStore:
             grown = min(grown, self.limit)
         note_one_time_work()
         self._needed = grown
-        if self._clears:  # allocate for later calls, too, if there is enough memory
+        if self._is_persistent:  # allocate for later calls, too, if there is enough memory
             try:
                 self._move(bucket_of(max(ahead, FIRST_KEPT_SLOTS)))
                 return

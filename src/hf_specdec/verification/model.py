@@ -1,4 +1,4 @@
-"""Access to the parts of a model independently of its architecture: configuration, cache, layers, lm_head."""
+"""Access a model's configuration, cache, layers and lm_head independently of its architecture."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ FAILURES = (
 )  # fmt: skip
 """Exceptions that a forward raises if it cannot run the probe's inputs."""
 PROBE_TEXTS = 3
-"""Prompts without padding in half precision, and as many others with left padding (float32 and float64: one each)."""
+"""Number of prompts without padding, and of prompts with left padding, in half precision (one of each otherwise)."""
 PROBE_PADDING = 3
 """Left padding in tokens."""
 
@@ -196,7 +196,7 @@ def _first_child_kept(tokens: Tensor) -> Acceptance:
 
 EXACT = 3e-5
 """Largest relative distance allowed in float32 (largest measured over 168 architectures: 5.6e-6)."""
-ROUNDINGS, LEAST_ROUNDED, MOST_ROUNDED = 3, 1e-2, 1e-1
+ROUNDING_FACTOR, MIN_TOLERANCE, MAX_TOLERANCE = 3, 1e-2, 1e-1
 """Distance allowed in half precision: this multiple of the model's own rounding error, and its lower and upper bound.
 
 Largest multiple measured in bf16 and fp16 over 43 architectures: 1.6."""
@@ -215,15 +215,15 @@ def _compare(actual: Tensor, expected: Tensor, tolerance: float, place: str) -> 
 def _rounding(recomputed: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
     """Return the distance allowed in inexact arithmetic, derived from the model's own rounding error.
 
-    That is the largest median distance, at any place, between plain decoding's logits `[B, V]` and the same
-    `recomputed` by one forward without a cache. With few texts, the distance at a single place varies too much.
+    The rounding error is the largest median distance, over all places, between the logits `[B, V]` of plain decoding
+    and those recomputed by one forward without a cache. With few texts, the distance at one place varies too much.
     """
     medians = [
         float(rows.median())
         for logits, expected in zip(recomputed, plain, strict=True)
         for rows in _distance(logits, expected).split(len(expected) // 2)
     ]
-    return min(max(LEAST_ROUNDED, ROUNDINGS * max(medians)), MOST_ROUNDED)
+    return min(max(MIN_TOLERANCE, ROUNDING_FACTOR * max(medians)), MAX_TOLERANCE)
 
 
 def _distance(actual: Tensor, expected: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ TARGET_EXAMPLE_SHAPE = (2, 12)
 
 
 ExecutionMode = Literal["inductor", "cuda_graph"]
-"""How a forward is run if not by the module itself. On a device with graphs, "inductor" also captures."""
+"""How a forward runs if not eagerly: compiled by inductor (also captured if the device has graphs), or captured."""
 
 
 class Runner(ABC):

@@ -112,7 +112,8 @@ class Target(ABC):
         """Extend all rows of the cache to the same length: shorter rows get padding, as in plain `generate()`.
 
         Args:
-            new_tokens: Emitted tokens of each row; the cache then holds all of the longest row but its last.
+            new_tokens: Emitted tokens of each row. Afterwards all rows are as long as the longest one without its last
+                token.
             pad_token_id: Token appended to shorter rows.
         """
 

@@ -44,7 +44,7 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
 
 
 SMOOTHING_WINDOWS = 30
-"""A run is this many times as long as the window of its moving average."""
+"""Length of a run divided by the window of its moving average."""
 
 
 def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:

@@ -41,7 +41,7 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
 
 
 def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
-    """Plot when each step drafted, verified and did the rest, labelled with its emitted tokens (first row).
+    """Plot the time that each step spent on drafting, verifying and the rest, with its number of emitted tokens.
 
     Args:
         trace: The steps of `stats.trace`. On an accelerator, a stage's work may finish during a later stage.

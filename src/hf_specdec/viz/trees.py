@@ -56,7 +56,7 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
     """Plot the tree of a step. Accepted nodes are filled; lines are coloured by source, thicker for likelier drafts.
 
-    Below each token are its probabilities by the drafter and by the target. The boxed token is the target's: the
+    Below each token are its probabilities according to drafter and target. The boxed token is the target's: the
     correction, or the bonus token if the path was accepted up to a leaf.
 
     Args:

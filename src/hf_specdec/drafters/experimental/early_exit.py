@@ -186,15 +186,15 @@ def search_skipped_layers(
     """Search for the layers that matter least for a model's answers to the given prompts.
 
     First each layer is skipped alone, and the layers with the least effect form the initial set. Then a random layer
-    of the set is exchanged for another one, `trials` times, and improvements are kept. The score of a set is how often
-    its argmax agrees with that of the whole model on the model's greedy answers, in one forward over prompt and
-    answer. The first and the last layer are never skipped.
+    of the set is replaced by another one, `trials` times, and improvements are kept. The score of a set is the share
+    of positions in the model's greedy answers where the argmax without these layers agrees with that of the whole
+    model, in one forward over prompt and answer. The first and the last layer are never skipped.
 
     Args:
         model: The target; it is not changed.
         prompts: Token ids, each `[1, P]` or `[P]`.
         ratio: Fraction of the layers between the first and the last to skip.
-        trials: Exchanges to try. Each takes a forward per prompt, as does each layer at first.
+        trials: Replacements to try. Each takes one forward per prompt, as does the initial test of each layer.
         new_tokens: Length of the answers.
         seed: Random seed of the exchanges.
 
@@ -236,7 +236,7 @@ def search_skipped_layers(
 
 
 def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLayers:
-    """Return the layers that can be skipped. An example that cannot: the layer by which transformers counts tokens.
+    """Return those layers that can be skipped. The layer whose cache transformers measures, for example, cannot.
 
     Raises:
         UnsupportedModelError: None of the layers can be skipped.

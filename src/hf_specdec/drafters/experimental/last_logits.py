@@ -29,7 +29,7 @@ DEFAULT_TOP_K = 4
 MERGED_TOP_K = 8
 """Candidates that are merged with those of other drafters."""
 TRUST = 0.2
-"""Factor from the probability of a runner-up to its expected acceptance one token later."""
+"""Ratio of a runner-up's expected acceptance one token later to its probability."""
 
 
 class LastLogitsDrafter(Drafter):

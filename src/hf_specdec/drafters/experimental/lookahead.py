@@ -39,11 +39,11 @@ WINDOW_CHILDREN = 2
 class LookaheadDrafter(Drafter):
     """Drafts n-grams that the model generated in a window. Works with any model; nothing is kept between calls.
 
-    Experimental (1.25x with losses, see the module). Config fields: `num_draft_tokens` (default: window and guesses,
-    30 nodes), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of them for the window;
-    default: `guesses + 2`). Guesses precede the window in the tree. The window has as many columns as fit together
-    with one guess, and none if `top_k` is less than 3 or the model cannot verify trees; then n-grams come from the
-    text alone. `tree` is rejected.
+    Experimental (1.25x, but slower on some questions, see the module). Config fields: `num_draft_tokens` (default:
+    window and guesses, 30 nodes), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of
+    them for the window; default: `guesses + 2`). Guesses precede the window in the tree. The window has as many
+    columns as fit together with one guess, and none if `top_k` is less than 3 or the model cannot verify trees; then
+    n-grams come from the text alone. `tree` is rejected.
 
     Args:
         window: Columns of the window; W in the paper.
@@ -203,7 +203,7 @@ class NgramPool:
                 kept.pop(next(iter(kept)))
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """Return what followed a token, latest first."""
+        """Return the stored continuations of a token, latest first."""
         return list(reversed(self._after.get(token, {})))
 
 

@@ -149,7 +149,7 @@ class _CannotSkipError(Exception):
 
 @contextmanager
 def _collect_outputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """Collect what modules return in this thread's forwards."""
+    """Collect the outputs of modules in forwards of this thread."""
     outputs: dict[nn.Module, Any] = {}
     thread = threading.get_ident()
 
