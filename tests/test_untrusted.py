@@ -298,7 +298,7 @@ def test_a_file_is_read_up_to_its_most_bytes(tmp_path: Path) -> None:
         read_json(path, 7)
     for size, read in ((4 * 2**20, read_json), (64 * 2**20, shard_names)):
         os.truncate(path, size + 1)
-        with pytest.raises(CheckpointFormatError, match=f"more than {size} bytes"):
+        with pytest.raises(CheckpointFormatError, match=f"larger than {size} bytes"):
             read(path)
 
 
