@@ -68,6 +68,8 @@ def test_the_same_answers_with_one_read_per_step(
     here, there = models
     if here.config.model_type != "llama" and (batch_size == 1 or row.name not in OF_EVERY_KIND):
         pytest.skip("a second kind of model is tried with some")
+    if row.name not in OF_EVERY_KIND and bool(sampling) == (batch_size == 3):
+        pytest.skip("greedy answers of a batch and sampled ones of a row are enough for most")
     plain = torch.tensor(generate(here, batch_size, "cpu", **sampling))
     answers = plain[:, 21:]
     ours = generate(here, batch_size, "cpu", speculative=row.add(here, answers), **sampling)
@@ -139,6 +141,8 @@ def test_outputs_per_token_are_equal(models: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("sample", [False, True])
 def test_an_assistant_on_another_device(models: tuple[Any, Any], sample: bool) -> None:
     """What it drafts comes back to the target's device, whichever of the two is which."""
+    if sample and models[0].config.model_type != "llama":
+        pytest.skip("a second kind of model is tried with a deterministic assistant")
     config = {"method": "far away", "num_steps": 3}
     for batch_size in (1, 3):
         plain = generate(models[0], batch_size, "cpu", max_new_tokens=8)

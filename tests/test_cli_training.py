@@ -450,7 +450,7 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
         ({"tree": [[0, 0]]}, "`tree` must be"),
         ({"not_a_field": 1}, "has no field 'not_a_field'"),
         ({"intermediate_size": 2**20, "head_dim": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096},
-         "of memory are free"),
+         "of memory is free"),
     ],
 )  # fmt: skip
 def test_fields_of_a_head_are_checked_before_anything_is_made(
@@ -480,4 +480,4 @@ def test_medusa_heads_that_no_machine_holds(
     memory = type("Memory", (), {"available": 1000})
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     assert run(monkeypatch, *train, "--own-lm-head") == 2
-    assert "0.0 GB of memory are free" in capsys.readouterr().err
+    assert "0.0 GB of memory is free" in capsys.readouterr().err

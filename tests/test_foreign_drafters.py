@@ -134,6 +134,7 @@ DRAFTS: dict[str, tuple[Callable[[Draft], Any], str]] = {
         "the root .* row 0",
     ),
     "a depth bound too small": (of_tree(max_depth=lambda _tree: 1), "a max_depth of 1 for a depth of 3"),
+    "a depth bound of none": (of_tree(max_depth=lambda _tree: 0), "a max_depth of 0 for a depth of 3"),
     "a depth bound that is none": (of_tree(max_depth=lambda _tree: "deep"), "a max_depth of 'deep'"),
     "NaN log_probs": (of_draft(log_probs=torch.full((ROWS, NODES), torch.nan)), "log_probs that are NaN"),
     "one NaN": (of_draft(log_probs=torch.tensor([[0.0] * 4 + [torch.nan]] * ROWS)), "log_probs that are NaN"),

@@ -72,8 +72,6 @@ def merging(
     sources = [Source(name, part, Budget(32, 6, 4)) for name, part in parts.items()]
     step_costs = None if costs is None else lambda: costs
     learned = LearnedStats()
-    for name in parts:
-        learned.count(name, 0.75, True)  # as likely as the source says
     context = DraftContext(torch.zeros(len(roots), 1), None, torch.tensor(roots), step_costs=step_costs)
     return _HybridSession(sources, learned, context), learned
 
@@ -109,11 +107,11 @@ def test_expected_and_accepted_drafts_are_counted() -> None:
     assert (report["free_sources"], report["queries"]) == (["free"], {})
     assert (report["expected_drafts"], report["accepted_drafts"]) == (pytest.approx(expected), 3)
     # per position and row: 0.9 expected and a hit, 0.5, 0.5 and a miss, nothing; then 0.3 and a miss
-    total, hits = 0.75, 1.0
+    total, hits = 0.0, 0.0
     for promised, hit in ((0.9, 1), (0.5, 1), (0.5, 0), (0.3, 0)):
         total, hits = 0.99 * total + promised, 0.99 * hits + hit
-    assert learned.trust("free") == pytest.approx((hits + 0.75) / (total + 1))
-    assert learned.trust("other") == 0.75
+    assert learned.trust("free") == pytest.approx((hits + 1) / (total + 1))
+    assert learned.trust("other") == 1
 
 
 def test_a_head_is_asked_for_as_many_levels_as_the_budget_has() -> None:
@@ -139,7 +137,7 @@ def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch:
     for module in (hybrid, queries):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: head.now))
     (session, learned), budget = merging([7], (1.0, 1.4, 3.0), free=free, head=head), Budget(3, 6, 4)
-    learned.count("head", 1.25, False)  # its 0.6 is worth 0.35
+    learned.count("head", 0.8, False)  # its 0.6 is worth 0.34
     assert session.propose(budget).tree.num_nodes == 1
     assert session._policy._queries == []
     session.observe(first := emitted((3,)))

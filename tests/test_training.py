@@ -183,7 +183,7 @@ def test_a_head_reads_its_columns_of_what_was_captured(tmp_path: Path) -> None:
             train_eagle(model, head, data, arguments(tmp_path / "run", 2), config)
             trained.append(head.fc.weight.detach().clone())
         torch.testing.assert_close(*trained, atol=1e-5, rtol=1e-4)
-    with pytest.raises(InvalidConfigError, match=r"of the layers \[1, 2, 3, -1\], this head reads \[0, 2, -1\]"):
+    with pytest.raises(InvalidConfigError, match=r"\[1, 2, 3, -1\] were captured, but this head reads \[0, 2, -1\]"):
         train_eagle(
             model, random_head(model, version=3, eagle_aux_hidden_state_layer_ids=[0, 2]), store,
             arguments(tmp_path / "run", 1),

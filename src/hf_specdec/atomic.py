@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 from hf_specdec.errors import InvalidConfigError
 
 PARTIAL = ".partial"
-"""Suffix of unfinished files and directories, after the id of the writing process (`.name.1234.partial`)."""
+"""Suffix of the names of unfinished files and directories, which contain the id of the writing process, such as
+`.name.1234.partial`."""
 
 
 @contextmanager
@@ -131,7 +132,7 @@ def move_into(source: Path, folder: Path, first: str, stale: tuple[str, ...] = (
 
 
 def was_interrupted(folder: Path, first: str) -> bool:
-    """Return whether `move_into` was interrupted, so that the directory may mix files of two saves.
+    """Return whether the last `move_into` was interrupted, so that the directory may mix old and new files.
 
     Args:
         folder, first: Same as in `move_into`.

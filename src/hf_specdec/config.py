@@ -34,7 +34,7 @@ MAX_RANK = 2**31
 """Limit of a rank in a tree path, larger than any vocabulary."""
 
 MAX_TIERS, MAX_WAIT = 64, 10**9
-"""Limits of `AdaptiveConfig`: number of candidate depths, and target forwards between two decisions."""
+"""Limits of `AdaptiveConfig`: number of `candidate_steps`; `update_interval` and `warmup_batches`."""
 
 
 def validate_choices(choices: Iterable[Any]) -> list[Choice]:
@@ -76,7 +76,7 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
 
 
 class _Fields:
-    """Base of the configs: conversion from a dict."""
+    """Base class of the configs, which can be created from a dict."""
 
     __slots__ = ()
     _aliases: ClassVar[tuple[str, ...]] = ()
@@ -132,14 +132,15 @@ def require_integer(name: str, value: Any, minimum: int, maximum: int | None = N
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig(_Fields):
-    """Settings that adapt the drafted depth to a moving average of the accepted length.
+    """Settings for adapting the drafted depth to a moving average of the number of accepted tokens per step.
 
     Args:
         candidate_steps: Depths to choose from, ascending.
         ema_alpha: Weight of the newest value in the moving average, in (0, 1].
-        update_interval: Target forwards between two decisions.
-        warmup_batches: Target forwards before the first decision.
-        down_hysteresis, up_hysteresis: Offsets added to the thresholds for decreasing and increasing the depth.
+        update_interval: Steps between two decisions.
+        warmup_batches: Steps before the first decision.
+        down_hysteresis, up_hysteresis: Added to the averages below which the depth decreases and above which it
+            increases.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -185,7 +186,7 @@ class AdaptiveConfig(_Fields):
 
 
 def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
-    """Make `eagle_topk` another name of `top_k`, as a keyword of the constructor and as a property.
+    """Add `eagle_topk` to a config class as another name of `top_k`: a constructor argument and a property.
 
     It cannot be a dataclass field: `dataclasses.replace(config, top_k=...)` would pass its old value along.
     """
@@ -212,17 +213,17 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 @_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(_Fields):
-    """How to draft, verify and accept. A field that is None takes the drafter's default.
+    """Settings for drafting, verification and acceptance. None is the drafter's default unless stated otherwise.
 
     Args:
         method: Name of a built-in method or of a registered drafter, `"hybrid"` (several drafters merged into one
-            tree), or `"auto"` (the best of the loaded drafters).
+            tree), or `"auto"` (the same, but only the first loaded drafter if `tree` is given).
         num_steps: Drafted depth.
         top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
-        num_draft_tokens: Nodes verified per step. Counts the root, the last token already accepted, as SGLang's
-            `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens` does not
-            count it: a chain of 5 drafted tokens is `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
-        tree: `"dynamic"`, `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
+        num_draft_tokens: Maximum nodes verified per step. Counts the root, the last token already accepted, as
+            SGLang's `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens`
+            does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
+        tree: `"dynamic"` (grown by likelihood), `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
         acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
             sampled chains). `"typical"` and `"nucleus"` accept more and change the output (docs/acceptance.md).
         posterior_threshold, posterior_alpha: Typical acceptance keeps a token x iff
@@ -303,7 +304,7 @@ class SpeculativeConfig(_Fields):
         _require(self.method in COMBINED, "None unless `method` is 'hybrid' or 'auto'", "methods", self.methods)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-serialisable values; `methods` and `trace` only if set."""
+        """Return the fields as JSON-serialisable values; omit `methods` and `trace` if they have their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if not self.trace:
             del values["trace"]

@@ -1,10 +1,10 @@
-"""Exceptions of this package. Every message states what was expected, what was found and how to fix it."""
+"""Exceptions of this package. Messages state what was expected, what was found and, if known, how to fix it."""
 
 from __future__ import annotations
 
 
 class SpeculativeDecodingError(Exception):
-    """Base class of all errors that this package raises.
+    """Base class of the errors defined by this package.
 
     Args:
         message: What was expected and what was found.
@@ -27,28 +27,28 @@ def printable(text: str) -> str:
 
 
 class UnsupportedModelError(SpeculativeDecodingError):
-    """The model does not support speculation (recurrent state, encoder-decoder, ...) or the requested operation."""
+    """Raised if the model does not support speculation (encoder-decoder, no usable KV cache, ...) or an operation."""
 
 
 class UnsupportedGenerationError(SpeculativeDecodingError):
-    """A `generate()` option that cannot be combined with `speculative=`; raised before decoding where possible."""
+    """Raised if a `generate()` option cannot be combined with `speculative=`; if possible before decoding begins."""
 
 
 class DrafterMismatchError(SpeculativeDecodingError):
-    """A drafter that does not fit the target model (sizes, vocabulary, layers, tensors), or that is not loaded."""
+    """Raised if a drafter does not fit the target model (sizes, vocabulary, ...), is invalid or is not loaded."""
 
 
 class CheckpointFormatError(SpeculativeDecodingError):
-    """A head or model that cannot be loaded: missing or broken files, an unknown layout, an invalid config."""
+    """Raised if a head or model cannot be loaded: missing or broken files, an unknown layout, an invalid config."""
 
 
 class HeadTensorsError(CheckpointFormatError, DrafterMismatchError):
-    """A head whose files can be read, but whose tensors do not match its config."""
+    """Raised if the files of a head can be read, but its tensors do not match its config."""
 
 
 class InvalidConfigError(SpeculativeDecodingError, ValueError):
-    """An invalid value or an unknown field name."""
+    """Raised if an argument, a config or an input file has an invalid value or an unknown field."""
 
 
 class CacheCapacityError(SpeculativeDecodingError):
-    """The KV cache has too few slots for the prompt, the answer and one tree."""
+    """Raised if the KV cache has too few slots for prompt, answer and one tree, or does not fit in memory."""

@@ -36,7 +36,7 @@ def split_columns(rows: list[list[int]], tensors: Sequence[Tensor]) -> list[list
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Create a tensor on the device from nested lists without blocking the host.
+    """Create a tensor on the device from nested lists, if possible without blocking the host.
 
     `torch.tensor(values, device=...)` would wait for all work queued on the device.
     """
@@ -48,7 +48,7 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 
 @functools.cache
 def can_pin(device_type: str) -> bool:
-    """Whether host memory can be pinned for copies to this type of device; tested once."""
+    """Whether asynchronous copies from pinned host memory to this type of device work; tested once per type."""
     sample = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if device_type in (sample.device.type, *REUSES_PINNED):
         return False

@@ -102,7 +102,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
 
 
 def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
-    """Yield the location ("row 1") and value of each object in a JSON file with a list of objects or one per line.
+    """Yield location ("row 1" or "line 1") and value of each object in a file with a JSON list or one object per line.
 
     Raises:
         InvalidConfigError: The file has other contents, or a list of more than `MAX_LIST_BYTES`.
@@ -133,8 +133,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file, which may be `.gz`.
 
     Raises:
-        InvalidConfigError: The file is not a regular file, gzip or UTF-8 text as expected, or exceeds
-            `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
+        InvalidConfigError: The file is not a regular file, not valid gzip or not UTF-8 text, contains a NUL byte, or
+            exceeds `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

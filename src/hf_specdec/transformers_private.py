@@ -25,13 +25,16 @@ TRAINER_METHODS = ("_prepare_inputs", "_get_train_sampler")
 
 
 def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context in which transformers runs its decoding loop."""
+    """Return the context manager in which transformers runs its decoding loop."""
     context: AbstractContextManager[Any] = model._optimize_model_for_decode()
     return context
 
 
 def has_unfinished(model: PreTrainedModel, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Return whether any row is unfinished; with `synced_gpus`, any row of any rank."""
+    """Return whether decoding must continue, given whether all rows of this process are finished.
+
+    With `synced_gpus`, it continues until the rows of all processes are finished.
+    """
     return bool(model._has_unfinished_sequences(finished, synced_gpus, device=device))
 
 
@@ -47,7 +50,7 @@ def is_derived(config: GenerationConfig) -> bool:
 
 
 def set_derived(config: GenerationConfig, derived: bool) -> None:
-    """Set what `is_derived` returns."""
+    """Mark a generation config as derived from the model's config or not, see `is_derived`."""
     config._from_model_config = derived
 
 
@@ -58,7 +61,7 @@ def updated_kwargs(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any])
 
 
 def allowed_tokens_of(processor: Any) -> Any:
-    """Return the function of a `PrefixConstrainedLogitsProcessor`."""
+    """Return the function with which a `PrefixConstrainedLogitsProcessor` lists the allowed next tokens."""
     return processor._prefix_allowed_tokens_fn
 
 
@@ -76,12 +79,12 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether the model keeps a state that cannot be rolled back; False for models without the flag."""
+    """Whether transformers marks the model as keeping a state that cannot be rolled back, such as Mamba."""
     return bool(getattr(model, "_is_stateful", False))
 
 
 def unexpected_keys(model: PreTrainedModel) -> Any:
-    """Return the patterns of weights that transformers drops without a warning; None if there are none."""
+    """Return patterns of weight names that transformers ignores without a warning when loading; None if none."""
     return getattr(model, "_keys_to_ignore_on_load_unexpected", None)
 
 
@@ -120,5 +123,5 @@ def model_name(config: PreTrainedConfig) -> str:
 
 
 def set_model_name(config: PreTrainedConfig, name: str) -> None:
-    """Set what `model_name` returns."""
+    """Set the path or Hub id that `model_name` returns."""
     config._name_or_path = name

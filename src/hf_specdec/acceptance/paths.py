@@ -21,9 +21,10 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The kept path of each row; `tokens[b, i]` is the token that the target chose after node `path[b, i]`.
+    """Result of one step: the kept path of each row and the tokens that it emits.
 
-    A finished row keeps nothing (its path and tokens are -1), except in lockstep, in which it emits padding.
+    `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
+    -1), except in lockstep, in which it emits padding.
     """
 
     path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
@@ -46,7 +47,7 @@ class Acceptance:
 
     @property
     def counts(self) -> list[int]:
-        """`num_kept` on the host."""
+        """The number of nodes kept in each row as integers on the host, equal to `num_kept`."""
         return [len(tokens) for tokens in self.emitted]
 
     @classmethod
@@ -71,7 +72,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Chosen paths, cut where rows end, on the device."""
+    """Kept paths on the device, already shortened where rows end."""
 
     decision: Decision
     num_drafted: Tensor  # [B] nodes of each row's tree, without root and padding
@@ -81,7 +82,7 @@ class Cut:
 def cut_paths(
     tree: TokenTree, path: Tensor, tokens: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
 ) -> Cut:
-    """Cut paths `[B, P]` and the tokens after their nodes where rows end, see `row_ends.cut_rows`."""
+    """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `row_ends.cut_rows`."""
     kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
@@ -145,15 +146,16 @@ def walk(
     decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
     host: HostTree | None = None,
 ) -> Acceptance:
-    """Walk down from the roots: at each node decide the next token, record it, and go to the child with that token.
+    """Walk down from the roots: at each node choose the next token, record it, and go to the child with that token.
 
-    All rows advance by one level before any goes deeper, so that draws are made in the same order as in `descend`.
+    All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
+    `rules.descend`.
 
     Args:
         tree: The tree.
         logits: `[B, N, V]` at its nodes.
         transcript: The tokens are appended to it.
-        decide: Chooses the tokens, given rows, their nodes and their processed scores `[R, V]`.
+        decide: Chooses one token per row, given R rows, their nodes and their processed scores `[R, V]`.
         host: The tree on the host, if the rule has already read it.
     """
     host = host or HostTree(tree)
@@ -182,9 +184,10 @@ def _ragged_column(
     nodes: Sequence[int | None], logits: Tensor, transcript: Transcript,
     decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
 ) -> list[int]:  # fmt: skip
-    """Decide and record a token of every row that is still on its path.
+    """Choose and record the next token of every row that is still on its path, and return the tokens of all rows.
 
-    The other rows draw as well, which keeps the order of draws; their tokens are discarded.
+    Tokens are drawn for the other rows as well, so that random numbers are used in the same order as in
+    `rules.descend`; these tokens are discarded.
     """
     rows = [row for row, node in enumerate(nodes) if node is not None]
     scores = {row: transcript.row_scores(row, logits[row, nodes[row]]) for row in rows}

@@ -1,4 +1,4 @@
-"""Launching the next draft before the host reads a step, so that the device does not wait for the host.
+"""Launch the next draft before the host reads the result of a step, so that the device does not wait for the host.
 
 On an accelerator, an acceptance rule decides on the device which tokens are kept (`Decision`). A session that can
 draft from this decision launches its next draft at once (`DraftSession.launch`). The device then drafts while the host
@@ -70,9 +70,9 @@ class Transfer:
 
 
 class Stopwatch:
-    """Seconds that launched work takes on its device, available once the host has waited for it.
+    """Context manager that measures how long the work launched in its block runs on a device.
 
-    On a device without events, the time to launch the work is measured.
+    On a device without events, it measures the time that the host spends in the block.
 
     Args:
         device: Device that runs the work.
@@ -93,9 +93,9 @@ class Stopwatch:
         self._marks.append((self._begin, self._new_mark()))
 
     def take(self) -> float:
-        """Return the seconds of all `with` blocks since the last call.
+        """Return the total seconds of all blocks since the last call, and forget these blocks.
 
-        Work that is still running counts as 0.0, since it overlaps with the host.
+        Blocks whose work is still running count as 0.0: their work overlaps with the host's.
         """
         marks, self._marks = self._marks, []
         return sum(_between(begin, end) for begin, end in marks)
@@ -113,7 +113,7 @@ def _between(begin: Any, end: Any) -> float:
 
 
 def _timing_event(event_type: Any) -> Any:
-    """Create a timing event and add it to the current stream."""
+    """Create an event with a time stamp and record it in the current stream."""
     event = event_type(enable_timing=True)
     event.record()
     return event

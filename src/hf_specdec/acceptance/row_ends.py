@@ -1,4 +1,4 @@
-"""The end of rows, found on the device: an EOS token, or the maximum length."""
+"""Find on the device where rows end: at an EOS token or at the maximum length."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Acceptance rules, which decide which drafted tokens to keep; all are functions with the same signature.
+"""Acceptance rules: functions with one signature that decide which drafted tokens are kept.
 
-A rule takes the tree, the target's logits at its nodes and the transcript; no model, cache or drafter. `greedy`,
+A rule gets the tree, the target's logits at its nodes and the transcript, but no model, cache or drafter. `greedy`,
 `rejection` and `block` are lossless; `typical` and `nucleus` change the output. If nothing on the host reads the
 text, a step is decided on the device and the host reads only the result. See docs/acceptance.md.
 """
@@ -29,10 +29,10 @@ AcceptanceRule = Callable[[TokenTree, Tensor, Transcript], Acceptance]
 def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
     """Keep the longest path on which every token is the target's argmax after its parent.
 
-    Token for token equal to plain greedy decoding. On an accelerator transfers to the host are expensive, so all
-    nodes are decided at once; on the CPU each row of V logits is expensive, so only nodes on the path are evaluated.
-    Logits processors that read the text always need the walk on the host (`follow`), since each is called with the
-    exact prefix.
+    The output is the same as that of plain greedy decoding. On an accelerator transfers to the host are expensive, so
+    tokens are chosen on the device; on the CPU each row of V logits is expensive, so only nodes on the path are
+    evaluated. Logits processors that read the text are called with the exact prefix, so they always need the walk on
+    the host (`follow`).
     """
     if not transcript.decides_on(logits.device):
         return follow(tree, logits, transcript)
@@ -53,13 +53,13 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
 
 
 def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torch.device) -> bool:
-    """Return whether the rule decides every step of a deterministic draft on the device, without the host."""
+    """Return whether the rule decides steps on the device, without the host, if drafts have no `draft_probs`."""
     on_device = rule in (greedy, rejection) or getattr(rule, "decides_on_device", False)
     return bool(on_device) and transcript.decides_on(device)
 
 
 def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Keep the longest path that agrees with the argmax at every node, on the device."""
+    """Apply `match` with the argmax at every node as the target's choice, and read the result."""
     account = transcript.account_on(logits.device)
     # faster than argmax
     return settle(match(tree, logits.max(-1).indices, account.remaining, account.eos, account.ends), transcript)
@@ -88,7 +88,7 @@ def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | Non
 
 
 def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk all rows down their trees together on the device: choose the token after a node, go to that child.
+    """Walk down the trees of all rows together on the device: choose the token after a node, go to that child.
 
     The walk always covers the whole depth of the tree, because stopping early would need a transfer to the host.
     Draws beyond the longest kept path are undone.
@@ -153,13 +153,14 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
 
 
 def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Verify a sampled chain losslessly as one block; on average this accepts at least as much as `rejection`.
+    """Verify sampled chains losslessly as blocks; on average this accepts at least as many tokens as `rejection`.
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding" (https://arxiv.org/abs/2403.10444),
-    algorithm 2. Let w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)), r_i = the sum of max(w_i p - q, 0) at node i, and
-    h_i = r_i / (r_i + 1 - w_i), but h_i = w_i at the last node. The block is cut after the largest i with u_i <= h_i,
-    u_i uniform in [0, 1). The token after the cut is drawn from the normalised max(w_i p - q, 0); after the last node
-    it is drawn from p.
+    algorithm 2. Let x_i be the token of node i, and p and q the target's and the draft's distributions after a node.
+    Let w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)), r_i = the sum of max(w_i p - q, 0) at node i, and
+    h_i = r_i / (r_i + 1 - w_i), but h_i = w_i at the last node. Nodes up to the largest i with u_i < h_i are kept (the
+    root always), u_i uniform in [0, 1). The token after them is drawn from the normalised max(w_i p - q, 0), or from p
+    after the last node.
 
     Raises:
         UnsupportedGenerationError: The tree branches, or was not sampled.
@@ -181,7 +182,7 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
 def _cut_block(
     tree: TokenTree, logits: Tensor, transcript: Transcript, row: int, children: dict[int, dict[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the kept nodes of one chain, each with the token after it."""
+    """Apply block verification to one row's chain; return the kept nodes, each with the token that follows it."""
     nodes, tokens = [0], list[int]()
     while children.get(nodes[-1]):
         token, child = next(iter(children[nodes[-1]].items()))
@@ -223,9 +224,9 @@ def typical(
 ) -> Acceptance:
     """Keep drafted tokens x with p(x) > min(threshold, alpha * exp(-H(p))). Not lossless.
 
-    Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.3.1, which names the parameters epsilon and delta.
-    The longest path of such tokens is kept; ties go to the likelier path. The token after it is sampled, or the
-    argmax if `do_sample` is False.
+    p is the target's processed distribution and H(p) its entropy. Source: Medusa (https://arxiv.org/abs/2401.10774),
+    section 2.3.1, which names the parameters epsilon and delta. The longest path of such tokens is kept; ties go to
+    the likelier path. The token after it is sampled, or the argmax if `do_sample` is False.
     """
 
     def is_typical(scores: Tensor) -> Tensor:
@@ -240,7 +241,7 @@ def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: f
     """Keep drafted tokens in the nucleus, the smallest set of tokens with probability `top_p`. Not lossless.
 
     Source: Holtzman et al. (https://arxiv.org/abs/1904.09751). If the call samples with `top_p`, its warpers have
-    already removed all other tokens, so use 1.0 here. Paths and the token after them are chosen as in `typical`.
+    already removed all other tokens, so pass 1.0. Paths and the token after them are chosen as in `typical`.
     """
     warper = TopPLogitsWarper(top_p)
 
@@ -253,11 +254,16 @@ def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: f
 def _keep_allowed(
     tree: TokenTree, logits: Tensor, transcript: Transcript, allowed: Callable[[Tensor], Tensor]
 ) -> Acceptance:
-    """Keep the longest path of allowed tokens; ties go to the likelier path."""
+    """Keep each row's longest path of allowed tokens (ties go to the likelier path), then draw the token after it.
+
+    Args:
+        tree, logits, transcript: See `AcceptanceRule`.
+        allowed: Returns which tokens may be kept, `[V]` bool, given the processed scores `[V]` at their parent.
+    """
     host = HostTree(tree)
 
     def best_path(row: int) -> list[tuple[int, int]]:
-        # paths to extend: (depth, log-likelihood, nodes, tokens, scores at the end)
+        # a path: (depth, log-likelihood, nodes, tokens, scores at the end)
         root = transcript.row_scores(row, logits[row, 0])
         best = (0, 0.0, [0], list[int](), root)
         frontier = [best]

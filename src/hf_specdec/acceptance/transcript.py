@@ -1,8 +1,8 @@
-"""The text of each row, and the choice of its next token as in transformers' `_sample`.
+"""`Transcript`: the text of each row, and the choice of its next token as in transformers' `_sample`.
 
-Each emitted token takes exactly one draw, through the same calls in the same order as there (processors on the exact
-prefix, float32 softmax, `torch.multinomial` from the global generator), so the same seed gives the same tokens as
-plain `generate()`. Independent of trees, models and caches.
+Each emitted token is drawn exactly once, by the same calls in the same order as there (processors on the exact prefix,
+float32 softmax, `torch.multinomial` with the global generator), so the same seed gives the same tokens as in plain
+`generate()`. Independent of trees, models and caches.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ TEXT_INDEPENDENT = frozenset({
 
 
 class Transcript:
-    """The tokens of each row so far; chooses the next token and ends rows.
+    """The tokens of each row so far, with the processors and criteria that choose the next token and end rows.
 
-    Rows are either *ragged*, with as many tokens as were accepted in each, or in *lockstep*: all rows always have the
-    same length, and processors and criteria get the text of all rows `[B, L]`, exactly as in plain generate.
+    Rows are either *ragged*: each grows by the tokens accepted in it, or in *lockstep*: all rows always have the same
+    length, and processors and criteria get the text of all rows `[B, L]`, exactly as in plain generate.
 
     Args:
         input_ids: `[B, P]` prompt, padding included.
@@ -104,9 +104,9 @@ class Transcript:
         self._num_streamed = 0
 
     def decides_on(self, device: torch.device) -> bool:
-        """Return whether tokens can be chosen on this device, because nothing on the host reads the text.
+        """Return whether tokens are chosen on this device: nothing on the host reads the text, and no scores are kept.
 
-        Always False on the CPU, on which it is faster to evaluate only the nodes of the path.
+        False if draws could not be undone, and on the CPU, on which evaluating only the path's nodes is faster.
         """
         kept = self._keep_scores or self._keep_logits
         drawn = not self.do_sample or generator_of(device) is not None
@@ -184,18 +184,18 @@ class Transcript:
         return scores[0]
 
     def scores_at(self, logits: Tensor) -> Tensor:
-        """Return processed scores `[B, V]`; only for processors that ignore the text."""
+        """Return processed scores `[B, V]` of one node per row; requires processors that ignore the text."""
         scores: Tensor = self._processor(self._text(0), self._in_float(logits))
         return scores
 
     def draw(self, scores: Tensor) -> Tensor:
-        """Choose tokens `[R]` from processed scores `[R, V]`: one draw per row, or the argmax."""
+        """Choose tokens `[R]` by processed scores `[R, V]`: sample, or take the argmax if `do_sample` is False."""
         if self.do_sample:
             return torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         return torch.argmax(scores, dim=-1)
 
     def draws(self, device: torch.device) -> Draws:
-        """Return an object that draws tokens for one step and can undo the last draws."""
+        """Return a `Draws` for one step on this device."""
         return Draws(self, generator_of(device) if self.do_sample else None)
 
     def _in_float(self, logits: Tensor) -> Tensor:
@@ -208,13 +208,13 @@ class Transcript:
     # ------------------------------------------------------------------------------------------- tokens
 
     def account_on(self, device: torch.device) -> DeviceAccount:
-        """Return the device's account of remaining tokens; callers update it before they call `record_all`."""
+        """Return the account of remaining tokens on a device; callers update it before they call `record_all`."""
         if self._account is None or self._account.device != device:
             self._account = self._new_account(device)
         return self._account
 
     def record_all(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Append tokens that the device has already cut where rows end."""
+        """Append each row's emitted tokens, which the device has already cut where the row ends."""
         for row, tokens in enumerate(emitted):
             for token in tokens:
                 self._append(row, token)
@@ -291,9 +291,9 @@ class Transcript:
 
 
 class Draws:
-    """Tokens drawn column by column before the number of emitted columns is known.
+    """The draws of one step, made column by column before it is known how many columns are emitted.
 
-    The generator is then reset to its state after the last emitted column, as if the others had not been drawn.
+    `keep` then resets the generator, as if the columns that are not emitted had not been drawn.
 
     Args:
         transcript: Chooses the tokens.
@@ -311,7 +311,7 @@ class Draws:
         return self._transcript.draw(scores)
 
     def keep(self, count: int) -> None:
-        """Undo all draws after the first `count`. Does not wait for the device: generator states are on the host."""
+        """Undo all draws after the first `count`, without waiting for the device: generator states are on the host."""
         if self._generator is not None and count < len(self._states):
             self._generator.set_state(self._states[count])
 
@@ -329,12 +329,12 @@ def generator_of(device: torch.device) -> torch.Generator | None:
 
 
 def ignores_text(processor: object) -> bool:
-    """Return whether a processor is known to depend on the scores alone."""
+    """Return whether a processor is one of `TEXT_INDEPENDENT`, which depend on the scores alone."""
     return type(processor).__name__ in TEXT_INDEPENDENT and type(processor).__module__.startswith("transformers.")
 
 
 def of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Return the processors for calls with this row alone; per-row arguments of processors are reduced to it."""
+    """Return processors to call with this row alone: arguments with one entry per row are reduced to its entry."""
 
     def restricted(processor: Any) -> Any:
         if type(processor) is PrefixConstrainedLogitsProcessor:

@@ -1,1 +1,1 @@
-"""Control of how much to draft: controllers and measured step costs."""
+"""Decide how much to draft in each step: controllers, policies and measured step costs."""

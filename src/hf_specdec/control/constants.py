@@ -1,4 +1,8 @@
-"""The tuned numbers of the policy that decides how much to draft, each with the reason for its value.
+"""The tuned numbers of the policy that decides how much to draft, each with its meaning or the reason for its value.
+
+*Width*: nodes per row of a verified tree, root included. *Plain step*: a step of width 1, which drafts nothing.
+*Source*: a drafter whose drafts are merged with others. *Free sources* need no forward (such as prompt lookup);
+*heads* need one per level. *Trust*: the factor by which a source's probabilities are multiplied.
 
 Sensitivity was measured in the simulated scenarios of `tests/test_policy.py` (`benchmarks/policy_constants.py`; raw
 rows in `benchmarks/results/policy_constants.json`). Halving or doubling a constant changes the mean speed-up by less
@@ -14,25 +18,25 @@ MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Nodes per row for which a step is timed; widths between them are interpolated."""
 
 TIMED_ROUNDS = 5
-"""Timed forwards per size in an offline measurement (`search_tree`); the median counts."""
+"""Timed forwards per tree size in an offline measurement (`search_tree`); the median is used."""
 
 QUICK_ROUNDS = 3
-"""Timed forwards per width while a user waits; the fastest counts, because noise only makes a forward slower."""
+"""Timed forwards per width while a user waits; the fastest is used, because noise only makes a forward slower."""
 
 MEASURED_CONTEXT = 512
-"""Maximum context, in tokens, of the timed forwards; real steps correct the costs after longer ones."""
+"""Maximum context, in tokens, of the timed forwards; costs with longer contexts are corrected by real steps."""
 
 MAX_MEASURED_NODES = 128
-"""Maximum nodes of all rows together that are timed; up to `MIN_MEASURED_WIDTH` nodes per row always are."""
+"""Maximum nodes of all rows together in a timed forward; widths up to `MIN_MEASURED_WIDTH` may exceed it."""
 
 MIN_MEASURED_WIDTH = 4
-"""Nodes per row that are timed for every batch size."""
+"""Width up to which forwards are timed for every batch size."""
 
 COST_SMOOTHING = 0.2
-"""Weight of a real step in the cost of its width."""
+"""Weight of a real step in the moving average of the cost of its width."""
 
 MAX_SURPRISE = 2.0
-"""Limit of the factor by which one step may change an expected cost: larger ones come from other load."""
+"""Maximum ratio of a step's time to its expected time (and the reverse): larger ones come from other load."""
 
 STALE_STEPS = 50
 """A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
@@ -46,54 +50,54 @@ less than 0.5 %."""
 # ------------------------------------------------------------------------------------------- how wide a tree is
 
 MIN_PATH_PROBABILITY = 0.01
-"""Candidates with a lower path probability are dropped."""
+"""Drafted nodes that are accepted with a lower probability are left out of a merged tree."""
 
 SLOW_ROW_POWER = 4
-"""Power of the mean of expected tokens over rows (1 is the harmonic mean): a batch ends with its slowest row."""
+"""Exponent p of `mean(tokens ** -p) ** (-1 / p)`, the mean of expected tokens over rows (1: harmonic). A high value
+favours the rows with the fewest tokens, because a batch ends with its slowest row."""
 
 MIN_BATCH_GAIN = 1.1
-"""Minimum expected speed-up over a plain step for drafting with several rows, whose estimates are uncertain."""
+"""Minimum expected speed-up over a plain step for drafting with several rows, because estimates are uncertain."""
 
 
-INITIAL_TRUST, TRUST_WEIGHT = 0.75, 1.0
-"""Trust in a source that was never observed, and the weight of this guess in expected hits."""
+INITIAL_TRUST, TRUST_WEIGHT = 1.0, 1.0
+"""Trust in a source that was never observed, and the weight of this guess (in expected hits, see `LearnedStats`)."""
 
 TRUST_MEMORY = 0.99
-"""Factor that a source's counts are multiplied by at each position, so that old ones fade."""
+"""Fraction of a source's counts of hits and expected hits that is kept at each new position."""
 
 # ------------------------------------------------------------------------------------------- free sources
 
 IDLE_QUERY_SHARE = 0.05
-"""Fraction of plain steps' time that may be spent on querying free sources (those that need no forward, such as prompt
-lookup) while no draft pays."""
+"""Fraction of plain steps' time that may be spent on querying free sources while no draft pays."""
 
 PAUSE_STEPS = 8
-"""Consecutive plain steps before querying pauses, and the longest pause in steps."""
+"""Consecutive plain steps before querying pauses, and the maximum length of a pause in steps."""
 
 # ------------------------------------------------------------------------------------------- draft heads
 
 HEAD_SMOOTHING = 0.05
-"""Weight of the newest step in moving averages of gains, times and trust."""
+"""Weight of the newest step in moving averages of gains and times."""
 
 FASTER_SMOOTHING = 0.3
-"""Weight of a time below the average (higher, because noise and first calls only make times longer)."""
+"""Weight of a time below its moving average (higher, because noise and first calls only make times longer)."""
 
 FIRST_TRIALS = 3
-"""Number of first queries of each depth of a head, made to measure its cost."""
+"""Number of queries of a head to each depth that are made at first to measure its cost."""
 
 MIN_PAUSE, MAX_PAUSE = 8, 256
-"""Steps before a depth that does not pay is tried again; the pause doubles each time it still does not."""
+"""Steps before a depth that does not pay is tried again, first and at most; the pause doubles after each trial."""
 
 TRIAL_SHARE = 0.0125
-"""Fraction of the time that trials may take while no depth pays; it limits the doubling. With 1 % a head that became
-useful again was noticed after several hundred steps, with 3 % a useless head cost 4 %."""
+"""Fraction of the time that trials may take while no depth pays; pauses need not be longer than that requires. With
+1 % a head that became useful again was noticed after several hundred steps, with 3 % a useless head cost 4 %."""
 
 STALE_WEIGHT = 0.4
-"""Largest weight of the first step after a pause, when the text may have changed."""
+"""Maximum weight, in the average gain, of the first query after a pause, in which the text may have changed."""
 
 PRIOR_GAIN = 1.5
-"""Tokens per row and step that a good head adds if nothing else is expected. If even that would not pay, the first
-trials are skipped."""
+"""Assumed gain of an unknown head: accepted tokens per row and step, if the free sources are expected to find none. If
+even that would not pay, the first trials are skipped."""
 
 SATURATED_TOKENS = 8.0
-"""Expected tokens per row from which on a head is assumed to add none."""
+"""Tokens per row that free sources are expected to yield from which on an unknown head is assumed to add none."""

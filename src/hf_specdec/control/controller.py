@@ -1,4 +1,4 @@
-"""Controllers: the budget of every step of one generation."""
+"""`Controller`, which decides the budget of every step of one generation, and a controller with a fixed budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hf_specdec.verification.step import Step, StepSeconds
 
 
 class Controller(Protocol):
-    """Decides the budget of every step.
+    """Protocol of the object that decides the budget of every step.
 
     Attributes:
-        step_costs: Returns the cost of a step by its width, for drafters that need it; None: unknown.
+        step_costs: Function that returns the costs of a step, for drafters that need them; None: unknown.
     """
 
     step_costs: StepCostFunction | None
@@ -25,11 +25,11 @@ class Controller(Protocol):
         """Learn from a step and its duration."""
 
     def report(self) -> dict[str, Any]:
-        """Return its decisions as plain values for the statistics."""
+        """Return a summary of its decisions as JSON-serialisable values, for `SpeculationStats.control`."""
 
 
 class FixedController:
-    """Uses the same budget in every step.
+    """Controller with the same budget in every step.
 
     Args:
         budget: The budget.
@@ -41,7 +41,7 @@ class FixedController:
         self.budget = budget
 
     def next(self) -> Budget:
-        """See `Controller`."""
+        """Return the fixed budget."""
         return self.budget
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:

@@ -1,4 +1,4 @@
-"""Controller that learns the cost of a step by its width, for drafters that choose the width by expected gain."""
+"""Controller that learns what steps cost by their width (nodes per row), for drafters that choose the width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_specdec.verification.step import Step, StepSeconds
 
 
 class CostModelController:
-    """Always returns the drafter's limits as the budget, and measures step costs by which the drafter sets the width.
+    """Controller that leaves the width of each tree to the drafter, which gets the step costs learned here.
 
     Args:
         limits: The drafter's largest tree.
@@ -27,11 +27,11 @@ class CostModelController:
         self._tokens = self._lost = self._seconds = 0.0
 
     def next(self) -> Budget:
-        """See `Controller`."""
+        """Return the limits, with at most as many nodes as the widest tree whose cost was measured."""
         return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Correct the costs by the step's duration."""
+        """Correct the costs by the step's duration, unless it contains one-time work, and count the step."""
         width, plain = step.draft.tree.num_nodes, self._costs.plain
         if seconds.usual:
             self._costs.observe(width, seconds.verify + seconds.rest)
@@ -43,7 +43,7 @@ class CostModelController:
         self._lost += max(0.0, taken - per_row * plain)
 
     def report(self) -> dict[str, Any]:
-        """Return the widths, the speed-up over plain steps, and the seconds lost in steps slower than plain ones."""
+        """Return the width of each step, the speed-up over plain steps, and the seconds lost in slower steps."""
         plain, widths = self._costs.plain, Counter(self._widths)
         return {
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),

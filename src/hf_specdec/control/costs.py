@@ -1,4 +1,4 @@
-"""Measure costs on this machine: of a verify forward by the size of its tree, and of a forward of a head."""
+"""Measure on this machine how long verify forwards take, by the size of the tree, and the forward of a head."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def verify_seconds(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
     rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Time the forward that verifies a tree, by number of nodes.
+    """Return the seconds of a verify forward by the number of nodes of its tree.
 
-    It is the forward that generation runs, with the same cache and masks. A model that supports no trees verifies
+    The timed forward is that of generation, with the same cache and masks. A model that supports no trees verifies
     chains.
 
     Args:
         model: The target.
         sizes: Numbers of nodes, root included.
-        context: Committed tokens.
+        context: Committed tokens before the tree.
         facts: The result of the probe; None probes the model.
         rows: Batch size.
         rounds: Timed forwards per size, after one warm-up.
-        pick: Reduces the times of one size, in seconds.
-        runner: Runs the forward, see `TreeTarget`.
+        pick: Reduces the times of one size to one number, such as the median.
+        runner: Compiled or captured forward; None: the model's own.
     """
     facts = facts or inspect_target(model)
     device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
@@ -76,7 +76,7 @@ def verify_seconds(
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
-    """Return a binary tree, or a chain."""
+    """Arrange tokens in a binary tree, or in a chain."""
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     parents = (nodes - 1).div(2, rounding_mode="floor") if branches else nodes - 1
     return TokenTree(tokens, parents)
@@ -103,15 +103,15 @@ def _seconds_by_size(
     rounds: int = TIMED_ROUNDS,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Time a function by size. Sizes are interleaved over the rounds, so that other load affects all of them.
+    """Return the seconds of a call by size. Each round times every size once, so that other load affects all of them.
 
     Args:
-        forward: The function.
-        sizes: Its arguments.
+        forward: The timed function; gets the size.
+        sizes: The sizes.
         device: Device to synchronise with.
-        undo: Restores the state after each call, untimed.
+        undo: Restores the state after each call, untimed; gets the size.
         rounds: Timed rounds, after one warm-up round.
-        pick: Reduces the times of one size.
+        pick: Reduces the times of one size to one number.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 1):
@@ -131,10 +131,10 @@ def _widest_measured(widest: int, rows: int) -> int:
 
 
 class StepCosts:
-    """Seconds of a step by its width, measured once and corrected by the times of real steps.
+    """Seconds of a step by its width (nodes per row), measured once and corrected by the times of real steps.
 
     Every measured width has a factor by which real steps differ from the measurement. A step corrects the factors of
-    its own width and of widths not used for a long time; costs between measured widths are interpolated.
+    measured widths near its own and of those not used for a long time; costs between measured widths are interpolated.
 
     Args:
         seconds: Measured seconds by number of nodes per row; the smallest is 1.
@@ -150,7 +150,7 @@ class StepCosts:
         cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int,
         runner: Runner | None = None,
     ) -> StepCosts:  # fmt: skip
-        """Time the verify forward at a few widths, see `verify_seconds`.
+        """Time the verify forward at a few widths (see `verify_seconds`) and create the costs from it.
 
         Args:
             model: The target.
@@ -158,7 +158,7 @@ class StepCosts:
             rows: Batch size.
             widest: Nodes of the largest tree.
             context: Tokens of the prompt.
-            runner: Runs the forward.
+            runner: Compiled or captured forward; None: the model's own.
         """
         most = _widest_measured(widest, rows)
         widths = [*(width for width in MEASURED_WIDTHS if width < most), most]
@@ -175,17 +175,17 @@ class StepCosts:
         return cls(seconds)
 
     def covers(self, widest: int, rows: int) -> bool:
-        """Whether the table covers trees of this width, as far as such widths are measured."""
+        """Whether the costs reach the width up to which `measure` would time trees of at most `widest` nodes."""
         return self.max_width >= _widest_measured(widest, rows)
 
     @property
     def max_width(self) -> int:
-        """Largest width in the table."""
+        """The largest measured width."""
         return max(self._measured)
 
     @property
     def plain(self) -> float:
-        """Seconds of a plain step."""
+        """Seconds of a step that drafts nothing (width 1)."""
         return self._measured[1] * self._factors[1]
 
     def table(self) -> tuple[float, ...]:
@@ -213,7 +213,7 @@ class StepCosts:
 
 
 def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
-    """Interpolate the seconds for 1, 2, ... nodes from some ascending widths that start with 1.
+    """Interpolate linearly: return the seconds for 1, 2, ... nodes, given those of some widths (ascending, from 1).
 
     Example: {1: 1.0, 3: 2.0} gives (1.0, 1.5, 2.0).
     """

@@ -1,7 +1,8 @@
 """Decide whether to query a draft head, and to which depth, from the gains and costs of earlier queries.
 
-A head costs one forward per level. Its gain depends on what the other sources expect: next to a long lookup match it
-adds little. So gains are kept by the number of tokens expected without the head.
+A head costs one forward per level. Its gain is the number of tokens that it adds to a step. If another source has
+found a long match in the prompt, a head adds little; so gains are averaged separately for each class of the number of
+tokens expected without the head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hf_specdec.control.tree_width import Width
 
 @dataclass(slots=True)
 class QueryStats:
-    """Gain and cost of querying a head to one depth."""
+    """Measured gain and cost of querying a head to one depth, and when to try this depth again."""
 
     num_steps: int
     gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by class: (queries, mean tokens per row)
@@ -32,19 +33,19 @@ class QueryStats:
     num_queries: int = 0
     waited: int = 0  # steps since the last query
     pause: int = MIN_PAUSE  # steps until the next trial
-    trials: int = FIRST_TRIALS
+    trials: int = FIRST_TRIALS  # first queries, made to measure gain and cost
     stale: int = 0  # steps without a query before the current one
 
     def is_due(self, without: Width, rows: int, share: float) -> bool:
-        """Whether to try this depth although it is not expected to pay, or not expected to be best.
+        """Whether to try this depth although it is not expected to be the fastest choice.
 
-        The first trials require that a good head could pay. Later ones follow a pause, because the cost may have been
-        measured under other load, and the gain on another kind of text.
+        The first trials are made if a good head could pay. Later ones follow a pause: the cost may have been measured
+        under other load, and the gain on another kind of text.
 
         Args:
             without: The best width without the head.
             rows: Active rows.
-            share: Fraction of the time that trials may take; it limits the pause. 0: pauses grow to `MAX_PAUSE`.
+            share: Fraction of the time that trials may take, which is the limit for pauses; 0: `MAX_PAUSE` is.
         """
         if self.num_queries < self.trials and self._rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
@@ -52,7 +53,7 @@ class QueryStats:
         return self.waited > min(self.pause, max(longest, MIN_PAUSE))
 
     def rate(self, without: Width, rows: int) -> float:
-        """Return the expected progress per second of a step with a query."""
+        """Return the expected progress (see `Width`) per second of a step that queries the head to this depth."""
         expected = without.tokens / rows
         _, gain = self.gains.get(_gain_class(expected), (0, _prior_gain(expected)))
         return self._rate(without, rows, gain)
@@ -89,7 +90,7 @@ def _average_time(average: float, seconds: float, weight: float) -> float:
 
 
 def _gain_class(expected: float) -> int:
-    """Class of the expected tokens per row: steps of one half, capped at `SATURATED_TOKENS`."""
+    """Return the class of an expected number of tokens per row: 2 from 1.0 to 1.5, 3 up to 2.0, ..."""
     return int(2 * min(expected, SATURATED_TOKENS))
 
 
@@ -98,10 +99,10 @@ def _prior_gain(expected: float) -> float:
 
 
 class HeadSchedule:
-    """Decides in every step whether to query a head, and to which depth.
+    """Schedule that decides in every step whether to query a head, and to which depth.
 
-    The depth with the best expected rate is queried if it pays. Depths that do not pay are tried again after pauses
-    that double each time.
+    The depth with the most expected progress per second is queried if that exceeds the progress without a query.
+    Other depths are tried again after pauses that double each time.
 
     Args:
         num_steps: The head's depth.
@@ -116,23 +117,23 @@ class HeadSchedule:
 
     @property
     def deepest(self) -> QueryStats:
-        """The option of the full depth."""
+        """The statistics of the full depth."""
         return self.options[-1]
 
     def inherit(self, other: HeadSchedule) -> None:
-        """Start from the gains learned at another batch size; costs are measured again."""
+        """Copy the gains learned at another batch size; costs are measured again, in one first trial per depth."""
         for option, known in zip(self.options, other.options, strict=False):
             if option.num_steps == known.num_steps:
                 option.gains, option.trials = dict(known.gains), 1
 
     def time_levels(self, levels: int, seconds: float) -> None:
-        """Update the time per level with a draft of this many levels."""
+        """Update the average time per level, given the seconds of a draft of this many levels."""
         per_level = seconds / max(levels, 1)
         known = self.level_seconds
         self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
     def choose(self, without: Width, rows: int) -> QueryStats | None:
-        """Return the depth to query in this step; None if a query does not pay.
+        """Return the statistics of the depth to query in this step; None: do not query.
 
         Args:
             without: The best width without the head.

@@ -1,4 +1,4 @@
-"""Statistics that the merge policy learns with a model and keeps across calls. They never change the output."""
+"""Statistics that merged drafting learns with a model and keeps across calls; they affect only the speed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from hf_specdec.control.head_schedule import HeadSchedule
 
 
 class LearnedStats:
-    """Schedules of the heads, and how far each source can be trusted.
+    """What merged drafting has learned: a schedule for each head, and how often each source is right.
+
+    A *source* is one of the merged drafters. Its *hits* are the positions at which it proposed the emitted token.
 
     Attributes:
-        schedules: When to query each head, by its name and the batch size.
+        schedules: Schedule of each head, by name and batch size.
     """
 
     def __init__(self) -> None:
         self.schedules: dict[tuple[str, int], HeadSchedule] = {}
-        self._hits: dict[str, tuple[float, float]] = {}  # expected and actual hits by source
+        self._hits: dict[str, tuple[float, float]] = {}  # expected and actual hits by source; old ones fade
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything learned."""
@@ -29,7 +31,7 @@ class LearnedStats:
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
-        """Return the schedule of a head; a new one starts from the gains of another batch size.
+        """Return the schedule of a head; a new one starts with the gains of another batch size, if known.
 
         Args:
             name: Name of the head's drafter.
@@ -46,17 +48,17 @@ class LearnedStats:
         return known
 
     def trust(self, source: str) -> float:
-        """Return the ratio of hits to expected hits of a source."""
+        """Return the factor for a source's probabilities: the ratio of its hits to its expected hits, smoothed."""
         expected, hits = self._hits.get(source, (0.0, 0.0))
         return (hits + TRUST_WEIGHT * INITIAL_TRUST) / (expected + TRUST_WEIGHT)
 
     def count(self, source: str, expected: float, hit: bool) -> None:
-        """Count one committed position.
+        """Count one emitted position at which a source had candidates.
 
         Args:
             source: Name of the source.
             expected: Summed probability of its candidates there.
-            hit: Whether the committed token was one of them.
+            hit: Whether the emitted token was one of them.
         """
         before = self._hits.get(source, (0.0, 0.0))
         self._hits[source] = (TRUST_MEMORY * before[0] + expected, TRUST_MEMORY * before[1] + hit)

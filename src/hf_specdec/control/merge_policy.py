@@ -1,4 +1,8 @@
-"""How much a merged tree drafts in each step: its width, the heads to query, and pauses while nothing pays."""
+"""Decide in each step of merged drafting how wide the tree is, which heads to query, and when to pause.
+
+*Width*: nodes per row, root included. *Free sources* need no forward (such as prompt lookup) and are queried in every
+step; *heads* need one forward per level.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,19 @@ from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.control.tree_width import StopRule, Width, best_width
 
 StepCostFunction = Callable[[], tuple[float, ...]]
-"""Returns the seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded."""
+"""Function that returns the seconds of a step that verifies 1, 2, ... nodes per row, drafting excluded."""
 
 
 class MergePolicy:
-    """Decides in each step of one generation how much to draft and which heads to query.
+    """Policy that decides in each step of one generation how much to draft and which heads to query.
 
     Args:
         learned: Statistics of earlier calls; updated.
-        step_costs: Returns the costs of a step. None: unknown; every tree fills its budget, every head is queried.
+        step_costs: Returns the costs of a step. None: unknown; trees fill the budget, heads are queried to
+            their full depth.
         batch_size: Rows of the batch.
-        reads_are_free: Whether drafters can read the device while they draft (a CPU): a head then stops at levels
-            that are too unlikely to pay.
+        reads_are_free: Whether reading the device costs nothing (a CPU): a head then stops at levels that are too
+            unlikely to pay.
 
     Attributes:
         expected_drafts, accepted_drafts: Expected and actual number of accepted drafted tokens so far.
@@ -44,7 +49,7 @@ class MergePolicy:
     # ------------------------------------------------------------------------------------------- one step
 
     def begin_step(self) -> bool:
-        """Return whether to draft in this step; False while querying is paused."""
+        """Update the costs and return whether to draft in this step; False while querying is paused."""
         if self._step_costs is not None:
             if self._paused_steps:
                 self._paused_steps, self._expected = self._paused_steps - 1, None
@@ -53,13 +58,13 @@ class MergePolicy:
         return True
 
     def stop_rule(self, num_nodes: int, active_rows: int, head_seconds: float = 0.0) -> StopRule | None:
-        """Return the rule that ends the growth of a single row's tree; None grows to the budget."""
+        """Return the rule that stops the growth of a tree; None: grow to the budget (several rows or no costs)."""
         if not self._costs or active_rows > 1:
             return None
         return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def choose_width(self, rows: Sequence[Sequence[float]], num_nodes: int, head_seconds: float = 0.0) -> Width:
-        """Return the best width.
+        """Return the best width; the largest if costs are unknown.
 
         Args:
             rows: Path probabilities of the trees, see `best_width`.
@@ -71,7 +76,7 @@ class MergePolicy:
         return best_width(rows, self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def finish_draft(self, rows: Sequence[Sequence[float]], width: Width, free_seconds: float) -> None:
-        """Record the tree to verify, and pause querying if no draft has paid for a while.
+        """Record the tree to verify, and pause querying after more than `PAUSE_STEPS` steps without a draft.
 
         Args:
             rows: Path probabilities of the trees.
@@ -86,10 +91,10 @@ class MergePolicy:
             self._paused_steps = min(int(self._free_seconds / (IDLE_QUERY_SHARE * self._costs[0])), PAUSE_STEPS)
 
     def observe(self, num_emitted: int, num_accepted: int, active_rows: int, free_seconds: float) -> None:
-        """Learn from a step.
+        """Learn from the result of a step.
 
         Args:
-            num_emitted, num_accepted: Tokens of all rows.
+            num_emitted, num_accepted: Emitted tokens and accepted drafted tokens of all rows.
             active_rows: Rows that took part.
             free_seconds: Seconds of updating the free sources.
         """
@@ -110,30 +115,30 @@ class MergePolicy:
     # ------------------------------------------------------------------------------------------- heads
 
     def schedule(self, name: str, num_steps: int) -> HeadSchedule:
-        """Return the schedule of a head."""
+        """Return the schedule of a head with this depth."""
         return self._learned.schedule(name, self._batch_size, num_steps, stops_itself=self._stops_heads)
 
     def choose_query(self, schedule: HeadSchedule, without: Width, active_rows: int) -> QueryStats | None:
-        """Return the depth to query a head to; None if that is not expected to pay."""
+        """Return the statistics of the depth to query a head to; None: do not query it."""
         if self._step_costs is None:
             return schedule.deepest
         return schedule.choose(without, active_rows)
 
     def choose_launch(self, schedule: HeadSchedule, active_rows: int) -> QueryStats | None:
-        """Return the depth to query a head to for the next step, before the host has read this one.
+        """Return the same as `choose_query` for the next step, before the host has read the result of this step.
 
-        The other sources' expectations for that step are not known yet, so those for this step are used.
+        The best width without heads is not known for that step yet, so that of this step is used.
         """
         if self._without is None or self._paused_steps:
             return None
         return self.choose_query(schedule, self._without, active_rows)
 
     def expect(self, without: Width) -> None:
-        """Note the best width of this step without heads."""
+        """Note the best width of this step without heads, for `choose_launch`."""
         self._without = without
 
     def min_level_probability(self, schedule: HeadSchedule, without: Width) -> float:
-        """Return the summed probability below which another level of a head costs more than it gains."""
+        """Return `Budget.min_level_probability` for a head: below it, another level costs more than it gains."""
         return schedule.level_seconds * without.rate if self._stops_heads and self._costs else 0.0
 
     def note_query(self, stats: QueryStats, before: Width, after: Width) -> None:

@@ -1,7 +1,7 @@
-"""Tiers: the drafted depth follows a moving average of accepted drafts, as in SGLang.
+"""Choose the drafted depth from a few candidates (tiers) by a moving average of accepted tokens, as in SGLang.
 
 Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`, https://github.com/sgl-project/sglang).
-    After a warm-up the average picks one of a few depths every few steps, with hysteresis against oscillation.
+    A decision is made every few steps after a warm-up, with hysteresis against oscillation.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 MARGIN = 0.5
-"""In accepted drafts (SGLang's value). The tier below is chosen if the average is this far below that tier's depth,
-the tier above if the average is at most this far below the current depth; hysteresis shifts both."""
+"""In accepted drafted tokens (SGLang's value). The tier below is chosen if the average is at least this far below that
+tier's depth, the tier above if the average is less than this far below the current depth; hysteresis shifts both."""
 
 
 class TierController:
-    """Switches between the depths of `candidate_steps`; trees shrink with the depth.
+    """Controller that switches between the depths of `candidate_steps`; trees shrink with the depth.
 
     Args:
-        config: The policy.
-        limits: The drafter's largest tree, used by the deepest tier.
+        config: The depths, and when to switch.
+        limits: The drafter's largest tree; deeper candidates are ignored.
 
     Raises:
-        InvalidConfigError: No tier is within the limits.
+        InvalidConfigError: All candidates are deeper than the limits.
     """
 
     step_costs: StepCostFunction | None = None
@@ -54,7 +54,7 @@ class TierController:
         return self.tiers[self._index]
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Update the average of accepted drafts per row; choose a tier every `update_interval` steps."""
+        """Update the average of accepted drafted tokens per row; every `update_interval` steps, choose a tier."""
         accepted = [count - 1 for count in step.acceptance.counts if count]
         if not accepted:
             return
@@ -67,7 +67,7 @@ class TierController:
             self._decide()
 
     def _decide(self) -> None:
-        """Move down while the average is below the tier below, otherwise up while it fills the current tier."""
+        """Move to lower tiers while the average is too low, otherwise to higher ones; see `MARGIN`."""
         before, average = self._index, self._average
         down, up = self._config.down_hysteresis - MARGIN, self._config.up_hysteresis - MARGIN
         while self._index and average <= self.tiers[self._index - 1].num_steps + down:
@@ -77,7 +77,7 @@ class TierController:
                 self._index += 1
 
     def report(self) -> dict[str, Any]:
-        """Return the steps by tier, the current tier and the average of accepted drafts."""
+        """Return the number of steps in each tier, the current tier and the average of accepted drafted tokens."""
         return {
             "controller": "tiers", "candidate_steps": [tier.num_steps for tier in self.tiers], "tier": self._depth,
             "steps_by_tier": dict(sorted(self._used.items())), "average_accepted": self._average,
@@ -85,9 +85,9 @@ class TierController:
 
 
 def tier_budget(num_steps: int, limits: Budget) -> Budget:
-    """Return the budget of a depth, with as many nodes per level as the largest tree has.
+    """Return the budget of a depth, with as many nodes per level as the largest tree has on average.
 
-    Example: of limits (16, 5, 4) the tier of 2 steps is (7, 2, 4): three nodes per level and the root.
+    Example: with limits (16, 5, 4) the budget of 2 steps is (7, 2, 4): three nodes per level and the root.
     """
     per_level = -(-(limits.num_nodes - 1) // limits.num_steps)
     return Budget(min(limits.num_nodes, 1 + per_level * num_steps), num_steps, limits.top_k)

@@ -1,4 +1,7 @@
-"""How many nodes of a merged tree to verify: the width with the most expected tokens per second."""
+"""Choose how many nodes of a merged tree to verify: the width with the most expected progress per second.
+
+The *path probability* of a node is the probability that it is accepted: the product of the probabilities on its path.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hf_specdec.control.constants import MIN_BATCH_GAIN, SLOW_ROW_POWER
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A number of nodes per row and its expected outcome."""
+    """A number of nodes per row, and what a step that verifies them is expected to yield and to take."""
 
     num_nodes: int  # root included
     tokens: float  # expected, summed over rows
@@ -24,10 +27,10 @@ class Width:
 
 
 class StopRule:
-    """Decides while one row's tree grows whether a larger tree could still be faster.
+    """Rule that decides, while one row's tree grows, whether a larger tree could still be faster.
 
-    Nodes arrive by falling probability. Growth stops once a larger tree would not be faster even if all further nodes
-    were as likely as the next one.
+    Nodes are added in order of falling path probability. Growth stops once a larger tree would not be faster even if
+    all further nodes were as likely as the next one.
 
     Args:
         costs: Seconds of a step that verifies 1, 2, ... nodes.
@@ -60,7 +63,8 @@ def best_width(rows: Sequence[Sequence[float]], costs: Sequence[float], draft_se
 
     For one row the objective is `(1 + sum of path probabilities) / seconds`, the goodput of TurboSpec
     (https://arxiv.org/abs/2406.14066) node by node. For several rows it is the number of rows times a power mean of
-    their expected tokens that is close to the smallest: a batch ends with its slowest row.
+    their expected tokens that is close to the smallest: a batch ends with its slowest row. With several rows,
+    drafting must be at least `MIN_BATCH_GAIN` times as fast as a plain step.
 
     Args:
         rows: Path probabilities of each active row's nodes, root first, falling. All rows are verified at one width.

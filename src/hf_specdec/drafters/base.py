@@ -1,7 +1,7 @@
-"""The protocol of a drafter: `start` a session for one generation, which can `propose` and `observe`.
+"""The interface of drafters: `Drafter.start` returns a session, which drafts a tree for each step of one generation.
 
 A drafter holds weights and settings and is shared by all generations (and threads) of a model. A session holds the
-state of one call. To write your own, see docs/drafters.md.
+state of one generation. To write your own, see docs/drafters.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Needs:
         feature_layers: Hidden states of the target, numbered as in transformers' `hidden_states`; -1 is the last one,
             after the final norm.
         prompt_logits: Logits of all prompt positions, `B * P * V` numbers.
-        step_costs: Measured costs of a step by its width, for a drafter that chooses the width itself.
+        step_costs: Measured seconds of a step by the number of nodes verified per row, for a drafter that chooses
+            this number itself.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -46,11 +47,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Inputs of a new session: the prompt has been committed and the first roots have been chosen."""
+    """Inputs of a new session, which starts after the target has read the prompt and emitted one token per row."""
 
     input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
     padding: PromptPadding | None
-    roots: Tensor  # [B] first emitted tokens
+    roots: Tensor  # [B] these tokens, the roots of the first trees
     features: Features | None = None  # of all P positions; None if not needed
     logits: Tensor | None = None  # [B, P, V]; None if not needed or if the prompt was read in chunks
     launches: bool = False  # whether `DraftSession.launch` is called in every step
@@ -58,11 +59,11 @@ class DraftContext:
 
 
 class DraftSession(ABC):
-    """The drafting of one generation.
+    """State of a drafter in one generation, which drafts the tree of each step.
 
     Attributes:
-        can_launch: Whether `launch` makes the next draft.
-        has_candidates: Whether `candidates` lists the edges of each row at almost no cost.
+        can_launch: Whether `launch` makes the whole next draft, so that `hybrid` can launch it in advance.
+        has_candidates: Whether `candidates` is defined, which lists possible next tokens at almost no cost.
     """
 
     can_launch = False
@@ -70,34 +71,38 @@ class DraftSession(ABC):
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
-        """Return the next tree; its roots are the last emitted tokens. The budget is within the drafter's limits."""
+        """Draft the tree of the next step. Its roots are the last emitted tokens.
+
+        Args:
+            budget: Maximum size of the tree; it does not exceed the drafter's limits.
+        """
 
     @abstractmethod
     def observe(self, step: Step) -> None:
-        """Learn from a step. Its tree may be another drafter's."""
+        """Update the state after a step, whose verified tree may come from another drafter."""
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
-        Called only on devices that decide steps themselves, see `acceptance/pipelining.py`. Afterwards `observe` gets
-        the step, then `propose` may be called, possibly with another budget.
+        Called only if the accepted tokens are chosen on the device (`acceptance/pipelining.py`). After the host
+        has read the step, `observe` gets it; then `propose` may be called, possibly with another budget.
 
         Args:
-            step: The step, as decided on the device.
+            step: The step, whose accepted tokens are known only on the device.
             budget: The likely budget of the next `propose`.
 
         Returns:
-            Integer tensors `[B, *]` of the draft that the host needs; they come back in `Acceptance.launched`.
+            Integer tensors `[B, *]` that the host needs; `observe` gets their values in `Acceptance.launched`.
         """
         return ()
 
     @property
     def candidates(self) -> Sequence[Candidates]:
-        """Candidates for the next tokens of each row, for `hybrid` to merge. Requires `has_candidates`."""
+        """Possible next tokens of each row, which `hybrid` merges. Defined only if `has_candidates`."""
         raise NotImplementedError(f"{type(self).__name__} sets has_candidates but does not define candidates.")
 
     def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
-        """End the session (also after an error) and release reusable memory."""
+        """Release the memory of the session; called when the generation ends, also after an error."""
 
     def report(self) -> dict[str, Any]:
         """Return plain values for `stats.control`."""
@@ -105,7 +110,7 @@ class DraftSession(ABC):
 
 
 class CandidateSession(DraftSession):
-    """A session that lists the candidates of each row edge by edge on the host, at almost no cost."""
+    """A session that can list the candidates after any node of a row, on the host and at almost no cost."""
 
     has_candidates = True
 
@@ -116,11 +121,11 @@ class CandidateSession(DraftSession):
 
 
 class Drafter(ABC):
-    """Proposes trees of candidate tokens.
+    """Base of all drafters, which draft trees of candidate tokens for the target to verify.
 
     Attributes:
         method: The method name, as in `speculative="eagle"`.
-        needs: Its inputs in addition to token ids.
+        needs: The inputs that it needs in addition to token ids.
     """
 
     method: str
@@ -128,7 +133,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that it combines; itself if it combines none."""
+        """The drafters that this one combines; only the drafter itself if it combines none."""
         return (self,)
 
     def with_parts(self, change: Callable[[Drafter], Drafter]) -> Drafter:
@@ -142,7 +147,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return its largest tree under this config. It sizes caches and buffers, and no budget exceeds it.
+        """Return the size of its largest tree under this config; caches are sized for it, and no budget exceeds it.
 
         Raises:
             InvalidConfigError: Fields that contradict each other or do not apply to this drafter.
@@ -153,11 +158,11 @@ class Drafter(ABC):
         """Return a session for one generation."""
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> Drafter:
-        """Return the drafter with compiled or captured forwards; itself if it has none.
+        """Return a copy whose forwards are compiled or captured; the drafter itself if it has nothing to compile.
 
         Args:
-            model: The target that it is bound to.
-            mode: Inductor programs or device graphs.
+            model: The target that the drafter is bound to.
+            mode: How the target runs: as compiled Inductor programs or as captured device graphs.
 
         Raises:
             CaptureError: Its forwards cannot be compiled or captured.
@@ -165,18 +170,18 @@ class Drafter(ABC):
         return self
 
     def state_dict(self) -> Any:
-        """Return a copy of what it has learned from calls, for `load_state_dict`; None if it learns nothing."""
+        """Return a copy of what the drafter has learned, for `load_state_dict`; None if it learns nothing."""
         return None
 
     def load_state_dict(self, state: Any) -> None:  # noqa: B027  (most drafters learn nothing)
-        """Restore what it had learned when `state_dict` was called.
+        """Restore what the drafter had learned when `state_dict` was called.
 
         Args:
-            state: The copy, which is not changed later; None resets to a new drafter's state.
+            state: The copy, which later calls do not change; None resets the drafter to its initial state.
         """
 
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
-        """Check that the drafter fits the model, then move and cast its weights.
+        """Check that the drafter fits the model, then move and cast its weights to match.
 
         Raises:
             DrafterMismatchError: It was made for another model.
@@ -184,10 +189,11 @@ class Drafter(ABC):
 
 
 def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
-    """Compare a head's sizes with the target's, then move it to the device of the target's lm_head.
+    """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
 
     Raises:
-        DrafterMismatchError: Another hidden size or vocabulary, too few layers, or a target without lm_head.
+        DrafterMismatchError: Hidden size, vocabulary or number of layers do not match, the head's weights are on the
+            meta device, or the target has no lm_head.
     """
     head.check_sizes(text_config(model))
     if any(parameter.is_meta for parameter in head.parameters()):

@@ -1,9 +1,8 @@
 """Merge the candidates of several sources into one tree, the likeliest nodes first.
 
-For each node, a source lists candidate next tokens. Equal tokens below one node become one node with the larger
-probability.
-Nodes are added by falling path probability, which yields the best tree of every size: a node is never likelier than
-its parent, so parents come first.
+For each node, a source lists candidate next tokens. If several sources list the same token after a node, it becomes
+one child with the largest probability. Nodes are added by falling path probability, so the first n nodes are the best
+tree of n nodes. A node is never likelier than its parent, so parents come first.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hf_specdec.trees.tree import ROOT_PARENT
 
 
 class Candidate(NamedTuple):
-    """A token that may follow a node, and its probability according to the source."""
+    """A token that may follow a node, and its probability according to the source that lists it."""
 
     token: int
     probability: float
 
 
 class Candidates(ABC):
-    """The candidates of one source for one row, edge by edge.
+    """One source of candidates for one row: lists the tokens that may follow each node of a tree.
 
-    A *place* is the source's state at a node; `start` is its state at the root.
+    A *place* is the source's state at a node; `start` is its place at the root.
     """
 
     start: Any
@@ -45,10 +44,10 @@ class Candidates(ABC):
 
 
 class CachedCandidates(Candidates):
-    """A source whose answers are cached for one step, since its tree is merged several times.
+    """A source that caches the candidates of another one for one step, in which trees may be merged several times.
 
     Args:
-        source: A source with hashable places that does not change during the step.
+        source: The other source. Its places are hashable, and it does not change during the step.
     """
 
     def __init__(self, source: Candidates) -> None:
@@ -56,23 +55,24 @@ class CachedCandidates(Candidates):
         self._cache: dict[Any, Sequence[Candidate]] = {}
 
     def after(self, place: Any) -> Sequence[Candidate]:
-        """Return the source's candidates, from the cache if known."""
+        """Return the source's candidates at a place, which it computes only once."""
         known = self._cache.get(place)
         if known is None:
             known = self._cache[place] = self._source.after(place)
         return known
 
     def follow(self, place: Any, token: int) -> Any:
-        """Delegate to the wrapped source."""
+        """Return the source's place after a token."""
         return self._source.follow(place, token)
 
 
 class DraftedCandidates(Candidates):
-    """One row of a drafted tree as a source; a place is a node.
+    """One row of a drafted tree as a source of candidates; places are node indices.
 
     Args:
         tokens, parents: Token and parent of each node of the row.
-        log_probs: Log-probability of each edge; None: unknown, children are assumed to be 1/2, 1/4, ... likely.
+        log_probs: Log-probability of each node given its parent. If None, the children of a node are assumed to have
+            the probabilities 1/2, 1/4, ... in the order drafted.
 
     Attributes:
         depth: Depth of the deepest node.
@@ -96,11 +96,11 @@ class DraftedCandidates(Candidates):
             siblings.append(Candidate(token, probability))
 
     def after(self, place: int) -> Sequence[Candidate]:
-        """Return the node's children in the drafter's order."""
+        """Return the node's children in the order drafted."""
         return self._children.get(place, ())
 
     def follow(self, place: int, token: int) -> int | None:
-        """Return the child with this token."""
+        """Return the node's child with this token; None if it has none."""
         return self._nodes.get((place, token))
 
 
@@ -115,12 +115,12 @@ class Child(NamedTuple):
 def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[float]) -> list[Child]:
     """Merge the candidates of all sources after one node, the likeliest first, each token once.
 
-    A token gets the largest probability that any source gives it. Sources that name different tokens cannot both be
-    right, so the probability of one source's tokens reduces that of the others', and the sum is at most one.
+    A token gets the largest probability that any source gives it. Sources that list different tokens cannot both be
+    right, so tokens of one source reduce the probabilities of the others' less likely tokens. The sum is at most 1.
 
     Args:
         sources: The sources.
-        places: Each source's place at the node; None if it has nothing there.
+        places: Each source's place at the node; None if it has no candidates there.
         trusts: Factor for each source's probabilities.
     """
     best: dict[int, tuple[float, int]] = {}
@@ -147,7 +147,7 @@ class MergedTree:
     tokens: list[int]
     parents: list[int]
     path_probs: list[float]  # 1 for the root
-    edge_probs: list[float]  # of each node given its parent; 1 for the root
+    edge_probs: list[float]  # probability of each node given its parent; 1 for the root
     sources: list[int] = field(default_factory=list)  # index of each node's source; 0 for the root
 
 
@@ -155,14 +155,14 @@ def merge(
     root: int, sources: Sequence[Candidates], *, num_nodes: int, num_steps: int, top_k: int,
     trusts: Sequence[float] | None = None, stop_rule: StopRule | None = None,
 ) -> MergedTree:  # fmt: skip
-    """Grow the likeliest tree from the candidates of all sources.
+    """Grow the likeliest tree from the candidates of all sources, without nodes below `MIN_PATH_PROBABILITY`.
 
     Args:
         root: The root token.
         sources: The sources of this row.
         num_nodes, num_steps, top_k: Maximum nodes (root included), depth below the root and children per node.
-        trusts: Factor for each source's probabilities; None is 1.
-        stop_rule: A new rule that ends the growth early; None grows to `num_nodes`.
+        trusts: Factor for each source's probabilities; None means 1 for all sources.
+        stop_rule: Unused rule that may end the growth early; None lets the tree grow to `num_nodes`.
     """
     tokens, parents, path_probs, edge_probs, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (negative path probability, insertion order, parent, child, the parent's places)

@@ -1,4 +1,4 @@
-"""Token recycling as a captured device graph: learn from a step and draft the next tree in one launch."""
+"""Token recycling as a captured device graph, which learns from a step and drafts the next tree in one launch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hf_specdec.verification.step import UnreadStep
 
 
 class CapturedRecycling:
-    """Learning and drafting with one table, captured for each size of step and tree.
+    """Graphs that update a table from a step and draft from it, one for each size of step and draft.
 
-    Threads take turns because they share the buffers.
+    The graphs' buffers are shared by all threads, so one thread runs at a time.
 
     Args:
         backend: The graph backend of the table's device.
@@ -36,12 +36,13 @@ class CapturedRecycling:
 
         Args:
             table: The table to update, then read.
-            step: The step, as decided on the device.
+            step: The step, whose accepted tokens are known only on the device.
             previous: `[B]` tokens before the step's roots.
             budget: Budget of the draft.
 
         Returns:
-            The draft and the tokens `[B]` before its roots; None if the step's tree is wider than any captured shape.
+            The draft and the tokens `[B]` before its roots; None if the step's tree has more nodes
+            than the largest captured size.
         """
         (rows, num_nodes), length = step.draft.tree.tokens.shape, step.acceptance.path.shape[1]
         if num_nodes > CAPTURED_WIDTHS[-1]:
@@ -60,7 +61,7 @@ class CapturedRecycling:
 
 
 class _Recycling(CapturableStep):
-    """Buffers and computation for one size of step and one budget.
+    """The computation for one size of step and one budget, and its buffers.
 
     Args:
         table: The table to update, then read; a captured graph holds its address.
@@ -80,7 +81,7 @@ class _Recycling(CapturableStep):
             self._log_probs = torch.zeros(rows, width, candidates, dtype=torch.float32, device=device)
 
     def fill(self, step: UnreadStep, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
-        """Copy a step into the buffers."""
+        """Copy a step into the buffers; the padding consists of nodes that `learn` ignores."""
         tree, kept = step.draft.tree, step.acceptance
         num_nodes, length = tree.num_nodes, kept.path.shape[1]
         self._tokens[:, :num_nodes] = tree.tokens
@@ -97,7 +98,7 @@ class _Recycling(CapturableStep):
         self._previous.copy_(previous)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep.compute`."""
+        """Return tokens, parents and the tokens before the roots in one tensor, and the log-probabilities."""
         tree = TokenTree(self._tokens, self._parents)
         previous = learn(self._table, tree, self._log_probs, self._ids, self._path, self._previous)
         draft = recycle(self._table, previous, self._roots, self._budget)

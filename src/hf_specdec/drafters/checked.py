@@ -1,7 +1,8 @@
 """Checks of third-party drafters: validate what they return before the target runs it.
 
 A wrong guess never changes the output, but a malformed draft could. Shapes, dtypes and devices are checked in every
-step. Values are checked in every step on the CPU, in the first ones on an accelerator, where reading them is slow.
+step. Values are checked in every step on the CPU, but only in the first steps on an accelerator, where reading them is
+slow.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hf_specdec.verification.target import Target
 Result = TypeVar("Result")
 
 CHECKED_STEPS = 2
-"""Drafts per call whose values are checked on an accelerator, and whose `draft_probs` are checked on any device."""
+"""Number of first drafts whose values are checked on an accelerator, and whose `draft_probs` are on any device."""
 
 DRAFT_FORMAT = (
     "A draft is a `Draft` of a `TokenTree`: token ids [B, N] (long) whose column 0 holds the last emitted tokens, "
@@ -43,10 +44,11 @@ def is_third_party(drafter: object) -> bool:
 
 
 def check_drafter(drafter: Any) -> None:
-    """Check a drafter's attributes.
+    """Check that an object is a drafter, and the attributes of a third-party drafter.
 
     Raises:
-        DrafterMismatchError: It is not a drafter or not hashable, or its `method`, `parts` or `needs` are invalid.
+        DrafterMismatchError: It is not a drafter, or a third-party drafter that is not hashable or has an invalid
+            `method`, `parts` or `needs`.
     """
     if not isinstance(drafter, Drafter):
         raise DrafterMismatchError(
@@ -79,10 +81,10 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
     Args:
         drafter: The drafter.
         config: The configuration of the call.
-        part: Its name if it is merged with others.
+        part: Name of the drafter if it is merged with others, for error messages.
 
     Raises:
-        DrafterMismatchError: The limits are not a valid `Budget`.
+        DrafterMismatchError: `check_drafter` fails, or the limits are not a valid `Budget`.
         InvalidConfigError: The drafter rejects the configuration.
     """
     check_drafter(drafter)
@@ -104,7 +106,7 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
 def start_session(
     drafter: Drafter, target: Target, context: DraftContext, config: SpeculativeConfig, part: str | None = None
 ) -> DraftSession:
-    """Start the drafter's session; the session of a third-party drafter is wrapped in checks.
+    """Start a session of the drafter; the session of a third-party drafter is wrapped in one that checks its drafts.
 
     Args:
         drafter, part: See `limits_of`.
@@ -124,7 +126,7 @@ def start_session(
 
 
 class _CheckedSession(DraftSession):
-    """Wraps the session of a third-party drafter and checks every draft."""
+    """A session that wraps the session of a third-party drafter and checks its drafts."""
 
     def __init__(
         self, drafter: Drafter, part: str | None, session: DraftSession, roots: Tensor, model: PreTrainedModel
@@ -154,7 +156,7 @@ class _CheckedSession(DraftSession):
         return draft if self._on_host else self._without_unchecked(draft)
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Launch the wrapped session's draft; the next `propose` checks it."""
+        """Launch the wrapped session's draft, which `propose` checks; tensors that it returns are ignored."""
         self._do("launch", lambda: self._session.launch(step, budget))
         return ()
 
@@ -178,7 +180,7 @@ class _CheckedSession(DraftSession):
         return _called(self._drafter, self._part, what, function)
 
     def _fault_of_shape(self, draft: Any, budget: Budget) -> str:
-        """Describe an invalid type or shape in a draft; empty if there is none."""
+        """Describe the first invalid type, dtype or shape in a draft; return an empty string if there is none."""
         if not isinstance(draft, Draft) or not isinstance(draft.tree, TokenTree):
             return _shown(draft) if not isinstance(draft, Draft) else f"a Draft of {_shown(draft.tree)}"
         tree, rows = draft.tree, len(self._roots)
@@ -205,7 +207,7 @@ class _CheckedSession(DraftSession):
         return tuple(values.shape) if isinstance(values, Tensor) and values.device == self._roots.device else None
 
     def _fault_of_values(self, draft: Draft) -> str:
-        """Describe invalid values in a draft of valid shapes, read in one transfer; empty if there are none."""
+        """Describe the first invalid value in a draft of valid shapes; return an empty string if there is none."""
         first, self._steps_to_check = self._steps_to_check > 0, self._steps_to_check - 1
         if not first and not self._on_host:
             return ""
@@ -229,13 +231,13 @@ class _CheckedSession(DraftSession):
         return ""
 
     def _without_unchecked(self, draft: Draft) -> Draft:
-        """Replace the roots by the known ones and drop `max_depth`, on which the target would rely."""
+        """Set the roots to the last emitted tokens and drop `max_depth`: if wrong, either could change the output."""
         tokens = torch.cat([self._roots[:, None], draft.tree.tokens[:, 1:]], dim=1)
         return replace(draft, tree=replace(draft.tree, tokens=tokens, max_depth=None))
 
 
 def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
-    """Describe an invalid parent in one row; empty if there is none."""
+    """Describe an invalid parent in one row or a depth above `max_depth`; return an empty string if there is none."""
     if parents[0] != ROOT_PARENT:
         return f"the parent {parents[0]} of the root, which must be {ROOT_PARENT}"
     depths = [0]
@@ -244,11 +246,12 @@ def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
             return f"the parent {parent} of node {node}"
         depths.append(0 if parent == ROOT_PARENT else depths[parent] + 1)
     depth = max(depths)
-    return f"a max_depth of {max_depth} for a depth of {depth}" if depth > (max_depth or len(depths)) else ""
+    too_deep = max_depth is not None and depth > max_depth
+    return f"a max_depth of {max_depth} for a depth of {depth}" if too_deep else ""
 
 
 def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], Result]) -> Result:
-    """Call a third-party drafter; errors of a merged drafter are reported with its name."""
+    """Call a third-party drafter; if it is merged, raise errors as a `DrafterMismatchError` that names it."""
     try:
         return function()
     except SpeculativeDecodingError:
@@ -268,7 +271,7 @@ def _name(drafter: Drafter, part: str | None) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Describe a value in a message: dtype, shape and device of a tensor, else the type."""
+    """Describe a value for a message: a tensor by dtype, shape and device, anything else by its type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     return "None" if value is None else type(value).__name__

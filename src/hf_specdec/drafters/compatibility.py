@@ -1,4 +1,4 @@
-"""Test whether a drafter predicts this model's tokens at all; matching sizes do not prove that."""
+"""Test whether a drafter predicts a model's tokens at all, which matching tensor sizes do not prove."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_ACCEPTANCE = 0.1
 
 
 def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) -> float:
-    """Measure how often the first token that a drafter proposes is accepted in greedy decoding.
+    """Measure how often the first token of a draft is accepted in greedy decoding; warn if that is rare.
 
     Does not change the random state of the process.
 
@@ -26,7 +26,7 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
         prompts: Token ids, each `[1, P]`; None samples prompts from the model.
 
     Returns:
-        The share of accepted first tokens. Below 0.1 a warning is issued as well.
+        The share of accepted first tokens; if it is below 0.1, a warning is issued.
     """
     drafted = accepted = 0
     for prompt in _sampled_prompts(model) if prompts is None else prompts:
@@ -48,7 +48,7 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
 
 
 def _sampled_prompts(model: Any) -> list[Tensor]:
-    """Sample prompts from the model, starting from its first token, with fixed seeds."""
+    """Sample prompts from the model with fixed seeds, starting from its BOS token (0 if it has none or several)."""
     first = model.generation_config.bos_token_id
     begin = torch.full((1, 1), first if isinstance(first, int) else 0, dtype=torch.long, device=model.device)
     devices = [] if model.device.type == "cpu" else [model.device]

@@ -1,4 +1,4 @@
-"""The interface between draft layers (EAGLE heads, MTP modules) and drafting sessions, and the entries they read."""
+"""The interface of draft layers (EAGLE heads, MTP modules) to drafting sessions, and the tokens that they read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from hf_specdec.verification.cache import TreeCache
 
 
 class DraftLayer(Protocol):
-    """Predicts the target's next feature from the previous feature and a token; implemented by `BaseDraftLayer`."""
+    """A layer that predicts the target's next feature (hidden state) from the previous feature and a token.
 
-    config: Any  # `sliding_window`, and the defaults of the tree
+    `BaseDraftLayer` has default implementations of the last four methods.
+    """
+
+    config: Any  # has `sliding_window`, and the default sizes of the tree
     shares_lm_head: bool
 
     @property
@@ -32,11 +35,11 @@ class DraftLayer(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states the layer reads."""
+        """Numbers of the target's hidden states that the layer reads, see `Needs`."""
 
     @property
     def hot_token_ids(self) -> Tensor | None:
-        """Target ids of the draft vocabulary `[Vd]`; None means the whole vocabulary."""
+        """Target ids `[Vd]` of the tokens that the layer can predict; None: the whole vocabulary."""
 
     def embedding_for(self, model: PreTrainedModel) -> nn.Module:
         """Return the module that embeds token ids for the layer."""
@@ -47,44 +50,44 @@ class DraftLayer(Protocol):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """Append T entries to the cache and return their features `[B, T, D]`, see `EagleFamilyHead.read`."""
+        """Run the layer on T new entries, append them to its cache and return their features `[B, T, D]`."""
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
-        """Return logits `[..., Vd]` of features `[..., D]`."""
+        """Return the logits `[..., Vd]` of the tokens after features `[..., D]`."""
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """Return a cache for one call, see `BaseDraftLayer`."""
+        """Return a cache for one generation, with `reserve` free slots after the text."""
 
     def release(self, cache: Cache) -> None:
-        """Release a cache whose call has ended."""
+        """Release the cache of a generation that has ended."""
 
     def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
-        """Grow a whole tree in one call; None if the layer does not support it, see `BaseDraftLayer`."""
+        """Grow a tree after the cached entries; return None if the session must grow it level by level."""
 
     def advance(
         self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
     ) -> AdvancedDraft | None:
-        """Read a step and grow the next tree in one call; None if not supported, see `BaseDraftLayer`."""
+        """Read a step's accepted tokens and grow the next tree; return None if the session must do it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Committed tokens that a draft layer has not read yet."""
+    """Committed text that a draft layer has not read yet; an entry combines a feature with the token after it."""
 
-    features: Tensor  # [B, T, layers * D] the target's features of each token but the last
-    tokens: Tensor  # [B, T] the token after each of them
+    features: Tensor  # [B, T, layers * D] the target's features at T tokens
+    tokens: Tensor  # [B, T] the token after each of these
     path: Tensor  # [B, T] indices of the valid entries, in order; -1 beyond
     nodes: Sequence[Sequence[int]] | None  # `path` on the host, unpadded; None if the host has not read the step yet
 
     @property
     def counts(self) -> list[int]:
-        """Number of valid entries of each row; requires `nodes`."""
+        """Number of valid entries in each row; `nodes` must not be None."""
         assert self.nodes is not None
         return [len(row) for row in self.nodes]
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
-        """Concatenate the entries of several steps."""
+        """Concatenate the entries of several steps along T."""
         if len(parts) == 1:
             return parts[0]
         offsets = [sum(part.tokens.shape[1] for part in parts[:index]) for index in range(len(parts))]

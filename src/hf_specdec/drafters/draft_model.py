@@ -1,4 +1,4 @@
-"""Draft-model drafting: a small model with the target's tokenizer drafts a tree or a sampled chain.
+"""Draft-model drafting: a small model with the target's tokenizer, the assistant, drafts a tree or a sampled chain.
 
 Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
 chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for trees. The assistant runs as a second `Target`, so its masks,
@@ -33,12 +33,13 @@ from hf_specdec.verification.target import Target
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""
 DEFAULT_NUM_STEPS = 5
-"""Each step is one forward of the assistant; common in the literature for assistants a tenth of the target's size."""
+"""Each step is one forward of the assistant; 5 is common for assistants of a tenth of the target's size."""
 DEFAULT_TOP_K = 1
-"""A chain, whose forwards process one token each. A tree needs no more forwards, but wider ones, of both models: it
-pays if width is free, as on an accelerator at small batch sizes."""
+"""A chain, for which each forward of the assistant processes one token per row. A tree takes the same number of
+forwards, but with more tokens in each, also in the target's: it pays only if more tokens per forward cost little, as
+on an accelerator at small batch sizes."""
 DEFAULT_NUM_NODES = 16
-"""Nodes of a tree, if `top_k` is greater than 1."""
+"""Nodes of a tree (`top_k` greater than 1), root included."""
 
 
 class DraftModelDrafter(Drafter):
@@ -76,12 +77,12 @@ class DraftModelDrafter(Drafter):
         return f"DraftModelDrafter({type(self.assistant).__name__} of {name}{', sample=True' if self.sample else ''})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the facts: a copy's assistant is another model object."""
+        """Leave out the facts, because a copy's assistant is another model object."""
         return {**self.__dict__, "_facts": None}
 
     @property
     def facts(self) -> TargetFacts:
-        """Facts about the assistant; it is probed again if it has changed.
+        """How the assistant can be run; determined on first use and again if the assistant has changed.
 
         Raises:
             UnsupportedModelError: The assistant can verify neither trees nor chains.
@@ -92,7 +93,7 @@ class DraftModelDrafter(Drafter):
         return facts
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Compare the vocabulary sizes and probe the assistant.
+        """Check the assistant's vocabulary size, and that it can verify trees or chains.
 
         Raises:
             DrafterMismatchError: The assistant is the target itself, or has a smaller vocabulary.
@@ -115,7 +116,7 @@ class DraftModelDrafter(Drafter):
             )
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of the whole tree or chain.
+        """Return the size of the largest tree or chain.
 
         Raises:
             InvalidConfigError: `tree` is fixed, a sampled chain would branch, or `top_k` exceeds the vocabulary.
@@ -164,13 +165,13 @@ def _num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _trimmed(budget: Budget) -> Budget:
-    """Return the budget with no more steps than drafted nodes, and no more nodes than candidates."""
+    """Return the budget with no more steps than drafted nodes, and no more nodes than its steps and `top_k` allow."""
     num_steps = min(budget.num_steps, budget.num_nodes - 1)
     return growable(Budget(budget.num_nodes, num_steps, budget.top_k)) if num_steps > 0 else PLAIN_STEP
 
 
 class _Reader:
-    """The assistant for some rows of a batch; its cache holds their text, followed by the nodes being drafted.
+    """Runs the assistant on some rows of a batch; its cache holds their text, followed by the nodes being drafted.
 
     Args:
         target: The assistant, with an empty cache.
@@ -194,7 +195,7 @@ class _Reader:
         self._counts = [known + count for known, count in zip(self._counts, counts, strict=True)]
 
     def read(self) -> Tensor:
-        """Commit the queued text; return logits `[R, V]` after it, meaningless for rows without new text."""
+        """Commit the queued text and return the logits `[R, V]` after it (arbitrary in rows without new text)."""
         if self._prompt is not None:
             self._read_prompt(*self._prompt)
             self._prompt = None
@@ -213,12 +214,12 @@ class _Reader:
         return self._last
 
     def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-        """Append a level of drafted nodes; return the logits `[R, K, V]` after them.
+        """Append a level of K drafted nodes per row and return the logits `[R, K, V]` after them.
 
         Args:
             tokens: `[R, K]`.
-            parents: `[R, K]` indices among all nodes of this draft, -1 directly after the text.
-            depth: Depth of the nodes, 1 directly after the text.
+            parents: `[R, K]` index of each parent among the appended nodes; -1: the node directly follows the text.
+            depth: Depth of the nodes, 1 if they directly follow the text.
         """
         known = 0
         if self._drafted is not None:
@@ -235,7 +236,7 @@ class _Reader:
             self._drafted = None
 
     def _verify(self, tree: TokenTree, known: int = 0) -> Tensor:
-        # ids beyond the assistant's embedding also exceed the target's config.vocab_size: they are placeholders
+        # only ids beyond the target's config.vocab_size, which are placeholders, can exceed the assistant's embedding
         ids = tree.tokens.clamp(0, self._largest_id)
         tree = TokenTree(ids, tree.parents, max_depth=tree.max_depth)
         return self._target.extend(tree, known).to(self._device)
@@ -248,7 +249,7 @@ class _Reader:
         self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
 
     def _keep(self, tokens: Tensor, path: Tensor) -> None:
-        """Commit the nodes `path` of the verified chain, see `Acceptance.path`."""
+        """Commit the valid tokens of the verified chain, whose indices are `path` `[R, P]`, padded with -1."""
         nodes = tuple(tuple(range(count)) for count in self._counts)
         kept = Acceptance(path, tokens, tokens[:, -1], nodes, nodes, (tokens.shape[1] - 1,) * len(tokens))
         self._target.commit(TokenTree(tokens, torch.arange(tokens.shape[1], device=path.device) + ROOT_PARENT), kept)
@@ -258,7 +259,7 @@ class _DraftModelSession(DraftSession):
     def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
         self._sample, self._roots = drafter.sample, context.roots
-        # a chain's cache requires rows of equal length
+        # the cache of an assistant that verifies only chains requires rows of equal length
         together = facts.supports_trees or target.lockstep
         self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
         ids, padding = context.input_ids, context.padding
@@ -267,7 +268,7 @@ class _DraftModelSession(DraftSession):
             _Reader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids[rows], mask[rows], context.roots[rows])
             for rows in self._rows
         ]
-        self._longest = ids.shape[1] + 1  # upper bound of the tokens in a row
+        self._longest = ids.shape[1] + 1  # upper bound of the number of tokens in a row
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)
         head, self._vocab_size = target.model.get_output_embeddings(), int(text_config(target.model).vocab_size)
         self._width = int(getattr(head, "out_features", self._vocab_size))  # V of the target's logits
@@ -295,24 +296,24 @@ class _DraftModelSession(DraftSession):
         self._roots = acceptance.next_token
 
     def _grow_tree(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
-        """Grow a tree of the most likely tokens; `logits` `[R, V]` follow the roots."""
+        """Grow a tree of the most likely tokens; `logits` `[R, V]` are the assistant's after the roots."""
         width = budget.top_k
 
         def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
-            first = (depth - 2) * width  # index of the level above among the expanded nodes
+            first = (depth - 2) * width  # index of the first node of the level above among the appended nodes
             parents = parent_index + first if depth > 1 else torch.full_like(parent_index, ROOT_PARENT)
             return self._score(reader.extend(tokens, parents, depth), width)
 
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """Return the best children of K nodes with logits `[R, K, V]`."""
+        """Return the `top_k` likeliest children of each of K nodes, given the logits `[R, K, V]` after them."""
         # rounding could give values above 0, but no child may score above its parent
         log_probs = logits[..., : self._vocab_size].float().log_softmax(-1).clamp(max=0)
         return Level(logits, *log_probs.topk(top_k, dim=-1))
 
     def _draw_chain(self, reader: _Reader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
-        """Draw a chain and keep the distribution of each draw; `logits` `[R, V]` follow the roots."""
+        """Draw a chain and keep each draw's distribution; `logits` `[R, V]` are the assistant's after the roots."""
         tokens, drawn_from, log_probs = [roots[:, None]], [], [torch.zeros_like(roots[:, None], dtype=torch.float32)]
         for depth in range(1, budget.num_steps + 1):
             probs = logits[:, : self._vocab_size].float().softmax(-1)

@@ -34,15 +34,15 @@ DEFAULT_CHOICES: tuple[Choice, ...] = (
     (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0),
     (0, 0, 0, 0), (0, 0, 0, 1),
 )  # fmt: skip
-"""Tree of `tree="static"` if the head's config contains none: wide at the top, deep below the best child."""
+"""Tree for `tree="static"` if the head's config contains none: wide at the top, and deepest below the best child."""
 
 
 class LayerDrafter(Drafter):
-    """Drafts with a draft layer.
+    """Base of the drafters that draft with a `DraftLayer`: an EAGLE head or MTP modules.
 
     Attributes:
         head: The layer.
-        program: The layer in compiled or captured mode, used instead of `head`; None if there is none.
+        program: Compiled or captured version of the layer, used by sessions instead of `head`; None if there is none.
         default_num_steps, default_top_k: Depth and width of the tree if neither the call nor the layer's config
             sets them.
     """
@@ -107,10 +107,10 @@ class LayerDrafter(Drafter):
 
 
 class EagleDrafter(LayerDrafter):
-    """Drafts with an EAGLE head: version 1 or 2, which share the target's embedding and lm_head, or 3.
+    """Drafts with a head of EAGLE-1 or 2, which shares the target's embedding and lm_head, or of EAGLE-3.
 
     Config fields: `tree` (`"dynamic"`, `"static"` or choices), `num_steps`, `top_k`, `num_draft_tokens`. Defaults come
-    from the head's config, else they are a dynamic tree of 4 steps, top 4 and 16 nodes.
+    from the head's config; without them, the tree is dynamic with 4 steps, `top_k` 4 and 16 nodes.
 
     Args:
         head: The head; `bind` moves it next to the target's lm_head.
@@ -126,7 +126,7 @@ class EagleDrafter(LayerDrafter):
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> EagleDrafter:
-        """See `Drafter`."""
+        """See `Drafter.compiled`; on a device with graphs, whole trees are grown in one graph."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
         layer = CompiledDraftLayer.of(self.head, lm_head) if mode == "inductor" else self.head

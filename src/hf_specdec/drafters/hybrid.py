@@ -1,8 +1,8 @@
-"""Hybrid drafting: merge the drafts of several drafters into one tree, whose size follows from its expected gain.
+"""Hybrid drafting: merge the drafts of several drafters into one tree, whose size is chosen by its expected gain.
 
-Sources that answer edge by edge (`DraftSession.has_candidates`) cost almost nothing and are queried in every step. A
-head costs one forward per level and is queried only if queries have paid in similar situations
-(`control/merge_policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
+*Free sources* are drafters that list candidates at almost no cost (`DraftSession.has_candidates`); they are queried in
+every step. All others are *heads*: a head costs one forward per level and is queried only if queries have paid in
+similar situations (`control/merge_policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from hf_specdec.verification.target import Target
 MAX_NODES = 64
 """Default maximum number of nodes in the merged tree, root included."""
 MAX_STEPS = 48
-"""Default largest depth."""
+"""Default maximum depth of the merged tree."""
 MAX_CHILDREN = 8
-"""Default largest number of children per node."""
+"""Default maximum number of children per node."""
 HEAD_NODES = 32
 """Nodes that a head drafts; the merged tree takes the best of them."""
 
 
 class HybridDrafter(Drafter):
-    """Merges the drafts of several drafters. Works with any model that its parts work with.
+    """Merges the drafts of several drafters, its parts. Works with any model that the parts work with.
 
     Config fields: `methods` names the parts (default: the loaded drafters, `prompt_lookup` and `token_recycling`),
     `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree.
 
     Args:
         parts: Drafters by name.
-        learned: Statistics of earlier calls; None starts empty.
+        learned: Statistics of earlier calls, updated by this drafter; None starts with empty ones.
     """
 
     method = "hybrid"
@@ -68,15 +68,15 @@ class HybridDrafter(Drafter):
         return tuple(self._parts.values())
 
     def with_parts(self, change: Callable[[Drafter], Drafter]) -> HybridDrafter:
-        """Return the same drafter with changed parts; what it has learned is shared."""
+        """Return a drafter of the changed parts that shares this drafter's statistics."""
         return HybridDrafter({name: change(part) for name, part in self._parts.items()}, self.learned)
 
     def state_dict(self) -> Any:
-        """See `Drafter.state_dict`."""
+        """Return a copy of the statistics and of what the parts have learned."""
         return self.learned.state_dict(), {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Any) -> None:
-        """See `Drafter.load_state_dict`."""
+        """Restore the statistics and what the parts had learned."""
         learned, of_parts = state or (None, dict.fromkeys(self._parts))
         self.learned.load_state_dict(learned)
         for name, part in self._parts.items():
@@ -94,7 +94,11 @@ class HybridDrafter(Drafter):
             part.bind(model)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the largest merged tree."""
+        """Return the size of the largest merged tree, after checking the limits of every part.
+
+        Raises:
+            InvalidConfigError: `tree` is set, or a part rejects its configuration.
+        """
         if config.tree is not None:
             raise InvalidConfigError(
                 f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
@@ -107,7 +111,7 @@ class HybridDrafter(Drafter):
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session over sessions of the parts."""
+        """Start a session of every part, and return one that merges their drafts."""
         sources = []
         for name, part in self._parts.items():
             part_config = _part_config(part, name)
@@ -117,7 +121,7 @@ class HybridDrafter(Drafter):
 
 
 def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
-    """Return a part's config, with `HEAD_NODES` nodes if the part accepts `num_draft_tokens`."""
+    """Return the config for a part: `HEAD_NODES` nodes, or the defaults if it rejects `num_draft_tokens`."""
     try:
         wide = SpeculativeConfig(part.method, num_draft_tokens=HEAD_NODES)
         limits_of(part, wide, name)
@@ -133,7 +137,7 @@ class _HybridSession(DraftSession):
         self._roots = context.roots
         self._active = list(range(len(context.roots)))  # rows that have not ended
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
-        self._candidates: dict[str, Sequence[Candidates]] = {}  # of this step, by source, per row
+        self._candidates: dict[str, Sequence[Candidates]] = {}  # of this step: by source, one per row
         self._launches = context.launches
         self._queries = Queries(context.roots.device)
         on_cpu = context.roots.device.type == "cpu"
@@ -175,7 +179,7 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Merge the candidates of every active row; a single row's tree stops growing when more nodes cannot pay."""
+        """Merge the candidates of each active row; if only one is active, growth stops when more nodes cannot pay."""
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
             merge(
@@ -187,7 +191,7 @@ class _HybridSession(DraftSession):
         ]  # fmt: skip
 
     def _answer(self, head: Source, budget: Budget, without: Width) -> Answer | None:
-        """Return a head's draft for this step: launched with the last step, or made now if that is expected to pay."""
+        """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay."""
         if self._launches and head.session.can_launch:
             return self._queries.launched(head)
         schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
@@ -200,7 +204,7 @@ class _HybridSession(DraftSession):
         return answer
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Let the heads that are expected to pay draft for the next step; their trees are read with this step."""
+        """Launch drafts of the heads that are expected to pay; the host reads the trees together with this step."""
         tensors = list[Tensor]()
         for head in self._heads:
             if head.session.can_launch:
@@ -211,7 +215,7 @@ class _HybridSession(DraftSession):
         return tensors
 
     def _draft(self, trees: Sequence[MergedTree], num_nodes: int) -> Draft:
-        """Return the first nodes of every tree; ended rows draft nothing."""
+        """Return the first `num_nodes` nodes of each tree as a draft, in which ended rows have only a root."""
         widest = max((min(len(tree.tokens), num_nodes) for tree in trees), default=1)
         if widest == 1:
             return Draft.plain(self._roots)
@@ -248,7 +252,7 @@ class _HybridSession(DraftSession):
             self._tokens[row] = emitted[row][-1]
 
     def _count(self, row: int, emitted: Sequence[int]) -> None:
-        """Count how often each source was right at the newly committed positions of a row."""
+        """Count for each source how often the token that a row emitted was one of its candidates."""
         for name, candidates in self._candidates.items():
             source = candidates[row]
             place = source.start
@@ -267,7 +271,7 @@ class _HybridSession(DraftSession):
             source.session.close()
 
     def report(self) -> dict[str, Any]:
-        """Return how often each head was queried and for how long, and the expected and accepted drafts."""
+        """Return each head's number and seconds of queries, the free sources, and expected and actual acceptance."""
         return {
             "queries": {head.name: head.num_queries for head in self._heads},
             "query_seconds": {head.name: head.query_seconds for head in self._heads},

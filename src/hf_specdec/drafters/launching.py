@@ -1,4 +1,4 @@
-"""Sessions that can draft before the host has read the previous step, see `acceptance/pipelining.py`."""
+"""Base of sessions that can draft before the host has read the previous step, see `acceptance/pipelining.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_specdec.verification.step import Step, UnreadStep
 
 
 class LaunchingSession(DraftSession):
-    """Base of sessions that need only tensors on the device to draft.
+    """A session that needs only tensors on the device to draft.
 
     After `launch`, the next `propose` returns the launched draft if its budget is the same.
 
@@ -28,21 +28,21 @@ class LaunchingSession(DraftSession):
     def __init__(self, roots: Tensor) -> None:
         self._roots = roots
         self._launched: tuple[Budget, Draft] | None = None
-        self._is_unread = False  # whether the host has not read the step of the launched draft
+        self._is_unread = False  # whether `launch` got a step that `observe` has not got yet
 
     @abstractmethod
     def _draft(self, budget: Budget) -> Draft:
-        """Draft after all steps passed to `_follow`."""
+        """Draft the next tree; `_follow` has got all steps so far."""
 
     @abstractmethod
     def _follow(self, step: Step | UnreadStep) -> None:
-        """Take in the accepted tokens of a step."""
+        """Update the state with the accepted tokens of a step."""
 
     def _settle(self, acceptance: Acceptance) -> None:
-        """Correct the state on the host after it has read the last `UnreadStep`."""
+        """Update the state on the host with the step that `launch` got, now that the host has read it."""
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """See `DraftSession`; the host needs no tensors of the draft."""
+        """Update the state with the step and draft the next tree; the host needs no tensors of it."""
         self._follow(step)
         self._roots = step.acceptance.next_token
         self._note_launched(budget, self._draft(budget))
@@ -52,7 +52,7 @@ class LaunchingSession(DraftSession):
         self._launched, self._is_unread = (budget, draft), True
 
     def propose(self, budget: Budget) -> Draft:
-        """See `DraftSession`."""
+        """Return the launched draft if it was made with this budget, otherwise a new draft."""
         if budget.is_plain:
             return Draft.plain(self._roots)
         if self._launched is not None and self._launched[0] == budget:
@@ -60,7 +60,7 @@ class LaunchingSession(DraftSession):
         return self._draft(budget)
 
     def observe(self, step: Step) -> None:
-        """See `DraftSession`."""
+        """Update the state with the step; if `launch` already did, complete the state on the host."""
         if self._is_unread:
             self._is_unread = False
             self._settle(step.acceptance)
@@ -71,7 +71,7 @@ class LaunchingSession(DraftSession):
 
 
 def features_of(step: Step | UnreadStep) -> Features:
-    """Return the features of a step's nodes; they exist if the drafter's `needs` include features."""
+    """Return the features of a step's nodes, which are there only if the drafter's `needs` include features."""
     if step.verification.features is None:
         raise ValueError("This session needs the target's features in every step, got none.")
     return step.verification.features

@@ -1,7 +1,7 @@
-"""The drafting session of a draft layer: read the committed tokens, then grow a tree after them.
+"""The session of a draft layer, which reads the committed tokens, then grows a tree after them.
 
-Entry t of the draft cache combines the target's feature of x[t] with the embedding of x[t+1]. Entries made from the
-target's features are committed; entries appended while a tree grows are rolled back.
+Entry t of the layer's cache combines the target's feature of token x[t] with the embedding of x[t+1]. Entries made
+from the target's features are committed; entries appended while a tree grows are rolled back.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
 
 RESERVED_SLOTS = 512
-"""Free slots after the text in the draft layer's cache."""
+"""Free slots kept after the text in the draft layer's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLimits:
-    """The largest tree of one generation."""
+    """The largest tree that is drafted in one generation."""
 
     budget: Budget
-    choices: tuple[Choice, ...] | None  # of a static tree; None: dynamic
+    choices: tuple[Choice, ...] | None  # the paths of a static tree; None: the tree is dynamic
 
 
 class EagleSession(LaunchingSession):
-    """One generation's drafting with one layer, whose cache holds the text and, temporarily, a growing tree.
+    """A session with one draft layer, whose cache holds the text and, temporarily, a growing tree.
 
     Args:
         head: The draft layer.
@@ -71,21 +71,21 @@ class EagleSession(LaunchingSession):
         )
         self._pending: list[Entries] = []
         self._last: Tensor | None = None  # [B, 1, D] the layer's features of each row's last entry
-        self._known_lengths: list[int] = []  # of the cache before a step that the host has not read
+        self._known_lengths: list[int] = []  # cached tokens before the step that the host has not read
         self._padding = None if context.padding is None else context.padding.last(width)
 
     def _draft(self, budget: Budget) -> Draft:
         return self._grow(self._read_committed(), self._tree_shape(budget))
 
     def _tree_shape(self, budget: Budget) -> TreeShape:
-        """Return the shape of a tree within the budget."""
+        """Return the tree to grow: the part of the static tree within the budget, or the budget of a dynamic tree."""
         budget = budget.within(self._limits.budget)
         if self._limits.choices is not None:
             return self._levels(self._limits.choices, budget)
         return growable(budget)
 
     def _grow(self, last: Tensor, tree_shape: TreeShape) -> Draft:
-        """Grow a tree after the committed entries; `last` `[B, 1, D]` are the features of each row's last one."""
+        """Grow a tree after the committed entries; `last` `[B, 1, D]` are the layer's features of the last ones."""
         start = TreeStart(self._roots, last, self._padding)
         draft = self._head.grow(start, tree_shape, self._cache, self._embedding)
         if draft is not None:
@@ -105,7 +105,7 @@ class EagleSession(LaunchingSession):
         return self._static[budget]
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """See `LaunchingSession`; a captured layer reads the step and grows the tree in one graph."""
+        """See `LaunchingSession.launch`; if the layer is captured, one graph reads the step and grows the tree."""
         if self._prompt is not None or self._pending:
             return super().launch(step, budget)
         kept, lengths = step.acceptance, list(self._cache.lengths)
@@ -136,20 +136,20 @@ class EagleSession(LaunchingSession):
     def _entries(
         self, kept: Decision | Acceptance, features: Features, nodes: Sequence[Sequence[int]] | None
     ) -> Entries:
-        """Return the accepted path of a step as entries that the layer has not read."""
+        """Return the entries of a step's accepted path, for the layer to read later."""
         states = features.of(self._head.feature_layers)
         index = kept.path.clamp(min=0).to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
         path = torch.where(kept.path >= 0, torch.arange(kept.path.shape[1], device=kept.path.device), -1)
         return Entries(states.gather(1, index), kept.tokens.clamp(min=0), path, nodes)
 
     def close(self) -> None:
-        """See `DraftSession`."""
+        """Release the layer's cache."""
         self._head.release(self._cache)
 
     # ------------------------------------------------------------------------------------------- the draft layer
 
     def _read_committed(self) -> Tensor:
-        """Read all unread entries and return the layer's features `[B, 1, D]` of each row's last entry."""
+        """Run the layer on all unread entries and return its features `[B, 1, D]` of each row's last entry."""
         if self._prompt is not None:
             self._last, self._prompt = self._read_prompt(self._prompt), None
         if self._pending:
@@ -158,7 +158,7 @@ class EagleSession(LaunchingSession):
         return self._last
 
     def _read_prompt(self, prompt: Entries) -> Tensor:
-        """Read the prompt and return the layer's features `[B, 1, D]` of its last entry."""
+        """Run the layer on the prompt and return its features `[B, 1, D]` of the last entry."""
         width, device = prompt.tokens.shape[1], prompt.tokens.device
         entries = torch.arange(width, device=device)
         positions, visible = entries[None], None
@@ -176,7 +176,7 @@ class EagleSession(LaunchingSession):
         return features[:, -1:]
 
     def _read_steps(self, entries: Entries) -> Tensor:
-        """Read entries and return the layer's features `[B, 1, D]` of each row's last one (arbitrary if none)."""
+        """Run the layer on entries; return its features `[B, 1, D]` of each row's last one (arbitrary if none)."""
         counts = (entries.path >= 0).sum(-1, keepdim=True)
         indices = torch.arange(entries.tokens.shape[1], device=entries.path.device)
         valid = (entries.path[:, :, None] == indices).any(1)  # [B, T]
@@ -201,8 +201,8 @@ class EagleSession(LaunchingSession):
 
         Args:
             tokens, features, positions: `[B, T]`, `[B, T, D]`, `[B or 1, T]`.
-            visible: `[B or 1, T, appended]` bool, which entries appended since the last commit each new entry sees, in
-                addition to the committed ones. None means causal attention, for a prompt without padding.
+            visible: `[B or 1, T, appended]` bool: the entries appended since the last commit that each new entry
+                attends to, in addition to the committed ones. None means causal attention (a prompt without padding).
         """
         device = self._head.device
         output = self._head.read(
@@ -215,7 +215,7 @@ class EagleSession(LaunchingSession):
         return output.to(tokens.device)
 
     def _mask(self, positions: Tensor, visible: Tensor | None, batch_size: int) -> Tensor | None:
-        """Return the mask `[B, 1, T, S]` on the layer's device: committed entries, then `visible`, see `_run`."""
+        """Return the mask `[B, 1, T, S]` over committed and appended entries; arguments and None as in `_run`."""
         if visible is None:
             return None
         start, mask = self._cache.start, visible.expand(batch_size, -1, -1)
@@ -230,14 +230,14 @@ class EagleSession(LaunchingSession):
         return mask[:, None].to(self._head.device)
 
     def _score(self, features: Tensor, top_k: int) -> Level:
-        """Return the best children of K nodes with features `[B, K, D]`."""
+        """Return the `Level` of K nodes with features `[B, K, D]`: the `top_k` likeliest children of each."""
         logits = self._head.score(features.to(self._head.device, self._head.dtype), self._lm_head).to(features.device)
         return scored(features, logits, top_k, self._hot_token_ids)
 
     def _expand(
         self, tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int, top_k: int
     ) -> Level:
-        """See `growth.Expand`."""
+        """Run the layer on the nodes of one depth and return their children, see `growth.Expand`."""
         positions = (self._first_positions(len(tokens)) + (depth - 1)).expand(-1, tokens.shape[1])
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1])
         return self._score(self._run(tokens, above.features.gather(1, index), positions, seen), top_k)

@@ -1,7 +1,7 @@
-"""Medusa drafting: each head ranks the tokens of one depth, and a static tree of ranks selects from them.
+"""Medusa drafting: each head ranks the tokens of one depth, and a static tree of ranks chooses from them.
 
 Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.1.2. The heads run on the last accepted node only; the
-reference implementation runs them on every node and uses one.
+reference implementation runs them on every node, but uses only the result at that node.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DEFAULT_NUM_NODES = 24
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
-    Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else the authors' for the
-    model). `num_draft_tokens` (default: the heads' config, else 24), `num_steps` (depth) and `top_k` (children per
-    node) cut the default tree.
+    Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else `tree_for_model`).
+    `num_draft_tokens` (default: the heads' config, else 24), `num_steps` (depth) and `top_k` (children per node) limit
+    the part of the default tree that is drafted.
 
     Args:
         heads: The heads; `bind` moves them next to the target's lm_head.
@@ -61,7 +61,7 @@ class MedusaDrafter(Drafter):
         bind_head(self.heads, model)
 
     def choices(self, config: SpeculativeConfig) -> list[Choice]:
-        """Return the tree's nodes as paths of ranks, most useful first; a tree set in `config` level by level.
+        """Return the tree's nodes as paths of ranks: most useful first, or level by level if `config` sets the tree.
 
         Raises:
             InvalidConfigError: The tree is dynamic, deeper than the number of heads, wider than the vocabulary, or
@@ -109,11 +109,11 @@ class MedusaDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class _RankTree:
-    """A tree of ranks as index tensors."""
+    """A static tree as index tensors."""
 
     parents: Tensor  # [N]
-    depths: Tensor  # [N - 1] of the drafted nodes, from 0
-    ranks: Tensor  # [N - 1]
+    depths: Tensor  # [N - 1] head that drafts each node: its depth, 0 for children of the root
+    ranks: Tensor  # [N - 1] rank of each node among the tokens of its head
     top_k: int
     max_depth: int
 
@@ -139,7 +139,7 @@ class _MedusaSession(LaunchingSession):
         self._heads, self._choices = heads, choices
         self._lm_head = lm_head_rows(model, heads.hot_token_ids) if heads.shares_lm_head else None
         self._trees: dict[Budget, _RankTree | None] = {}
-        self._features: Tensor = context.features.of((LAST,))[:, -1]  # [B, D] of the node before the root
+        self._features: Tensor = context.features.of((LAST,))[:, -1]  # [B, D] at the token before the root
 
     def _draft(self, budget: Budget) -> Draft:
         if budget not in self._trees:

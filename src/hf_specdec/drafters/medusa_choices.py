@@ -1,8 +1,8 @@
 """The static trees that the Medusa authors published for their models.
 
-Source: `medusa/model/medusa_choices.py` of FasterDecoding/Medusa (Apache-2.0). A word is a path of ranks, `"012"` is
-`(0, 1, 2)`. Words are in the order in which the authors' search added them, so every prefix of a list is a tree. Stage
-1 is Medusa-1 (heads alone), stage 2 Medusa-2.
+Source: `medusa/model/medusa_choices.py` of FasterDecoding/Medusa (Apache-2.0). A word is a path of ranks: `"012"` is
+`(0, 1, 2)`. Words are in the order in which the authors' search added them, so the first n words always form a tree.
+In stage 1 (Medusa-1) only the heads were trained, in stage 2 (Medusa-2) also the model.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _BY_MODEL = {
 }
 
 PAPER_TREES = tuple(_TREES)
-"""Names of the trees."""
+"""Names of the trees that `paper_tree` returns."""
 
 
 def paper_tree(name: str) -> list[Choice]:
-    """Return the choices of a tree, most useful first.
+    """Return a published tree as paths of ranks, most useful first.
 
     Raises:
         InvalidConfigError: The name is unknown.

@@ -1,8 +1,8 @@
-"""MTP drafting with a trained module, or with the native modules in the model's own checkpoint.
+"""Multi-token prediction (MTP): draft with a trained module, or with the modules in the model's own checkpoint.
 
 Sources: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.2; FastMTP (https://arxiv.org/abs/2509.18362) for
 applying one module repeatedly. A single module drafts like an EAGLE head (`drafters/eagle.py`), by default chains.
-N native modules draft a chain of up to N tokens, one token each.
+If a checkpoint has N modules, they draft a chain of up to N tokens, one token each.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.masks import PromptPadding
 
 MTP_STEPS = 3
-"""Default depth of a draft with one module, as in FastMTP."""
+"""Default depth of drafts with a single module, as in FastMTP."""
 
 
 class MtpDrafter(EagleDrafter):
     """Drafts with a trained MTP module, applied repeatedly to its own output.
 
     Config fields as for EAGLE: `tree`, `num_steps`, `top_k`, `num_draft_tokens`. Defaults come from the module's
-    config, else they give a chain of 3. `top_k` above 1, or `tree`, gives trees.
+    config; without them, chains of 3 tokens are drafted. `top_k` above 1 or a static `tree` gives trees.
 
     Args:
         head: The module.
@@ -108,11 +108,11 @@ class NativeMtpDrafter(LayerDrafter):
 
 
 class _ModulesSession(EagleSession):
-    """A session of L modules.
+    """A session with L MTP modules, which draft one token each.
 
     For entry t, module k (from 0) reads the output of module k-1 and the token x[t+1+k]. The last L-1 entries
-    therefore need drafted tokens; they are read again in every step and never committed. All earlier entries are the
-    same for every continuation.
+    therefore need drafted tokens; they are read again in every step until all their tokens are known. Only earlier
+    entries, which do not depend on drafted tokens, are committed.
     """
 
     can_launch = False  # the host must know how many of the last entries to read again
@@ -123,7 +123,7 @@ class _ModulesSession(EagleSession):
         self._num_layers = head.config.num_layers
 
     def propose(self, budget: Budget) -> Draft:
-        """See `DraftSession`."""
+        """Draft a chain, see `DraftSession.propose`."""
         if budget.is_plain:
             return Draft.plain(self._roots)
         if self._prompt is not None:
@@ -135,7 +135,7 @@ class _ModulesSession(EagleSession):
         return Draft(tree, torch.nn.functional.pad(log_probs[:, :steps], (1, 0)))
 
     def _read_known(self, prompt: Entries) -> Entries:
-        """Read and commit the prompt except its last L-1 entries, which are returned."""
+        """Run all modules on the prompt's entries except the last L-1, and commit them; return the last L-1."""
         width, layers, padding = prompt.tokens.shape[1], self._num_layers, self._padding
         known = max(width - layers + 1, 0)
         device, rows = prompt.tokens.device, len(prompt.tokens)
@@ -161,7 +161,7 @@ class _ModulesSession(EagleSession):
         )
 
     def _draft_chain(self, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Return the L next tokens and their log-probabilities `[B, L]`; commit the entries without drafted tokens.
+        """Draft L tokens and commit the entries that need none of them; return tokens and log-probabilities `[B, L]`.
 
         Args:
             entries: Entries from `_aligned`.
@@ -191,7 +191,7 @@ class _ModulesSession(EagleSession):
         return torch.cat(tokens, dim=-1), torch.cat(log_probs, dim=-1)
 
     def _run_layer(self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Run module `layer`, see `EagleSession._run`."""
+        """Run module number `layer` over T entries; other arguments and result as in `EagleSession._run`."""
         mask, device = self._mask(positions, visible, len(tokens)), self._head.device
         assert mask is not None
         embeddings = self._embedding(tokens).to(device, self._head.dtype)
@@ -207,7 +207,7 @@ class _ModulesSession(EagleSession):
 
 
 def _aligned(entries: Entries) -> Entries:
-    """Move each row's valid entries to its beginning."""
+    """Return the entries with the valid ones first in each row."""
     index, indices = entries.path.clamp(min=0), torch.arange(entries.path.shape[1], device=entries.path.device)
     return Entries(
         entries.features.gather(1, index[:, :, None].expand(-1, -1, entries.features.shape[-1])),
@@ -218,7 +218,7 @@ def _aligned(entries: Entries) -> Entries:
 
 
 def _last(entries: Entries, most: int) -> Entries:
-    """Return up to `most` of the last entries of each row; `entries` come from `_aligned`."""
+    """Return the last `most` entries of each row, or all if it has fewer; `entries` come from `_aligned`."""
     counts = (entries.path >= 0).sum(-1, keepdim=True)
     index = (counts - most).clamp(min=0) + torch.arange(most, device=counts.device)
     return _aligned(

@@ -1,8 +1,8 @@
-"""Prompt lookup: draft what followed earlier occurrences of the text's last tokens. Training-free, runs on the host.
+"""Prompt lookup: draft what followed earlier occurrences of the text's last tokens. Runs on the host, no training.
 
 Source: Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding). Differences: the
-match is the longest one (`suffix_automaton.py`); several continuations form one tree; shorter matches add further
-continuations; the tree grows with the match, because a long match is usually a copy in progress, a short one chance.
+longest match is used (`suffix_automaton.py`); several continuations form one tree; shorter matches add further ones;
+a longer match gives a larger tree, because it usually means that text is being copied, while short ones are chance.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 32
-"""Nodes of all rows together: the cost of a forward depends on the tokens of the whole batch."""
+"""Default nodes of all rows together, because the cost of a forward depends on the tokens of the whole batch."""
 MIN_NUM_NODES = 4
-"""Nodes per row, however large the batch."""
+"""Default nodes per row in large batches."""
 DEFAULT_NUM_CONTINUATIONS = 2
 NODES_PER_MATCHED_TOKEN = 3
-"""Nodes per token of the match; 2 to 6 perform equally well on greedy answers of a small model."""
+"""Nodes drafted per token of the match; 2 to 6 perform equally well on greedy answers of a small model."""
 
 MAX_CANDIDATES = 4
 """Maximum continuations considered per node."""
 MATCH_CLASSES = (0, 1, 2, 4, 8, 16)
-"""Longest match of each class; longer matches form one more class."""
+"""Largest match length of each class; longer matches form one more class."""
 ONLY_ACCEPTANCE = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
-"""Acceptance rate of the only continuation of a match, by class (SmolLM2-135M, answers to Spec-Bench questions)."""
+"""Acceptance rate of a match's only continuation, by class (SmolLM2-135M, answers to Spec-Bench questions)."""
 SEVERAL_ACCEPTANCE = (0.15, 0.12, 0.08, 0.06)
-"""Acceptance rate of one of several continuations, by rank (same measurement)."""
+"""Acceptance rate of each of several continuations of a match, latest first (same measurement)."""
 SHORTER_FACTOR = 0.25
-"""Factor on these rates for continuations that only a shorter match has."""
+"""Factor on these rates for continuations of shorter matches only."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -65,7 +65,7 @@ class PromptLookupDrafter(Drafter):
         """Check that all tokens of the corpus are in the model's vocabulary.
 
         Raises:
-            DrafterMismatchError: Some are not; the corpus was made with another tokenizer.
+            DrafterMismatchError: Some are not, so the corpus was made with another tokenizer.
         """
         largest = -1 if self._corpus is None else max(self._corpus.following[START], default=-1)
         vocab_size = num_embedded_tokens(model)
@@ -90,16 +90,16 @@ class PromptLookupDrafter(Drafter):
         return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or DEFAULT_NUM_CONTINUATIONS)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
-        """Index the prompt of every row."""
+        """Start a session, which indexes the prompt of every row."""
         shared = max(MIN_NUM_NODES, DEFAULT_NUM_NODES // len(context.roots))
         return _PromptLookupSession(context, config.num_draft_tokens or shared, self._corpus)
 
 
 def _token_ids(corpus: Iterable[Iterable[int]]) -> Iterator[list[int]]:
-    """Yield the texts of a corpus.
+    """Yield each text of a corpus as a list of ints.
 
     Raises:
-        InvalidConfigError: A text is not a list of token ids.
+        InvalidConfigError: A text is not a sequence of token ids.
     """
     try:
         for text in corpus:
@@ -147,14 +147,14 @@ class _PromptLookupSession(CandidateSession):
 
 
 class Match(NamedTuple):
-    """A match of a text's end: its state in an automaton and its length in tokens."""
+    """An occurrence of a text's last tokens: a state of the searched text's automaton, and the number of tokens."""
 
     state: int
     length: int
 
 
 Place = tuple[Match, Match | None]
-"""The match in the text itself, and the match in the corpus."""
+"""The match in the text itself, and the match in the corpus (None without a corpus)."""
 
 
 class RepeatedText(Candidates):
@@ -173,23 +173,23 @@ class RepeatedText(Candidates):
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
+        """Append tokens to the text."""
         for token in tokens:
             self._text.extend([token])
             self._in_corpus = self._follow_corpus(self._in_corpus, token)
 
     @property
     def start(self) -> Place:
-        """Matches of the text's end."""
+        """The longest matches of the text's end."""
         return Match(*self._text.matched), self._in_corpus
 
     @property
     def longest_match(self) -> int:
-        """Length of the longest match of the text's end."""
+        """Length of the longer of these matches."""
         return max(match.length for match in self.start if match is not None)
 
     def after(self, place: Place) -> Sequence[Candidate]:
-        """Return the continuations of a match and of its suffixes, each token once, most likely first."""
+        """Return the tokens that followed the matches or their suffixes, each once, most likely first."""
         found: dict[int, Candidate] = {}
         for source, match in zip((self._text, self._corpus), place, strict=True):
             if match is not None and source is not None:
@@ -197,7 +197,7 @@ class RepeatedText(Candidates):
         return sorted(found.values(), key=lambda candidate: -candidate.probability)
 
     def follow(self, place: Place, token: int) -> Place:
-        """Return both matches extended by a token."""
+        """Return the longest matches after one more token."""
         here, in_corpus = place
         return Match(*self._text.follow(here.state, here.length, token)), self._follow_corpus(in_corpus, token)
 

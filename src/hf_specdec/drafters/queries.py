@@ -1,4 +1,4 @@
-"""Query a head for its draft: immediately, or launched in the previous step so that a step reads the device once."""
+"""Query heads (see `hybrid.py`) for drafts: now, or launched with the previous step to save a read of the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG_PROB_UNIT = 2.0**-20
 
 @dataclass(slots=True)
 class Source:
-    """A part's session and its use in this generation."""
+    """One part of a hybrid drafter in one generation: its session, its limits, and its queries so far."""
 
     name: str
     session: DraftSession
@@ -35,12 +35,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A head's draft as a source of one step."""
+    """A head's draft for one step, as candidates to merge."""
 
-    stats: QueryStats  # of the depth that was queried
+    stats: QueryStats  # statistics of the depth that was queried
     candidates: list[DraftedCandidates]  # per row
     seconds: float
-    usual: bool  # False for a first draft and for one that captured or compiled something: its time is not typical
+    usual: bool  # whether its time is typical: not a first draft, and nothing was captured or compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _UnreadAnswer:
 
 
 class Queries:
-    """The queries of one generation.
+    """Sends the queries of one generation to heads and stores their answers.
 
     Args:
         device: Device of the drafts.
@@ -65,15 +65,15 @@ class Queries:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._unread: list[_UnreadAnswer] = []  # launched in this step
-        self._answers: dict[str, Answer] = {}  # launched in the last step, by source
+        self._answers: dict[str, Answer] = {}  # launched with the last step, by source
 
     def query(self, source: Source, stats: QueryStats, budget: Budget, min_level_probability: float) -> Answer:
-        """Draft now and read the tree.
+        """Let a head draft now and read its tree.
 
         Args:
             source: The head.
-            stats: The depth to draft.
-            budget: Budget of the step.
+            stats: Statistics of the depth to draft.
+            budget: Budget of the merged tree.
             min_level_probability: See `Budget`.
         """
         begin, before = time.perf_counter(), one_time_work()
@@ -83,7 +83,7 @@ class Queries:
         return Answer(stats, candidates, time.perf_counter() - begin, usual)
 
     def launch(self, source: Source, stats: QueryStats, budget: Budget, step: UnreadStep) -> list[Tensor]:
-        """Launch a draft for the next step and return its tensors that the host must read."""
+        """Launch a head's draft for the next step; return the tensors for the host to read together with this step."""
         before, limits, stopwatch = one_time_work(), _head_budget(source, stats, budget), Stopwatch(self._device)
         with stopwatch:
             source.session.launch(step, limits)
@@ -94,7 +94,7 @@ class Queries:
         return tensors
 
     def receive(self, lists: Sequence[list[list[int]]]) -> None:
-        """Store the values of the drafts launched in this step, which the host has read; drop older answers."""
+        """Store the drafts launched in this step as answers, given their values on the host; drop older answers."""
         unread, self._unread, remaining = self._unread, [], iter(lists)
         self._answers = {
             answer.source.name: Answer(
@@ -107,7 +107,7 @@ class Queries:
         }
 
     def launched(self, source: Source) -> Answer | None:
-        """Return the draft that was launched with the last step; None if there was no query."""
+        """Return the answer of a head that was launched with the last step; None if it was not."""
         return self._answers.get(source.name)
 
 
@@ -117,7 +117,7 @@ def _head_budget(source: Source, stats: QueryStats, budget: Budget, min_level_pr
 
 
 def _as_integers(draft: Draft) -> list[Tensor]:
-    """Return a draft as integer tensors `[B, N]`, for one transfer."""
+    """Return a draft's tokens, parents and rounded log-probabilities as integer tensors `[B, N]`, for one transfer."""
     tensors = [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
     if draft.log_probs is not None:
         tensors.append((draft.log_probs.clamp(min=-100.0, max=0.0) / LOG_PROB_UNIT).round().long())
@@ -125,7 +125,7 @@ def _as_integers(draft: Draft) -> list[Tensor]:
 
 
 def _candidates(draft: Draft, lists: Sequence[list[list[int]]]) -> list[DraftedCandidates]:
-    """Rebuild each row's tree as a source, from the values of `_as_integers` on the host."""
+    """Return each row's tree as candidates, from the values of `_as_integers` on the host."""
     tokens, parents, *others = lists
     log_probs = [[LOG_PROB_UNIT * units for units in row] for row in others[0]] if others else [None] * len(tokens)
     return [DraftedCandidates(*row) for row in zip(tokens, parents, log_probs, strict=True)]

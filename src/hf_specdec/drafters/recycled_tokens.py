@@ -13,15 +13,15 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.memory import persistent_tensors
 
 MERGED_TOP_K = 4
-"""Candidates of an entry that are merged with those of other drafters."""
+"""Number of an entry's candidates that are merged with those of other drafters."""
 HASH_MULTIPLIER = 1_000_003
-"""A prime that spreads pairs over their slots."""
+"""A prime that distributes the pairs over the hash slots."""
 NO_PAIR, UNKNOWN_PAIR = -1, -2
 """Keys of an empty slot, and of a token whose predecessor is unknown; they differ, so that they never match."""
 
 
 class RecycledTokens:
-    """The best candidates after each token and after pairs of tokens, with their log-probabilities.
+    """Table of the best candidates after each token and after pairs of tokens, with their log-probabilities.
 
     Takes `(V + pairs) * width * 12 + pairs * 8` bytes.
 
@@ -34,7 +34,7 @@ class RecycledTokens:
 
     def __init__(self, vocab_size: int, width: int, pairs: int, device: torch.device) -> None:
         self.vocab_size, self.pairs, width = vocab_size, pairs, min(width, vocab_size)
-        # the extra last entry of each table receives masked writes
+        # one table for tokens, one for pairs; the extra last entry of each receives masked writes
         sizes = (vocab_size + 1, pairs + 1)
         with persistent_tensors():
             self.ids = [torch.zeros(size, width, dtype=torch.long, device=device) for size in sizes]
@@ -49,14 +49,16 @@ class RecycledTokens:
             return copy.deepcopy(self)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
+        """Return all tensors by the names used in files."""
         return {
             "ids": self.ids[0], "log_probs": self.log_probs[0], "pair_ids": self.ids[1],
             "pair_log_probs": self.log_probs[1], "pair_keys": self.keys,
         }  # fmt: skip
 
     def look_up(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the candidates after tokens `[B, K]` with predecessors `previous` `[B, K]` (-1: unknown).
+        """Return the candidates after tokens `[B, K]` and their predecessors `previous` `[B, K]` (-1: unknown).
+
+        The entry of the pair is used if there is one, otherwise the entry of the token alone.
 
         Returns:
             Log-probabilities `[B, K, W]`, -inf for missing candidates, and ids `[B, K, W]`.
@@ -67,7 +69,7 @@ class RecycledTokens:
         return log_probs, torch.where(known, self.ids[1][slot], self.ids[0][tokens])
 
     def row(self, previous: int, token: int) -> tuple[list[float], list[int], bool]:
-        """Return one entry of a table on the host: log-probabilities, ids, and whether the pair was known."""
+        """Look up one pair in a table on the CPU; return log-probabilities, ids, and whether the pair was known."""
         slot = (previous * HASH_MULTIPLIER + token) % self.pairs
         # numpy reads a single entry in a fifth of the time that torch takes
         paired = previous >= 0 and int(self.keys.numpy()[slot]) == previous * self.vocab_size + token
@@ -81,7 +83,7 @@ class RecycledTokens:
         return log_probs.to(self.keys.device), ids.to(self.keys.device)
 
     def write(self, previous: Tensor, tokens: Tensor, log_probs: Tensor, ids: Tensor, kept: Tensor) -> None:
-        """Store candidates after tokens.
+        """Store the candidates after tokens, and after the pairs with their predecessors.
 
         Args:
             previous, tokens: `[B, K]`; `previous` is -1 if unknown.
@@ -134,7 +136,7 @@ def learn(
 
 
 def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budget) -> Draft:
-    """Grow a tree from the table.
+    """Draft a tree from the candidates in the table.
 
     Args:
         table: The table to read.
@@ -154,7 +156,7 @@ def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budg
 
 
 def known_nodes(draft: Draft) -> Draft:
-    """Turn missing candidates (-inf) and their descendants into padding; on the CPU, cut it off."""
+    """Turn missing candidates (-inf) and their descendants into padding; on the CPU, also trim it."""
     assert draft.log_probs is not None
     tree, unknown = draft.tree, draft.log_probs == -torch.inf
     known = ~(tree.ancestor_mask() & unknown[:, None]).any(-1)

@@ -45,7 +45,7 @@ class Method:
     name: str
     make: Callable[..., Drafter]  # called with a loaded head if `heads` is not empty, otherwise without arguments
     aliases: tuple[str, ...] = ()
-    heads: tuple[type[DraftHead], ...] = ()  # classes of heads that it drafts with; () is training-free
+    heads: tuple[type[DraftHead], ...] = ()  # classes of heads that it drafts with; empty if it needs no trained head
     part: str = ""  # another part that its drafter needs, such as "an assistant model"
     how_given: str = ""  # how a user provides that part, as an imperative sentence
     native: Callable[[PreTrainedModel], Drafter] | None = (
@@ -114,7 +114,7 @@ register_drafter(
 
 
 def methods() -> Mapping[str, Method]:
-    """Return every method by name, including those of installed packages."""
+    """Return every method by name, including those that installed packages add."""
     _load_entry_points()
     return dict(_METHODS)
 
@@ -132,10 +132,10 @@ def _load_entry_points() -> None:
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:
-    """Return the method or registered drafter of a name, with aliases resolved; `"auto"` and `"hybrid"` are kept.
+    """Resolve an alias to its method; return the name of a method, a registered drafter, `"auto"` or `"hybrid"` as is.
 
     Raises:
-        InvalidConfigError: Unknown name.
+        InvalidConfigError: The name is unknown.
     """
     rows = methods()
     aliases = {alias: row.name for row in rows.values() for alias in row.aliases}
@@ -148,7 +148,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
 
 
 def drafter_of(head: DraftHead) -> Drafter:
-    """Return a drafter for this head.
+    """Create a drafter for a loaded head.
 
     Raises:
         DrafterMismatchError: No method drafts with such a head.
@@ -165,7 +165,7 @@ def choose_drafter(
     config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
     learned: LearnedStats,
 ) -> Drafter:  # fmt: skip
-    """Return the drafter of a config.
+    """Return the drafter that a config names.
 
     Args:
         config: Its `method` names a registered drafter, a method, or several of them merged.
@@ -175,9 +175,9 @@ def choose_drafter(
         learned: Statistics of merged drafting with the model.
 
     Raises:
-        InvalidConfigError: Unknown name, or merged drafters to be merged again.
-        DrafterMismatchError: A head is not loaded, or another part is missing.
-        UnsupportedModelError: The model has no modules that this method drafts with.
+        InvalidConfigError: A name is unknown, or `methods` names a drafter that already merges others.
+        DrafterMismatchError: The method needs a head or another part, and none is loaded.
+        UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
     """
 
     def single(name: str) -> Drafter:
@@ -196,7 +196,7 @@ def choose_drafter(
 
 
 def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
-    """Return a registered drafter, otherwise one of that method, otherwise one that needs no head."""
+    """Return the registered drafter of this name, else one of this method, else a drafter made without a head."""
     by_method: dict[str, Drafter] = {}
     for drafter in registered.values():
         by_method.setdefault(drafter.method, drafter)

@@ -1,8 +1,10 @@
 """Suffix automaton: finds the longest suffix of a growing text that occurred before, and what followed it.
 
 Source: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); used for drafting by SAM
-Decoding (https://arxiv.org/abs/2411.10666). A state represents substrings that end at the same positions. Appending a
-token takes amortized constant time. The suffix link of the last state is the longest suffix that occurred before.
+Decoding (https://arxiv.org/abs/2411.10666). A state represents substrings that end at the same positions. The longest
+suffix of them that also ends elsewhere belongs to another state, to which the *suffix link* of the state points. The
+link of the state of the whole text thus gives the longest suffix that occurred before. Appending a token takes
+amortized constant time.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ class SuffixAutomaton:
         tokens: The text so far.
 
     Attributes:
-        following: Per state: maps each next token to the next state.
-        link: Per state: its suffix link, the state of its longest suffix that also ends elsewhere.
+        following: Per state: dict from each token that follows its substrings to the state after that token.
+        link: Per state: its suffix link, `NO_STATE` for `START`.
         length: Per state: length of its longest substring.
-        latest: Per state: number of tokens up to the end of its latest occurrence. May be an earlier occurrence for
-            states more than `REFRESHED` suffix links away from the end of the text.
+        latest: Per state: number of tokens up to the end of its latest occurrence. May be out of date for states that
+            are more than `REFRESHED` suffix links away from the end of the text.
+        last: State of the whole text.
+        num_tokens: Length of the text.
     """
 
     REFRESHED = 64
-    """Maximum states whose `latest` is updated per appended token; bounds the cost of appending."""
+    """Maximum number of states whose `latest` is updated per appended token, which bounds the cost of appending."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.following: list[dict[int, int]] = [{}]
@@ -43,22 +47,22 @@ class SuffixAutomaton:
         automaton = cls()
         for separator, document in enumerate(documents, start=1):
             automaton.extend(document)
-            automaton.extend([-separator])  # unique and not a token id, so it never matches
+            automaton.extend([-separator])  # a different negative number each time, so that it never matches
         return automaton
 
     @property
     def matched(self) -> tuple[int, int]:
-        """State and length of the longest suffix of the text that occurred before; (0, 0) if none did."""
+        """State and length of the text's longest suffix that occurred before; (`START`, 0) if there is none."""
         state = max(self.link[self.last], START)
         return state, self.length[state]
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
+        """Append tokens to the text."""
         for token in tokens:
             self._append(token)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Append a token to a match; return state and length of the longest suffix of the result that occurs here."""
+        """Extend a match by a token; return state and length of the longest suffix that then occurs in the text."""
         while state > START and token not in self.following[state]:
             state = self.link[state]
             length = self.length[state]
@@ -67,7 +71,7 @@ class SuffixAutomaton:
         return START, 0
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """Return the tokens after a state's substrings, each with its next state, latest occurrence first."""
+        """Return the tokens that followed a state's substrings and the states after them, latest occurrence first."""
         found = [(token, after) for token, after in self.following[state].items() if token >= 0]
         if len(found) > 1:
             found.sort(key=lambda pair: self.latest[pair[1]], reverse=True)
@@ -86,7 +90,7 @@ class SuffixAutomaton:
             known = following[state][token]
             if length[known] == length[state] + 1:
                 link[new] = known
-            else:  # only its shorter substrings end here: split them off into a new state
+            else:  # only shorter substrings of `known` end here: split them off into a new state
                 shorter = self._add_state(dict(following[known]), length[state] + 1, link[known])
                 self.latest[shorter] = self.latest[known]
                 while state != NO_STATE and following[state].get(token) == known:

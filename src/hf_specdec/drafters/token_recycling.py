@@ -42,27 +42,27 @@ DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
 WIDTH = 8
-"""Candidates stored per token."""
+"""Default number of candidates stored per token and per pair."""
 PAIRS = 2**16
-"""Hash slots for pairs of tokens; a new pair overwrites the pair in its slot."""
+"""Default number of hash slots for pairs of tokens; a new pair overwrites the pair in its slot."""
 MAX_PAIRS = 2**24
-"""Limit of `pairs`: the table then takes about 2 GB with 8 candidates per slot."""
+"""Maximum of `pairs`, for which the table takes about 2 GB with 8 candidates per slot."""
 MAX_HEADER_BYTES = 64 * 1024
-"""Largest accepted safetensors header of a saved table, which has five tensors."""
+"""Maximum size of the safetensors header of a saved table, which lists only five tensors."""
 MIN_LOG_PROB = -4.0
-"""Candidates with lower log-probabilities are not offered to merged trees."""
+"""Candidates with lower log-probabilities are not merged with those of other drafters."""
 PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
-"""Ratio of expected acceptance to stored probability, if the last two tokens match and if only the last one does."""
+"""Ratio of acceptance rate to stored probability of candidates after a pair, and of those after a single token."""
 
 
 class TokenRecyclingDrafter(Drafter):
-    """Drafts the target's own candidates from earlier occurrences of a token. Works with any model.
+    """Drafts from a table of the tokens that the target found most likely after each token. Works with any model.
 
     The table is kept between calls; it affects the speed, never the output. Config fields: `num_draft_tokens` (default
     8), `num_steps` (4), `top_k` (4).
 
     Args:
-        width: Candidates stored per token.
+        width: Candidates stored per token and per pair.
         pairs: Hash slots for pairs of tokens.
         reads_prompt: Also learn from the prompt, which requires the logits of all its positions.
     """
@@ -87,7 +87,7 @@ class TokenRecyclingDrafter(Drafter):
         self._kept[0] = table
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the largest tree; trees are smaller while the table has few entries.
+        """Return the size of the largest tree; trees are smaller while the table has few entries.
 
         Raises:
             InvalidConfigError: `tree` is set, or `top_k` exceeds the stored candidates.
@@ -107,7 +107,7 @@ class TokenRecyclingDrafter(Drafter):
         return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Create the table, unless there is one for this vocabulary size and device."""
+        """Create an empty table, unless there is one for this vocabulary size and device."""
         # some models embed more tokens than config.vocab_size
         embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
         size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
@@ -121,11 +121,11 @@ class TokenRecyclingDrafter(Drafter):
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
 
     def state_dict(self) -> RecycledTokens | None:
-        """See `Drafter.state_dict`."""
+        """Return a copy of the table; None before the drafter is bound to a model."""
         return None if self.table is None else self.table.clone()
 
     def load_state_dict(self, state: RecycledTokens | None) -> None:
-        """See `Drafter.load_state_dict`."""
+        """Restore a table from `state_dict`; None clears the table."""
         if state is None:
             self.reset()
         else:
@@ -145,7 +145,7 @@ class TokenRecyclingDrafter(Drafter):
 
         Raises:
             InvalidConfigError: The drafter was never bound to a model.
-            CheckpointFormatError: The file is not such a table, or a table of other sizes.
+            CheckpointFormatError: The file is not such a table, has other sizes or contains invalid values.
         """
         mine = self._learned().tensors()
         with open_regular(Path(path), CheckpointFormatError) as file:
@@ -181,13 +181,13 @@ class TokenRecyclingDrafter(Drafter):
         return self.table
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; it learns from the prompt's logits if the context has them."""
+        """Start a session, which first learns from the prompt's logits if the context has them."""
         table = self._learned()
         on_host = table.keys.device.type == "cpu"
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> TokenRecyclingDrafter:
-        """See `Drafter.compiled`; the copy shares this drafter's table."""
+        """Return a copy that shares the table and runs as device graphs; the drafter itself on devices without."""
         device = execution_device(model)
         if device.type not in GRAPH_BACKENDS:
             return self
@@ -207,7 +207,7 @@ class _RecyclingSession(LaunchingSession):
             table.write(before, ids, *table.candidates(context.logits), valid)
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """See `LaunchingSession.launch`; if captured, learning and drafting are one graph."""
+        """See `LaunchingSession.launch`; if captured, one graph learns from the step and drafts."""
         if self._program is None or budget.is_plain:
             return super().launch(step, budget)
         advanced = self._program.advance(self._table, step, self._previous, growable(budget))
@@ -227,7 +227,7 @@ class _RecyclingSession(LaunchingSession):
 
 
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):
-    """Session with the table on the host, which also lists the candidates of each row."""
+    """Session with a table on the CPU, which can also list the candidates of each row."""
 
     @property
     def candidates(self) -> Sequence[Candidates]:
@@ -236,10 +236,10 @@ class _HostRecyclingSession(_RecyclingSession, CandidateSession):
 
 
 class RecycledCandidates(Candidates):
-    """Candidates after one row's root. A place is a pair (previous token, token); previous is -1 if unknown.
+    """Candidates of one row from a table. A place is a pair (previous token, token); previous is -1 if unknown.
 
     Args:
-        table: A table on the host.
+        table: A table on the CPU.
         previous, token: The token before the root, and the root.
     """
 
@@ -257,5 +257,5 @@ class RecycledCandidates(Candidates):
         ]
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Return the pair of the place's token and the new one."""
+        """Return the pair of the place's token and the given one."""
         return place[1], token

@@ -19,17 +19,17 @@ from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, Specula
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
-"""Arguments that apply to the target model and to the head."""
+"""Arguments that apply to both repositories, that of the target model and that of the head."""
 
 RELATIVE_PREFIX = "./"
 """Prefix of a target name that is a path inside the head's directory or repository."""
 
 HEAD_OPTIONS = ("revision", "subfolder")
-"""Arguments that apply only to the repository which the user named."""
+"""Arguments that apply only to the repository that `name_or_path` gives."""
 
 
 class AutoSpeculativeModelForCausalLM:
-    """Load a target model with a draft head: `from_pretrained(target, drafter=head)`.
+    """Loader of a target model with a draft head: `from_pretrained(target, drafter=head)`.
 
     `from_pretrained(head)` loads the target model that the head's config names.
     """
@@ -39,11 +39,11 @@ class AutoSpeculativeModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *, drafter: Any = None, **kwargs: Any) -> Any:
-        """Load a speculative model.
+        """Load a target model, attach speculation, and load and register a head for it.
 
         Args:
             name_or_path: Path or Hub id of a target model, or of a head that names its target.
-            drafter: Path or Hub id of a head.
+            drafter: Path or Hub id of a head; None: the head is the one at `name_or_path`, if any.
             **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained` for the target (dtype, device_map, ...).
                 `token`, `cache_dir`, `force_download` and `local_files_only` apply to the head as well; `revision` and
                 `subfolder` apply to `name_or_path` only.
@@ -112,7 +112,7 @@ def _name_it(head: Any) -> str:
 
 
 def _check_target(base: Any, head: Any, subfolder: str) -> None:
-    """Refuse a target name that a head must not choose.
+    """Check that a head may name this target.
 
     A head from the Hub is untrusted: it may name a Hub id or a directory inside its own repository, but no other path
     on this machine. A head in a local directory may also name a local directory that holds a model.
@@ -123,7 +123,7 @@ def _check_target(base: Any, head: Any, subfolder: str) -> None:
         subfolder: The head's folder inside it.
 
     Raises:
-        CheckpointFormatError: The name is not a string, is a URL or a path, or exists as a path on this machine.
+        CheckpointFormatError: The head must not name this target, or the name is neither a Hub id nor a directory.
     """
     if base in (None, "") or (isinstance(base, str) and _can_be_named(base, Path(head), subfolder)):
         return
@@ -157,14 +157,14 @@ def _is_hub_id(name: Any) -> bool:
 
 @contextmanager
 def _translate_errors(name: Any, head: Any) -> Iterator[None]:
-    """Convert transformers' loading errors to `CheckpointFormatError`.
+    """Convert errors of transformers and the Hub client in the block to `CheckpointFormatError`.
 
     Args:
         name: The model's path or Hub id.
         head: The head that names the model; None if the user named it.
 
     Raises:
-        CheckpointFormatError: The repository or directory is missing, access is denied, or it holds no model.
+        CheckpointFormatError: The model cannot be loaded, for example because it is missing or access is denied.
     """
     try:
         yield

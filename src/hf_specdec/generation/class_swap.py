@@ -1,4 +1,4 @@
-"""Turn a loaded model into an instance of the mixin by swapping its class, and back."""
+"""Attach the mixin to a loaded model by replacing the model's class with a subclass, and undo that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_specdec.verification.probe import gate, inspect_target, reproducible
 
 
 def swap_in(model: Any, mixin: type) -> None:
-    """Check that a model supports speculation, then give it the mixin and a state; all or nothing.
+    """Check that a model supports speculation, then give it the mixin and a `SpeculationState`.
 
     Raises:
         UnsupportedModelError: The model can verify neither trees nor chains; it is not changed.
@@ -36,7 +36,8 @@ def swap_out(model: Any, mixin: type) -> None:
     """Restore the model's class and remove its state.
 
     Raises:
-        UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating.
+        UnsupportedModelError: The model was not attached but its class inherits from the mixin, or another thread is
+            generating with it.
     """
     name, base = type(model).__name__, type(model).__mro__[2]
     if type(model) is not speculative_class(mixin, base):
@@ -50,7 +51,7 @@ def swap_out(model: Any, mixin: type) -> None:
 
 @functools.cache
 def speculative_class(mixin: type, base: type) -> type:
-    """Return the subclass that is swapped in; it keeps the class name, which transformers and pipelines read."""
+    """Return a subclass of mixin and model class with the latter's name, which transformers and pipelines read."""
     return type(
         base.__name__,
         (mixin, base),
@@ -60,7 +61,7 @@ def speculative_class(mixin: type, base: type) -> type:
 
 
 def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-    """Pickle by mixin and base class, since the swapped-in class cannot be imported by name."""
+    """Pickle mixin, model class and attributes, since the class made by `speculative_class` cannot be imported."""
     return _new_attached, type(self).__mro__[1:3], self.__dict__
 
 

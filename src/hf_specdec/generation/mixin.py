@@ -45,7 +45,7 @@ from hf_specdec.verification.model import CACHE_FIELD, cache_argument
 
 
 class SpeculativeGenerationMixin:
-    """Adds `speculative=` to `generate()`, and methods to load drafters.
+    """Mixin that adds `speculative=` to `generate()`, and methods to load drafters.
 
     Use it on a loaded model, `SpeculativeGenerationMixin.attach(model)`, or as the first base class of a transformers
     model class: `class SpecLlama(SpeculativeGenerationMixin, LlamaForCausalLM): ...`.
@@ -73,7 +73,7 @@ class SpeculativeGenerationMixin:
 
     @staticmethod
     def detach(model: Any) -> Any:
-        """Undo `attach` and drop the model's drafters.
+        """Undo `attach` and drop the model's drafters; without effect on a model without the mixin.
 
         Raises:
             UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating with
@@ -88,7 +88,7 @@ class SpeculativeGenerationMixin:
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as transformers; registers the running call so that `detach` can refuse.
+        """Generate as transformers does, and register the call as running, so that other threads cannot detach.
 
         `cache=` works with every supported version of transformers, which calls it `past_key_values` before 5.24.
         """
@@ -119,7 +119,7 @@ class SpeculativeGenerationMixin:
         self, repo_or_path: str | Path | DraftHead, *, name: str | None = None, revision: str | None = None,
         token: str | bool | None = None, verify: bool | Sequence[Tensor] = False, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
-        """Load a head in any published layout, check it against this model and register it.
+        """Load a head in any supported layout, check it against this model and register it.
 
         Args:
             repo_or_path: A local directory, a Hub id, or a loaded head.
@@ -201,7 +201,7 @@ class SpeculativeGenerationMixin:
     # ------------------------------------------------------------------------------------------- saving
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, and keep a default stored as `generation_config.speculative`.
+        """Save as transformers does, with the default stored as `generation_config.speculative`, if any.
 
         transformers drops unknown fields of a generation config that it derived from the model's config.
         """
@@ -243,7 +243,7 @@ class SpeculativeGenerationMixin:
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
-        """Plan the call; refuse options that cannot be combined with speculation, before any work."""
+        """Replace the `Request` by the call's `Plan`; refuse unsupported options before any work."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
         request: Request | None = getattr(generation_config, "speculative", None)
         if request is not None:
@@ -256,7 +256,7 @@ class SpeculativeGenerationMixin:
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Create the target with a cache for the prompt, the answer and one tree."""
+        """Add to the plan a `Target` whose cache has slots for the prompt, the answer and one tree."""
         plan = plan_of(generation_config)
         if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]

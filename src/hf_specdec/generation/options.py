@@ -40,7 +40,7 @@ KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",
     "video_grid_thw", "second_per_grid_ts",
 })  # fmt: skip
-"""Model inputs whose values for generated tokens are known."""
+"""Model inputs that speculation supports: their values for generated tokens are known."""
 
 ROWWISE_PROCESSORS = frozenset({
     "EpsilonLogitsWarper",
@@ -118,7 +118,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def _check_attentions(config: GenerationConfig) -> None:
-    """Refuse attentions over a static cache: in transformers they are as wide as the cache, here as the text."""
+    """Refuse attentions with a static cache: transformers returns them as wide as the cache, this package cannot."""
     if config.return_dict_in_generate and config.output_attentions:
         raise UnsupportedGenerationError(
             "`speculative` does not support `output_attentions` with a static cache.", "Use a dynamic cache."
@@ -126,7 +126,7 @@ def _check_attentions(config: GenerationConfig) -> None:
 
 
 def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse device graphs on a device that does not support them."""
+    """Refuse `compile="cuda_graph"` on a device that does not support graphs."""
     device = execution_device(model)
     if config.compile == "cuda_graph" and device.type not in GRAPH_BACKENDS:
         raise UnsupportedGenerationError(
@@ -136,7 +136,7 @@ def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
 
 
 def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse a `top_k` larger than the vocabulary.
+    """Check that `top_k` is at most the vocabulary size.
 
     Raises:
         InvalidConfigError: `top_k` exceeds the vocabulary size.
@@ -245,7 +245,7 @@ def check_chain(config: GenerationConfig, chain_only_reason: str) -> None:
 
 
 def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
-    """Refuse `synced_gpus` for models that run accepted tokens again: ranks would wait for each other forever."""
+    """Refuse `synced_gpus` for models that need a second forward in some steps: ranks would wait for each other."""
     if synced_gpus and needs_replay:
         raise UnsupportedGenerationError(
             "For a model with a recurrent state, `synced_gpus` cannot be combined with `speculative`: ranks would run "
@@ -261,7 +261,7 @@ def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) ->
 
 
 def layer_outputs(config: GenerationConfig, *, chains_only: bool = False) -> dict[str, bool]:
-    """Return which outputs per layer to collect; refuse attentions of a model that verifies chains only."""
+    """Return whether to collect hidden states and attentions; refuse attentions if the model verifies only chains."""
     wanted = {
         name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
         for name in ("hidden_states", "attentions")

@@ -13,7 +13,7 @@ from hf_specdec.verification.target import Verification
 
 
 class LayerOutputs:
-    """Collects the layer outputs behind each emitted token: the prompt's for the first, those of one node for others.
+    """Hidden states and attentions by emitted token: of the prompt for the first token, of one tree node for others.
 
     Args:
         config: Config of the text decoder; gives each layer's sliding window.
@@ -37,7 +37,7 @@ class LayerOutputs:
         return tuple(self._attentions) if self._collects_attentions else None
 
     def add_prompt(self, prefill: Verification) -> None:
-        """Add the entry of the first token."""
+        """Add the outputs of the prompt, the entry of the first token."""
         if prefill.hidden_states is not None:
             self._hidden.append(prefill.hidden_states)
         if prefill.attentions is not None:
@@ -50,7 +50,7 @@ class LayerOutputs:
 
         Args:
             verification: Result of the tree's verify forward.
-            acceptance: Accepted paths; all rows have the same length.
+            acceptance: Kept paths, which have the same length in all rows.
             start: Cache slot of the root.
         """
         if verification.hidden_states is None and verification.attentions is None:
@@ -74,7 +74,7 @@ class LayerOutputs:
                 )
 
     def _within(self, layer: int, weights: Tensor | None) -> Tensor | None:
-        """Keep the columns that transformers' own cache would hold for a sliding-window layer."""
+        """Reduce the weights of a sliding-window layer to the columns that transformers' own cache would hold."""
         window = self._windows[layer] if layer < len(self._windows) else None
         if weights is None or window is None or weights.shape[-1] == weights.shape[-2]:
             return weights

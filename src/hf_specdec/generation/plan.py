@@ -1,7 +1,7 @@
 """`Plan`: all decisions for one `generate()` call, made before any work.
 
-Everything that cannot be supported is refused here. The mixin keeps the plan on the call's own copy of the generation
-config, where the `Request` was before.
+Unsupported options are refused here. The mixin keeps the plan as `speculative` in the call's copy of the generation
+config, in which it replaces the `Request`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ NO_TOKEN = 2**31 - 1
 """A token id that no model emits; EOS of the warm-up generations, so that they never end early."""
 
 SHARED_NODES = 8
-"""Nodes of a merged tree if several processes must make the same decisions: their measured costs would differ."""
+"""Maximum nodes of a merged tree if several processes, whose measured costs would differ, must decide alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of one `generate()` call: `speculative=` and the assistant model, if any."""
+    """The arguments of `generate()` that select the drafter: `speculative=` and the assistant model, if any."""
 
     speculative: Any
     assistant: Any = None
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One call: its drafter, the limits of its trees, the acceptance rule, and the outputs to collect."""
+    """All decisions for one call: drafter, maximum size of trees, acceptance rule, and outputs to collect."""
 
     config: SpeculativeConfig
     drafter: Drafter
@@ -86,7 +86,7 @@ def plan_call(
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> Plan:
-    """Decide everything that does not depend on the prompt.
+    """Check the options of a call and return a plan of everything that does not depend on the prompt.
 
     Args:
         model: An attached model.
@@ -142,8 +142,8 @@ def plan_of(generation_config: GenerationConfig) -> Plan | None:
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
     """Return the plan with compiled or captured forwards, as its config specifies.
 
-    "auto" uses graphs, which are captured during generation, if the device supports them; it never compiles, because
-    that takes a minute.
+    `compile="auto"` uses graphs, which are captured during generation, if the device supports them; it never uses
+    inductor, which needs about a minute.
     """
     mode = plan.config.compile
     if mode == "none" or (mode == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
@@ -158,7 +158,7 @@ def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:
-    """Do the one-time work of the first call with these settings: check, compile, measure.
+    """Do the one-time work of the first call with these settings: check, compile, capture, measure.
 
     Args:
         model: An attached model.
@@ -202,7 +202,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
 def _assisted(
     assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
 ) -> Drafter:
-    """Return the drafter of the call's assistant model; the last call's if the assistant is the same.
+    """Return a drafter for the call's assistant model, if possible that of the last call.
 
     Raises:
         UnsupportedGenerationError: The method does not draft with an assistant model.
@@ -220,7 +220,7 @@ def _assisted(
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
-    """Return the largest tree of any step; tiers may be deeper than the drafter's default."""
+    """Return the maximum size of a tree, which includes `candidate_steps` deeper than the drafter's default."""
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
         return limits_of(drafter, config)
@@ -251,7 +251,7 @@ def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *
         model: An attached model.
         rows: Batch size.
         context: Tokens of the prompt.
-        synced_gpus: Whether other ranks run the same number of forwards.
+        synced_gpus: Whether all ranks must run the same number of forwards.
     """
     tiers = _tiers(plan.drafter, plan.config)
     if tiers is not None:
@@ -267,7 +267,7 @@ def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *
 def step_costs_of(
     plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool
 ) -> StepCosts | None:
-    """Return the costs of a step, measured if unknown; None if the call's drafter or config does not use them.
+    """Return the costs of a step, measured if unknown; None if unused or if several processes generate together.
 
     Args:
         plan, model, rows, context, synced_gpus: See `controller_of`.

@@ -1,4 +1,4 @@
-"""The state that `attach` adds to a model, and its updates after changes to the model.
+"""`SpeculationState`, which `attach` adds to a model, and functions that update it after changes to the model.
 
 It is one object in the model's `__dict__`; no parameter, buffer or module is added.
 """
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 SWAP = threading.Lock()
-"""Held while a model's class is swapped back, and while a generation registers that it runs."""
+"""Lock held while a model's original class is restored, and while a generation registers that it runs."""
 
 
 COMPILING = threading.Lock()
-"""Held while a program is looked up or compiled: one thread compiles, the others wait."""
+"""Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +61,20 @@ class KeptProgram:
     runner: Runner | None  # None: not possible for this model
 
     def serves(self, layers: frozenset[int]) -> bool:
-        """Whether it returns these hidden states; True also if no program is possible."""
+        """Whether the program returns these hidden states; also True if none is possible, to avoid another attempt."""
         return self.runner is None or layers <= self.layers
 
 
 class SpeculationState:
-    """A model's drafters, probe results, programs, running generations, and the last call's statistics."""
+    """Everything that this package keeps for one model between calls: drafters, probe results, costs, programs, ..."""
 
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
         self.made: dict[str, Drafter] = {}  # training-free drafters, created on first use
         # state of the model that each drafter was last bound to
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
-        self.facts: list[TargetFacts] = []  # latest first
-        self.learned = LearnedStats()  # by merged drafting
+        self.facts: list[TargetFacts] = []  # results of probing the model, latest first
+        self.learned = LearnedStats()  # of merged drafting
         # by model state, batch size and execution mode, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
@@ -87,7 +87,7 @@ class SpeculationState:
         self._threads: Counter[int] = Counter()  # running generations by thread
 
     def running(self) -> ExitStack:
-        """Register a generation of this thread until the returned context manager exits."""
+        """Register a generation of this thread; return a context manager that ends the registration."""
         thread = threading.get_ident()
         self._threads[thread] += 1
         stack = ExitStack()
@@ -100,7 +100,7 @@ class SpeculationState:
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
     def state_dict(self) -> Any:
-        """Return a copy of what the drafters have learned with the model."""
+        """Return a copy of what merged drafting and the drafters have learned from calls."""
         drafters = {**self.made, **self.drafters}
         return self.learned.state_dict(), {name: drafter.state_dict() for name, drafter in drafters.items()}
 
@@ -112,7 +112,7 @@ class SpeculationState:
             drafter.load_state_dict(of_drafters.get(name))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep drafters and statistics only: a copy is another model, which has not been probed."""
+        """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
 
@@ -121,7 +121,7 @@ class SpeculationState:
 
 
 def state_of(model: Any) -> SpeculationState:
-    """Return the model's state, created if there is none."""
+    """Return the model's `SpeculationState`; add one if it has none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
 
@@ -150,7 +150,7 @@ def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> N
     """Bind a drafter to the model and keep it under a name; None is the name of its method.
 
     Raises:
-        DrafterMismatchError: It was made for another model, or is not a drafter.
+        DrafterMismatchError: The drafter was made for another model, or is invalid.
         UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
     """
     check_drafter(drafter)
@@ -164,7 +164,7 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
     """Bind the drafter again if the model has changed since it was last bound.
 
     Raises:
-        DrafterMismatchError: It no longer fits, for example after a resized vocabulary or removed layers.
+        DrafterMismatchError: The drafter no longer fits, for example after a resized vocabulary or removed layers.
     """
     bound = state_of(model).bound
     for part in drafter.parts:
@@ -175,7 +175,7 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
 def current_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> StepCosts:
-    """Return the costs of a step; measure them if unknown.
+    """Return the costs of a step by its width; measure them if unknown.
 
     Args:
         model: An attached model.
@@ -183,7 +183,7 @@ def current_costs(
         rows: Batch size.
         widest: Nodes of the largest tree.
         context: Tokens of the prompt.
-        runner: Runs the forward.
+        runner: Compiled or captured forward; None: the model's own.
     """
     state = state_of(model)
     mode = next((mode for mode, kept in state.programs.items() if kept.runner is runner is not None), "none")
@@ -206,7 +206,7 @@ def current_program(
         facts: The result of the probe.
         layers: Layers whose hidden states this call's drafter reads.
         mode: See `make_runner`.
-        requested: Whether the user asked for this mode: a failure is then logged as a warning.
+        requested: Whether the user asked for this mode; a failure is then logged as a warning, otherwise as info.
 
     Returns:
         None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
@@ -229,7 +229,7 @@ def current_program(
 
 
 def release_programs(model: Any) -> None:
-    """Release every program and graph of a model, and the memory kept for them."""
+    """Release all compiled and captured forwards of a model, and the memory kept for them."""
     state = state_of(model)
     with COMPILING:
         state.programs.clear()
@@ -238,7 +238,7 @@ def release_programs(model: Any) -> None:
 
 
 def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
-    """Return greedy acceptance as graphs of the model's device, created if there is none."""
+    """Return the greedy acceptance rule as captured graphs; create it if the model has none."""
     state, device = state_of(model), execution_device(model)
     with COMPILING:
         if state.rule is None:
@@ -247,7 +247,7 @@ def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
 
 
 def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
-    """Return the drafter with its parts' forwards compiled or captured, created if none exist for the current weights.
+    """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
 
     Args:
         model: An attached model whose own program is current.

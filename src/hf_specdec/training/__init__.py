@@ -1,4 +1,7 @@
-"""Train draft heads with transformers' Trainer. This package does not import the decoding loop."""
+"""Create training data for draft heads and train them with transformers' Trainer.
+
+This package does not import the decoding loop.
+"""
 
 from hf_specdec.training.arguments import head_arguments
 from hf_specdec.training.conversations import (

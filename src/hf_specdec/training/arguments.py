@@ -16,36 +16,37 @@ from hf_specdec.training.processes import PROCESS_TIMEOUT, processes
 from hf_specdec.training.runs import check_processes
 
 MAX_VALUE = 10**9
-"""Largest value accepted for any training argument."""
+"""Largest value accepted for numeric training arguments other than seeds."""
 
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy accepts."""
 
 MAY_BE_NEGATIVE = {"max_steps": -1, "local_rank": -1}
-"""Minimum of arguments for which -1 has a meaning in transformers."""
+"""Arguments for which -1 has a meaning in transformers, with their minimum; that of all others is 0."""
 
 POSITIVE = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "per_device_train_batch_size",
             "per_device_eval_batch_size", "gradient_accumulation_steps")  # fmt: skip
 
 JSON_ARGUMENTS = ("accelerator_config", "fsdp_config", "deepspeed")
-"""Arguments that may name a JSON file, which transformers reads."""
+"""Arguments given as an object or as the path of a JSON file, which transformers reads."""
 
 WARM_UP = 0.03
-"""Fraction of the run during which the learning rate rises."""
+"""Fraction of the run, at its start, during which the learning rate rises."""
 
 SAVE_STEPS = 100
-"""Optimiser steps between checkpoints, and between evaluations on held-out conversations."""
+"""Default number of optimiser steps between checkpoints, and between evaluations on held-out conversations."""
 
 
 def head_arguments(
     output: Path, more: Mapping[str, Any], *, held_out: bool = False, **fields: Any
 ) -> TrainingArguments:
-    """Return arguments for the Trainer, with defaults for training a head.
+    """Build `TrainingArguments` with defaults for training a head.
 
     Args:
         output: Directory for checkpoints and the log.
         more: Further `TrainingArguments`; they override `fields`.
-        held_out: Evaluate on held-out conversations before every checkpoint, and load the best checkpoint at the end.
+        held_out: Evaluate on held-out conversations before every checkpoint, and load the best checkpoint at the end
+            (not with `save_strategy="no"`). `fields` and `more` override this, too.
         **fields: `TrainingArguments` that override the defaults.
 
     Raises:
@@ -76,10 +77,10 @@ def head_arguments(
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Check the types and ranges of numbers and that named files are JSON objects; transformers does not.
+    """Check the types and ranges of numbers, and that JSON files hold an object; transformers checks neither.
 
     Raises:
-        InvalidConfigError: An argument is invalid; names the first one.
+        InvalidConfigError: An argument is invalid; the message names the first one.
     """
     hints = typing.get_type_hints(TrainingArguments)
     for name, value in given.items():

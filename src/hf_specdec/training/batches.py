@@ -1,4 +1,4 @@
-"""Datasets and batches for the Trainer: conversations, their order, and the target's features of a batch."""
+"""Datasets for the Trainer, the order in which it reads them, and the target's features for each batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_specdec.training.features import FeatureStore, TrainingData, features_of
 
 
 class ConversationDataset(Dataset[dict[str, Tensor]]):
-    """Conversations without captured features.
+    """Dataset of conversations without captured features.
 
     Items: `input_ids [T]` and `loss_mask [T]` bool.
     """
@@ -35,9 +35,9 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
 
 
 class SeededLengthSampler(LengthGroupedSampler):
-    """transformers' `LengthGroupedSampler`, with an order that depends on seed and epoch only.
+    """Sampler that puts conversations of similar length in one batch, in a random order given by seed and epoch.
 
-    A run resumed in a later epoch therefore sees the same order as an uninterrupted one.
+    A run resumed in a later epoch sees the same order as an uninterrupted one, unlike with transformers' sampler.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -45,7 +45,7 @@ class SeededLengthSampler(LengthGroupedSampler):
         self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; the DataLoader does so before each one."""
+        """Set the epoch that determines the order; the Trainer calls this at the start of each epoch."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -55,20 +55,20 @@ class SeededLengthSampler(LengthGroupedSampler):
 
 
 def as_dataset(data: TrainingData) -> FeatureStore | ConversationDataset:
-    """Return `data` as a dataset with the attribute `lengths`."""
+    """Return `data` as a dataset with the attribute `lengths`: the number of tokens of each conversation."""
     return data if isinstance(data, FeatureStore) else ConversationDataset(data)
 
 
 def with_features(
     batch: dict[str, Tensor], target: PreTrainedModel, layers: Sequence[int], columns: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return a collated batch with the features that an objective reads, captured or computed now.
+    """Return a batch with the features that an objective reads; if none were captured, run the target.
 
     Args:
         batch: Output of `collate`.
         target: The frozen target.
-        layers: The objective's layers; empty if it runs the target itself.
-        columns: Columns of the captured features to keep, see `columns_of`.
+        layers: `Objective.layers`; empty if the objective runs the target itself.
+        columns: Columns of the captured features to keep, from `columns_of`; None keeps all.
     """
     features = batch.get("features")
     if features is None and layers:
@@ -79,7 +79,14 @@ def with_features(
 
 
 def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
-    """Return the columns of captured features that an objective reads; None for all of them.
+    """Find the columns of captured features that an objective reads.
+
+    Args:
+        data: Training data.
+        wanted: `Objective.layers`.
+
+    Returns:
+        Indices into the last dimension of the features; None if all are read or nothing was captured.
 
     Raises:
         InvalidConfigError: A layer was not captured.

@@ -17,20 +17,21 @@ MAX_SHOWN = 120
 """Characters of a server's response shown in an error message."""
 
 SHORT_REPR = reprlib.Repr()
-"""Formats only the beginning of large or deeply nested values."""
+"""Formatter that shows only the beginning of large or deeply nested values."""
 SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN
 
 REFUSALS = (400, 413, 422)
-"""HTTP statuses that reject a single prompt (malformed, too large, longer than the context); others are failures."""
+"""HTTP error statuses that concern one prompt (malformed, too large, longer than the context), not the server."""
 
 
 class AnswerError(SpeculativeDecodingError):
-    """Raised or returned for a server's answer that cannot be used.
+    """Raised or returned if a request to a server failed or its answer cannot be used.
 
     Args:
         reason: Short category; dropped answers are counted per reason.
-        detail: What the server sent; shortened to one line.
-        is_answer: False if the request failed because of the server rather than the prompt.
+        detail: What was wrong, such as the value that the server sent; shortened to one line.
+        is_answer: True if the server sent an unusable answer or rejected the prompt (`REFUSALS`); False if the request
+            failed: timeout, no connection or another HTTP error.
     """
 
     def __init__(self, reason: str, detail: str = "", *, is_answer: bool = True) -> None:
@@ -40,10 +41,10 @@ class AnswerError(SpeculativeDecodingError):
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Limits of a valid answer.
+    """Limits that an answer must not exceed.
 
     Attributes:
-        max_new_tokens: Maximum length that was requested.
+        max_new_tokens: Maximum length in tokens that was requested.
         vocab_size: Exclusive upper bound of token ids.
         max_token_length: Length of the longest token in characters. Text longer than `max_new_tokens` such tokens is
             rejected, to bound the cost of encoding it.
@@ -56,11 +57,11 @@ class AnswerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A valid answer.
+    """A validated answer of a server to one prompt.
 
     Attributes:
-        token_ids: Token ids, or None if the server sends only text; vLLM sends ids with `return_token_ids`.
-        text: Text, empty if the server sends only token ids.
+        token_ids: Token ids, or None if the server sent only text; vLLM sends ids with `return_token_ids`.
+        text: Text, empty if the server sent only token ids.
         num_prompt_tokens: The server's count of prompt tokens.
         num_tokens: The server's count of generated tokens; some servers exclude the end token.
         finish_reason: `"stop"` if the model ended the answer, `"length"` if it reached the limit.
@@ -160,7 +161,7 @@ def _count(usage: Mapping[str, Any], name: str) -> int:
 
 
 def _token_ids(value: Any, limits: AnswerLimits) -> tuple[int, ...] | None:
-    """Return validated token ids; an empty list counts as missing, and the text is used instead."""
+    """Return validated token ids; None if they are missing or empty, in which case the text is used."""
     if value is None or value == []:
         return None
     if not isinstance(value, list):
@@ -188,7 +189,10 @@ def _text(value: Any, limits: AnswerLimits, *, optional: bool) -> str:
 
 
 def _matched_stop(choice: Mapping[str, Any], limits: AnswerLimits) -> int | None:
-    """Return the end token; strings are ignored because the requests set no stop strings."""
+    """Return the id of the end token, or None if the server does not give it.
+
+    Strings are ignored, because the requests set no stop strings.
+    """
     for name in ("stop_reason", "matched_stop"):
         value = choice.get(name)
         if _is_int(value, limits.vocab_size):

@@ -42,7 +42,7 @@ class Connection:
         num_requests: Maximum number of concurrent requests.
 
     Raises:
-        InvalidConfigError: The package `openai` is missing, or `url` is not an HTTP URL.
+        InvalidConfigError: The package `openai` is missing, `url` is not an HTTP URL, or HTTP cannot send the key.
     """
 
     def __init__(self, url: str, api_key: str, timeout: float, num_requests: int) -> None:
@@ -61,7 +61,7 @@ class Connection:
         self._status_error, self._timeouts = openai.APIStatusError, (TimeoutError, openai.APITimeoutError)
 
         class LimitedClient(openai.DefaultAsyncHttpxClient):
-            """HTTP client that reads every body, up to the limit, before it returns the response."""
+            """HTTP client that reads every response body with `_read_limited` before it returns the response."""
 
             async def send(self, request: Any, **options: Any) -> Any:
                 return await _read_limited(await super().send(request, **{**options, "stream": True}))
@@ -78,13 +78,14 @@ class Connection:
         self._client = client
 
     def models(self, read: Callable[[bytes], Result]) -> Result:
-        """Request the list of models.
+        """Request the list of models and return what `read` returns for it.
 
         Args:
             read: Parses the response body; may raise `AnswerError`.
 
         Raises:
             AnswerError: The request failed, or `read` raised it.
+            InvalidConfigError: The HTTP library rejects the URL.
         """
 
         async def request(client: AsyncOpenAI) -> Result | AnswerError:
@@ -105,7 +106,10 @@ class Connection:
             read: Parses a response body; may raise `AnswerError`.
 
         Returns:
-            The result of `read`, or the error, for each request.
+            For each request, the result of `read` or the error.
+
+        Raises:
+            InvalidConfigError: The HTTP library rejects the URL.
         """
 
         async def request_all(client: AsyncOpenAI) -> list[Result | AnswerError]:
@@ -147,7 +151,7 @@ class Connection:
             return error
 
     def _failure(self, error: Exception) -> AnswerError:
-        """Convert an exception to an `AnswerError` whose reason can be counted."""
+        """Convert the exception of a failed request to an `AnswerError`; equal failures get the same `reason`."""
         for cause in (error, error.__cause__):
             if isinstance(cause, AnswerError):  # from `_read_limited`; openai before version 3 wraps it
                 return cause
@@ -161,7 +165,7 @@ class Connection:
 
 
 def _check_url(url: str) -> None:
-    """Check that a URL can name a server.
+    """Check that a server URL is valid.
 
     Raises:
         InvalidConfigError: The scheme is not http(s), the host is missing, or the port or a character is invalid.
@@ -180,7 +184,9 @@ def _invalid_url(url: str) -> InvalidConfigError:
 
 
 async def _read_limited(response: Any) -> Any:
-    """Read a response's body and return a response of the same class with only the headers that `openai` needs.
+    """Read the body of a streamed response, up to a limit, and return it as a new response of the same class.
+
+    The new response has only the headers that `openai` needs. The body of an error response is cut at the limit.
 
     Raises:
         AnswerError: The body of a successful response is larger than `MAX_BODY_BYTES`.
@@ -208,7 +214,7 @@ async def _read_limited(response: Any) -> Any:
 
 
 def _message(body: Any) -> str:
-    """Return the message in the body of an error response, or the whole body if it has none."""
+    """Return the error message in the body of an error response, or the whole body as text if it has none."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return message if isinstance(message, str) else SHORT_REPR.repr(message)

@@ -1,4 +1,4 @@
-"""Tokenized conversations, written by `distill` and read by every trainer.
+"""Tokenized conversations to train on: reading, filtering and holding out.
 
 The loss mask marks the target's answers; heads are not trained on the user's tokens.
 """
@@ -22,7 +22,7 @@ from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Tokens of one or more prompts and answers, as the target read and wrote them."""
+    """A conversation as token ids: prompts as the target read them and its answers, with a mask of the answers."""
 
     input_ids: tuple[int, ...]  # [T]
     loss_mask: tuple[bool, ...]  # [T] True at answers
@@ -43,7 +43,10 @@ class Conversation:
         return cls((*prompt, *answer), (*(False for _ in prompt), *(True for _ in answer)))
 
     def opening(self, answer_tokens: int) -> Conversation:
-        """Restrict the loss to the first N tokens of every answer, and cut the text after the last of them.
+        """Return a copy with only the first N tokens of every answer in the loss, cut after the last of them.
+
+        Args:
+            answer_tokens: N.
 
         Example: prompt [5, 6], answer [7, 8, 9] and N = 2 give [5, 6, 7, 8] with the last two in the loss.
         """
@@ -59,7 +62,7 @@ def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
         answer_tokens: N.
 
     Returns:
-        `[T']` True at the first N tokens of every run of True, the last one at T' - 1; `[T]` if there is no answer.
+        `[T']` True at the first N tokens of every answer, the last of them at T' - 1; `[T]` if there is no answer.
 
     Example: [False, True, True, True, False, True, False] with N = 2 gives [False, True, True, False, False, True].
     """
@@ -70,12 +73,12 @@ def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
 
 
 def load_rows(source: str | Path, *, split: str = "train") -> Iterable[dict[str, Any]]:
-    """Yield the rows of a source; see `read_rows` for sources and errors."""
+    """Return an iterator over the rows of a source; see `read_rows` for sources and errors."""
     return (row for _, row in read_rows(source, split=split))
 
 
 def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows of a distilled dataset atomically.
+    """Write rows of a distilled dataset to a parquet file atomically.
 
     Raises:
         InvalidConfigError: The `datasets` package is missing.
@@ -101,10 +104,11 @@ def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str =
         *sources: Directories written by `distill`, or sources of `read_rows` whose rows have `input_ids` and
             `loss_mask`, `prompt_ids` and `response_ids`, or `messages` (every assistant turn is an answer).
         tokenizer: Tokenizer with a chat template; required for rows with `messages`.
-        split: Split of a dataset.
+        split: Split to load if a source is a `datasets` name.
 
     Raises:
-        InvalidConfigError: A source cannot be read, or a row has none of these fields.
+        InvalidConfigError: A source cannot be read, a row lacks these fields or has invalid values, or its messages
+            cannot be tokenized with this tokenizer.
     """
     found: list[Conversation] = []
     for source in sources:
@@ -133,7 +137,13 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
 
 
 def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
-    """Tokenize messages; the tokens that the chat template adds after a generation prompt are the answer."""
+    """Tokenize messages with the chat template, up to the last assistant turn.
+
+    An answer is what an assistant turn adds after the generation prompt, end token included.
+
+    Raises:
+        InvalidConfigError: The template rejects the messages, or a turn changes the tokens of earlier ones.
+    """
     messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     mask: list[bool] = []
@@ -161,7 +171,7 @@ def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None
     """Check that every token is in the target's vocabulary.
 
     Raises:
-        InvalidConfigError: A token id is too large; the message gives the first such conversation.
+        InvalidConfigError: A token id is too large; the message names the first such conversation.
     """
     for number, conversation in enumerate(conversations, start=1):
         if conversation.input_ids and max(conversation.input_ids) >= vocab_size:
@@ -179,15 +189,16 @@ NGRAM_SIZE = 8
 def drop_near_duplicates(
     conversations: Sequence[Conversation], max_seen: float, held_out: Sequence[Conversation] = ()
 ) -> list[Conversation]:
-    """Drop conversations whose answers mostly repeat earlier answers or themselves.
+    """Drop conversations whose answers mostly repeat answers of kept conversations or themselves.
 
     Args:
-        conversations: Conversations to filter; the first of several similar ones is kept.
+        conversations: Conversations to filter; the first of several similar ones is kept, and so is every one without
+            an answer of 8 tokens.
         max_seen: Largest fraction of the answers' 8-grams that may also occur in kept answers, in `held_out`, or
             earlier in the same conversation.
         held_out: Further conversations to compare with.
 
-    Example: the second of two equal conversations is dropped, unless `max_seen` is 1.
+    Example: the second of two equal conversations with long answers is dropped, unless `max_seen` is 1.
     """
     kept, seen = [], {ngram for conversation in held_out for ngram in _ngrams(conversation)}
     for conversation in conversations:
@@ -200,7 +211,7 @@ def drop_near_duplicates(
 
 
 def _ngrams(conversation: Conversation) -> list[int]:
-    """Return the hashes of all n-grams within answers."""
+    """Return the hashes of all n-grams that lie within answers."""
     ids, mask = conversation.input_ids, conversation.loss_mask
     return [
         hash(ids[start : start + NGRAM_SIZE])
@@ -210,14 +221,14 @@ def _ngrams(conversation: Conversation) -> list[int]:
 
 
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Hold out conversations at even intervals, so that every source is represented.
+    """Split off conversations for evaluation, at even intervals, so that every source is represented.
 
     Args:
         conversations: All conversations.
         count: Maximum number to hold out.
 
     Returns:
-        Conversations to train on, without copies of held-out ones, and the held-out ones.
+        The conversations to train on, without copies of held-out ones; and the held-out conversations.
 
     Example: holding out two of [a, b, c, d, e, f] gives [c, f].
     """
@@ -229,9 +240,10 @@ def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Co
 
 
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
-    """Return the `size` most frequent tokens of the answers, in ascending order; ties are broken by the lowest id.
+    """Return the ids of the `size` most frequent tokens of the answers, in ascending order.
 
-    If the answers have fewer distinct tokens, the lowest other ids are added: they are the most frequent in BPE.
+    Of equally frequent tokens the lower ids are chosen. If the answers have fewer distinct tokens, the lowest other
+    ids are added: in BPE vocabularies low ids are the most frequent.
 
     Example: answers [7, 7, 9] with size 3 give [0, 7, 9].
     """

@@ -1,4 +1,4 @@
-"""Read and check rows of training data from local files and `datasets`."""
+"""Read rows of training data from local files or with the package `datasets`, and check their fields."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Row = dict[str, Any]
 
 
 def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str, Row]]:
-    """Yield each row of a source with its location (file and line or row) for error messages.
+    """Yield pairs of a row's location (file and line or row number, for error messages) and the row.
 
     Args:
         source: A `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
-            `distill`, or a `datasets` name.
-        split: Split of a `datasets` name.
+            `distill`, or a name for `datasets.load_dataset`.
+        split: Split to load if `source` is such a name.
 
     Raises:
-        InvalidConfigError: The source does not exist or is damaged, or the `datasets` package is missing.
+        InvalidConfigError: The source does not exist or is damaged, or the `datasets` package is needed but missing.
     """
     path = existing_path(source)
     if path is not None and path.is_file() and path.suffix == ".txt":
@@ -77,7 +77,7 @@ def existing_path(source: str | Path) -> Path | None:
 
 
 def datasets_package(why: str) -> tuple[Any, Any]:
-    """Import `datasets` and `pyarrow.parquet`.
+    """Import and return the modules `datasets` and `pyarrow.parquet`.
 
     Args:
         why: Start of the error message, such as "Reading 'data.parquet'".
@@ -96,7 +96,7 @@ def datasets_package(why: str) -> tuple[Any, Any]:
 
 
 def tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
-    """Return a field of token ids.
+    """Return the token ids in a field of a row.
 
     Raises:
         InvalidConfigError: The field does not hold token ids.
@@ -114,7 +114,7 @@ def tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
 
 
 def mask_of(row: Row, name: str, place: str) -> tuple[bool, ...]:
-    """Return a field of booleans, which may be written as 1 and 0.
+    """Return the booleans in a field of a row; they may be written as 1 and 0.
 
     Raises:
         InvalidConfigError: The field does not hold booleans.
@@ -135,7 +135,7 @@ def turns_of(row: Row, name: str, role: str, content: str, place: str) -> list[t
         place: Location of the row.
 
     Raises:
-        InvalidConfigError: The field does not hold such objects.
+        InvalidConfigError: The field does not hold such objects, or a text is not valid Unicode.
     """
     values = row[name]
     if isinstance(values, list) and all(
@@ -149,10 +149,10 @@ def turns_of(row: Row, name: str, role: str, content: str, place: str) -> list[t
 
 
 def text_of(value: str, place: str) -> str:
-    """Return the text if it is valid Unicode.
+    """Check that a text is valid Unicode, and return it.
 
     Raises:
-        InvalidConfigError: It contains lone surrogates, which JSON can express but tokenizers reject.
+        InvalidConfigError: The text contains lone surrogates, which JSON can express but tokenizers reject.
     """
     try:
         value.encode()

@@ -1,8 +1,8 @@
 """Self-distillation: let the target answer prompts to create training data for its draft heads.
 
 Heads trained on other text learn to predict its authors, not the target (Medusa, arXiv:2401.10774, section 2.3.2).
-The work is split into parts, each a pure function of settings and prompts and written atomically, so an interrupted
-run resumes with the same result.
+The prompts are split into parts. The rows of a part depend only on settings, target and prompts, and each part is
+written atomically, so an interrupted run resumes with the same result (if a server honours the seeds sent to it).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hf_specdec.training.teachers import ModelTeacher, Teacher
 logger = logging.getLogger(__name__)
 
 SETTINGS = ".distill.json"
-"""File with the settings of a directory; hidden, so that `datasets` does not read it as data."""
+"""File with the settings that a directory was written with; hidden, so that `datasets` does not read it as data."""
 
 MAX_TEMPERATURE = 1000
 """Maximum temperature; sampling is practically uniform there."""
 
 ROW_FIELDS = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
-"""Fields of a row, except `model`."""
+"""Fields of a row of the dataset, except `model`."""
 
 MARK = "USER-TURN-8d1f"
 """Placeholder for the user's text, to find its position in the output of the chat template."""
@@ -55,9 +55,9 @@ class DistillConfig:
         max_new_tokens: Maximum length of an answer; one cut there has `finish_reason="length"`.
         temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weight it.
         num_turns: User turns per conversation; the model invents those that a prompt lacks.
-        batch_size: Rows per `generate()` call; for a server see `ServerTeacher(num_requests=)`.
+        batch_size: Conversations per `generate()` call; `num_requests` of `ServerTeacher` limits requests to a server.
         batches_per_part: Batches per part, the most work that an interruption can lose.
-        max_prompt_tokens: Longer prompts are skipped; a conversation ends when it exceeds this length.
+        max_prompt_tokens: Longer prompts are skipped; a conversation ends before a turn that would exceed this length.
         max_invented_tokens: Maximum length of an invented user turn.
         invention_temperature: Temperature for inventing user turns.
         seed: Seed of all sampling.
@@ -101,7 +101,7 @@ class _Dialog:
     finish_reason: str = ""
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], text: str, finish_reason: str) -> None:
-        """Append a turn; earlier tokens that the chat template changed are excluded from the loss."""
+        """Append a user turn and its answer, and take earlier tokens that the template changed out of the loss."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.input_ids, prompt, strict=False)))
         self.loss_mask = [*self.loss_mask[:common], *[False] * (len(prompt) - common), *[True] * len(answer)]
         self.input_ids = [*prompt, *answer]
@@ -110,7 +110,7 @@ class _Dialog:
 
 
 def invented_prompts(count: int) -> list[Prompt]:
-    """Return empty prompts, for which a chat model continues an empty user turn and other models an empty text."""
+    """Return `count` empty prompts, for which the model invents a user turn or, without a chat template, a text."""
     return [Prompt((), INVENTED)] * count
 
 
@@ -129,7 +129,7 @@ def distill(
     `accelerate launch` the parts are divided among the processes; the rows do not depend on their number.
 
     Args:
-        model: The target, attached or not (plain `generate()` is used without top-k or top-p), or a `ServerTeacher`.
+        model: The target, whose `generate()` is called without top-k and top-p, or a `ServerTeacher`.
         tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to continue,
             and `num_turns` must be 1.
         prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
@@ -143,8 +143,8 @@ def distill(
 
     Raises:
         InvalidConfigError: The package `datasets` is missing; another process uses the directory, or it was written
-            with other settings, prompts or weights; there are no prompts, all are too long, or `num_turns` needs a
-            chat template; or the server does not pass `ServerTeacher.check`.
+            with other settings, prompts or weights; there are no prompts, all are too long, `num_turns` needs a chat
+            template, or the template changes the user's text; or the server is down or fails `ServerTeacher.check`.
     """
     datasets_package("Distilling")
     config = config or DistillConfig()
@@ -165,7 +165,7 @@ def _answer_parts(
     teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: Sequence[Sequence[_Dialog]], *,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Answer and write the missing parts that belong to this process; a part without rows gets a marker file only."""
+    """Create the missing parts that belong to this process; for a part without rows only a marker file is written."""
     state = processes()
     files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
     empty = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # marker files
@@ -192,7 +192,11 @@ def _answer_parts(
 
 
 def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any) -> list[list[_Dialog]]:
-    """Group the prompts into parts of one temperature and similar length, which needs little padding."""
+    """Group the prompts into parts of one temperature and similar length, to need little padding; skip long prompts.
+
+    Raises:
+        InvalidConfigError: No prompts, or only long ones, or several turns without a chat template.
+    """
     if not prompts:
         raise InvalidConfigError("There are no prompts to distil.", "Give prompts, or invented_prompts(n).")
     if config.num_turns > 1 and not tokenizer.chat_template:
@@ -220,7 +224,7 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
 
 
 def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict[str, Any]:
-    """Return values that identify the dataset, together with `Teacher.facts`."""
+    """Return the values that, together with `Teacher.facts`, identify the dataset."""
     plan = json.dumps([[(dialog.number, dialog.source, dialog.pending) for dialog in part] for part in parts])
     return {
         **asdict(config),
@@ -230,7 +234,11 @@ def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Create the directory, or check that it belongs to a run with the same settings."""
+    """Create the directory with its settings file, or check that the run in it can be resumed.
+
+    Raises:
+        InvalidConfigError: The directory has other settings, damaged parts, or data that `distill` did not write.
+    """
     path = folder / SETTINGS
     clear_partials(folder / "data")
     if path.exists():
@@ -253,10 +261,10 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _check_part(part: Path) -> None:
-    """Check that an existing part can be read.
+    """Check that an existing part can be read and has all fields.
 
     Raises:
-        InvalidConfigError: It is damaged.
+        InvalidConfigError: The file is damaged or lacks a field.
     """
     parquet = datasets_package("Distilling")[1]
     open_regular(part).close()
@@ -278,7 +286,7 @@ def _check_part(part: Path) -> None:
 def _answer_part(
     teacher: Teacher, tokenizer: Any, config: DistillConfig, dialogs: Sequence[_Dialog], label: str
 ) -> list[dict[str, Any]]:
-    """Answer every turn of a part's conversations, and return their rows.
+    """Let the teacher answer every turn of a part's conversations; return a row per conversation with an answer.
 
     A conversation ends early if an answer is cut or dropped, its prompt is too long, or the invented turn is empty.
     """
@@ -315,6 +323,9 @@ def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str |
         tokenizer: Tokenizer with or without a chat template.
         messages: Earlier messages of the conversation.
         user_text: The user's next turn; None leaves the turn open, so that the model invents it.
+
+    Raises:
+        InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.
     """
     if not tokenizer.chat_template:
         begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]

@@ -1,4 +1,6 @@
-"""Train an EAGLE head or an MTP module; EAGLE-1/2 learn the target's next feature and token, the others its token.
+"""Train an EAGLE head or an MTP module.
+
+EAGLE-1/2 heads learn to predict the target's next feature and next token, the others only its next token.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
 logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
@@ -35,10 +37,10 @@ TrainedHead = EagleHead | Eagle3Head | MtpHead
 
 @dataclass(frozen=True, slots=True)
 class EagleTrainingConfig(Recipe):
-    """Loss weights, noise and steps. The defaults are for EAGLE-1 heads; use `for_head` for other kinds.
+    """Settings of `train_eagle`. The defaults are for EAGLE-1 heads; use `for_head` for other kinds.
 
     Args:
-        feature_weight: Weight of the smooth-L1 loss on features; 0 for EAGLE-3.
+        feature_weight: Weight of the smooth-L1 loss on features; must be 0 for EAGLE-3.
         token_weight: Weight of the soft cross entropy on tokens.
         noise: Width of the uniform noise added to the input features: `noise * U(-0.5, 0.5)`.
         aligned_steps: Forwards per batch. The first reads the target's features, each later one the outputs of the
@@ -48,6 +50,7 @@ class EagleTrainingConfig(Recipe):
         soft_tokens: Learn the target's distribution; False: its most likely token.
         growing: Fraction of the run over which the number of aligned steps grows from 1 to `aligned_steps`. The first
             step is the cheapest and contributes most.
+        answer_tokens: See `Recipe`.
     """
 
     feature_weight: float = 1.0
@@ -66,14 +69,18 @@ class EagleTrainingConfig(Recipe):
             raise InvalidConfigError(f"`growing` must be a fraction of the run, 0 to 1, got {self.growing}.")
 
     def steps_at(self, progress: float) -> int:
-        """Return the number of aligned steps to train when this fraction of the run is done."""
+        """Return the number of aligned steps per batch at a point of the run.
+
+        Args:
+            progress: Fraction of the run that is done.
+        """
         if progress >= self.growing:
             return self.aligned_steps
         return 1 + int((self.aligned_steps - 1) * progress / self.growing)
 
     @classmethod
     def for_head(cls, head: TrainedHead) -> EagleTrainingConfig:
-        """Return the default recipe for the kind of head."""
+        """Return the default settings for this kind of head."""
         if isinstance(head, EagleHead):
             return cls()
         if isinstance(head, MtpHead):
@@ -99,9 +106,13 @@ def train_eagle(
         data: Features from `capture_features` with at least the layers `(*head.feature_layers, LAST)`, or
             conversations, whose features are computed in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
-        config: The recipe; None for `EagleTrainingConfig.for_head(head)`.
+        config: Settings; None for `EagleTrainingConfig.for_head(head)`.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
         held_out: Evaluation data, see `trainer.fit`.
+
+    Raises:
+        InvalidConfigError: An EAGLE-3 head with `feature_weight`, a head with a sliding window, or see `trainer.fit`.
+        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
     length = objective.recipe.answer_tokens
@@ -114,12 +125,12 @@ def train_eagle(
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
     """Initialise an EAGLE-3 head from weights of the target, which helps most with little training data.
 
-    `fc` becomes the identity on the highest captured feature, plus small random weights. The lm_head (restricted to
-    the draft vocabulary) and the final norm are copied, as are attention (into the half of the input that reads
-    hidden states), MLP and their norms from the second-to-last layer.
+    `fc` becomes the identity on the last of the features that the head reads, plus small random weights. The lm_head
+    (restricted to the draft vocabulary) and the final norm are copied, as are attention (into the half of the input
+    that reads hidden states), MLP and their norms from the second-to-last layer.
 
-    All parts are copied or none: a trained lm_head on a random layer is confidently wrong, and the head learns more
-    slowly than a random one (measured on SmolLM2 and Gemma 3 over the first 20 steps; with all parts, faster).
+    Either all parts are copied or none: with only some, the head learned more slowly than from random weights, with
+    all of them faster (SmolLM2 and Gemma 3, first 20 steps). A trained lm_head on a random layer is confidently wrong.
 
     Args:
         head: A new head with its draft vocabulary set.
@@ -181,10 +192,12 @@ def _second_to_last_layer(model: PreTrainedModel) -> nn.Module:
 
 
 def _copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
-    """Copy linear layers by name, into the last input columns if the head's also reads the embedding.
+    """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
+
+    The additional columns read the token embedding.
 
     Returns:
-        False if a layer is missing or has another size.
+        Whether all were copied; False if a layer is missing, has another size, or only one of the two has a bias.
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
@@ -201,7 +214,7 @@ def _copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]
 
 
 def _copy_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
-    """Set the weight of an RMSNorm so that it computes the same as the target's norm; return whether that works.
+    """Set the weight of an RMSNorm so that it computes the same as the target's norm; return whether it then does.
 
     The weight is measured on random inputs, because norms store it differently (Gemma: `1 + weight`).
     """
@@ -216,15 +229,15 @@ def _copy_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
 
 
 MEASURED_STEPS = 5
-"""Minimum number of depths in evaluation, so that recipes with fewer aligned steps can be compared."""
+"""Minimum number of aligned steps in evaluation, so that heads trained with fewer can be compared."""
 
 
 class EagleObjective(Objective):
-    """Sum over aligned steps j of `decay^j` times the losses of step j.
+    """Objective of EAGLE heads and MTP modules: sum of the losses of all aligned steps j, weighted by `step_decay^j`.
 
-    Entry t reads the embedding of x[t+1] and the feature of x[t], and predicts the feature that scores x[t+2]: at step
-    0 it reads the target's features, at step j the output of step j-1 at entry t-1. Entries are trained only if the
-    tokens from x[t-j+1], the root of such a draft, to x[t+2] are all answers.
+    At position t the head reads the embedding of x[t+1] and the feature of x[t], and its output predicts x[t+2]. The
+    feature is the target's at step 0, and the head's output of step j-1 at position t-1 at step j. A position is
+    trained only if all tokens from x[t-j+1], after which such a draft starts, to x[t+2] are answer tokens.
     """
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:
@@ -252,7 +265,7 @@ class EagleObjective(Objective):
     ) -> HeadLoss:
         """See `Objective.forward`."""
         recipe, size = self.recipe, self.head.target_hidden_size
-        wanted = features[:, 1:, -size:]  # [B, T-1, D] the features that entries predict
+        wanted = features[:, 1:, -size:]  # [B, T-1, D] the features to predict at each position
         with torch.no_grad():
             embeddings = self._target.embed(input_ids[:, 1:]).to(features.device, self.dtype)
             read = features[:, :-1, : self._width].to(self.dtype)
@@ -273,7 +286,7 @@ class EagleObjective(Objective):
             output = self.head(embeddings, hidden, positions, attend)
             drafted = output[trained]
             logits = self.head.score(drafted, self._target.logits).float()
-            # not a mean: it would be NaN in a batch without trained entries
+            # not a mean: it would be NaN in a batch without trained positions
             count = max(len(drafted), 1)
             loss = recipe.token_weight * cross_entropy(logits, probs[rows[trained]], reduction="sum") / count
             if recipe.feature_weight:

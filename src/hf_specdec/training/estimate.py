@@ -1,4 +1,4 @@
-"""Estimate time, memory and disk space of a training run before it starts, by timing two batches."""
+"""Estimate time, memory and disk space of a training run before it starts, by running two of its batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 
 ADAM_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: the weight and two moments in float32."""
+"""Bytes per trained parameter in a checkpoint: the weight and Adam's two moments in float32."""
 
 GRADIENT_BYTES = 12
-"""Bytes per trained parameter in memory on top of the weight: gradient and two moments in float32."""
+"""Bytes per trained parameter in memory, in addition to the weight: gradient and Adam's two moments in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class RunEstimate:
 
     num_steps: int  # remaining optimiser steps
     seconds_per_step: float
-    memory_bytes: int  # of the accelerator; of the process on a CPU
-    disk_bytes: int  # of checkpoints
+    memory_bytes: int  # memory of the accelerator, or of the process on a CPU
+    disk_bytes: int  # for the checkpoints kept at the same time
 
     def __str__(self) -> str:
         hours, minutes = divmod(math.ceil(self.num_steps * self.seconds_per_step / 60), 60)
@@ -44,7 +44,7 @@ def estimate_run(
     arguments: TrainingArguments,
     num_done: int,
 ) -> RunEstimate:
-    """Time a batch of median length and the longest one, and extrapolate linearly in the length.
+    """Estimate a run by timing a batch of median length and the longest batch; time is taken as linear in length.
 
     Args:
         rehearse: Returns the loss of a batch, given the indices of its conversations.

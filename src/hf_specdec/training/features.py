@@ -1,6 +1,6 @@
 """Hidden states ("features") of the target for whole conversations: captured to disk, or computed in every step.
 
-`FeatureTap` reads them in training as in inference, so a head sees the same tensors in both.
+`FeatureTap` reads them, as in inference, so a head sees the same tensors in both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
         model: The target.
         input_ids: `[B, T]`.
         lengths: `[B]` number of tokens without padding.
-        layers: Indices of hidden states, see `FeatureTap`.
+        layers: Indices of hidden states, numbered as in `verification.features.Features`.
     """
     device = execution_device(model)
     mask = torch.arange(input_ids.shape[1], device=device) < lengths.to(device)[:, None]
@@ -59,20 +59,20 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
 
 
 def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
-    """Return the number of bytes that `capture_features` will write."""
+    """Return the number of bytes that `capture_features` will write, without file headers and index."""
     tokens = sum(len(conversation.input_ids) for conversation in conversations)
     size = int(text_config(model).hidden_size) * len(layers)
     return tokens * (size * model.dtype.itemsize + 8 + 1)
 
 
 class FeatureStore(Dataset[dict[str, Tensor]]):
-    """Captured conversations on disk, read lazily.
+    """Dataset of conversations and their captured features on disk; every item is read when it is accessed.
 
     Items: `input_ids [T]`, `loss_mask [T]` bool, `features [T, layers * D]`.
 
     Args:
         folder: Directory written by `capture_features`.
-        answer_tokens: Train on at most this many tokens of each answer, see `Conversation.opening`; 0 for all.
+        answer_tokens: Train on only the first N tokens of each answer, see `Conversation.opening`; 0 for all.
 
     Raises:
         InvalidConfigError: The directory holds no captured features, or capturing has not finished.
@@ -99,7 +99,7 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
             self.lengths = [len(mask) for mask in self._opening_masks()]
 
     def opening(self, answer_tokens: int) -> FeatureStore:
-        """Return the same conversations with at most `answer_tokens` tokens of each answer to train on."""
+        """Return the same dataset with only the first `answer_tokens` tokens of each answer to train on."""
         return FeatureStore(self.folder, answer_tokens)
 
     def _opening_masks(self) -> Iterator[Tensor]:
@@ -123,10 +123,10 @@ class FeatureStore(Dataset[dict[str, Tensor]]):
 
     @staticmethod
     def _check(tensors: Any, row: int, length: int) -> None:
-        """Check shapes and dtypes of a conversation's tensors.
+        """Check the shapes and dtypes of a conversation's tensors.
 
         Raises:
-            SafetensorError: They are not those that `capture_features` writes.
+            SafetensorError: They differ from what `capture_features` writes.
         """
         found = [tensors.get_slice(f"{row}.{name}") for name in ("input_ids", "loss_mask", "features")]
         (ids, mask, features), dtypes = (each.get_shape() for each in found), [each.get_dtype() for each in found]
@@ -140,7 +140,7 @@ TrainingData = FeatureStore | Sequence[Conversation]
 
 
 def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
-    """Return `data` with at most `answer_tokens` tokens of each answer to train on; 0 returns it unchanged."""
+    """Return `data` with only the first `answer_tokens` tokens of each answer to train on; 0 returns it unchanged."""
     if not answer_tokens:
         return data
     if isinstance(data, FeatureStore):
@@ -159,20 +159,23 @@ def capture_features(
 ) -> FeatureStore:
     """Run the frozen target once over all conversations and write their features to `folder`.
 
-    An interrupted capture resumes. If `folder` already holds these conversations, possibly with more layers, it is
-    returned. Under `accelerate launch` each process captures its share of the files, and all wait for the last.
+    An interrupted capture resumes with the missing files. If `folder` already holds these conversations, possibly with
+    more layers, its features are used. Under `accelerate launch` the files are divided among the processes, and all
+    processes wait until the last file is written.
 
     Args:
         model: The target; its dtype is the dtype of the features.
         conversations: Conversations, in any order; they are stored longest first, to minimise padding.
         folder: Directory to write to; `feature_bytes(...)` is the size.
-        layers: Indices of hidden states, see `FeatureTap`; the last must be `LAST`, which yields the labels.
+        layers: Indices of hidden states, numbered as in `verification.features.Features`. The last must be `LAST`, the
+            input of the lm_head, from which the labels are computed.
         batch_size: Conversations per forward and file.
         progress: Show a progress bar.
 
     Raises:
-        InvalidConfigError: No conversations, `layers` without `LAST` at the end, not enough disk space, a directory
-            with other features or without one of the layers, or one that another process is writing to.
+        InvalidConfigError: No conversations, token ids outside the target's vocabulary, `layers` without `LAST` at the
+            end, not enough disk space, or a directory that holds something else, lacks one of the layers, or is in
+            use by another process.
     """
     if not conversations or not layers or layers[-1] != LAST:
         raise InvalidConfigError(
@@ -203,7 +206,7 @@ def _capture_parts(
     model: PreTrainedModel, parts: Sequence[Sequence[Conversation]], folder: Path, layers: Sequence[int], *,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Capture this process's share of the missing files."""
+    """Capture and write the missing files that belong to this process."""
     state = processes()
     # the share depends on file numbers only, because other processes are writing files meanwhile
     share = range(state.process_index, len(parts), state.num_processes)
@@ -252,10 +255,10 @@ def _part(folder: Path, number: int) -> Path:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of captured features.
+    """Context manager that opens a file of captured features for reading.
 
     Raises:
-        InvalidConfigError: The file is damaged or holds other tensors.
+        InvalidConfigError: The file is damaged or holds other tensors, also if the block finds that.
     """
     try:
         open_regular(path).close()
@@ -272,7 +275,7 @@ def _read_index(folder: Path) -> Fields:
     """Read the index of a folder of captured features.
 
     Raises:
-        InvalidConfigError: It cannot be read, or is not an index.
+        InvalidConfigError: The index cannot be read or has invalid fields.
     """
     index = read_state(folder / INDEX, folder)
     valid = all(
@@ -289,7 +292,7 @@ def _read_index(folder: Path) -> Fields:
 def _prepare_folder(
     folder: Path, index: dict[str, Any], model: PreTrainedModel, missing: Sequence[Conversation]
 ) -> list[int]:
-    """Write the index, or check that the folder's index is for the same data; return the layers to capture.
+    """Write the folder's index, or check that an existing one is for the same data; return the layers to capture.
 
     Raises:
         InvalidConfigError: The folder holds something else, or the disk is too small for the `missing` conversations.

@@ -1,4 +1,7 @@
-"""Accuracy of a head by depth: counts of a batch, their sums, and the tau that they predict."""
+"""Measure how accurate a head is at each depth: its first drafted token, its second, and so on.
+
+Tau is the mean number of tokens per target forward.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts over positions and K depths; additive over batches and processes."""
+    """How often drafted tokens are correct at each of K depths; sums over positions, batches and processes."""
 
-    right: Tensor  # [K, R] positions where the r-th best drafted token is the target's greedy choice
-    counted: Tensor  # [K] all positions
-    accepted: Tensor  # [K] positions where the best drafted token of this and all earlier depths is the greedy choice
-    chains: Tensor  # [K] positions counted for `accepted`: the text is the greedy choice at all earlier depths
+    right: Tensor  # [K, R] positions at which the r-th best drafted token is the target's greedy choice
+    counted: Tensor  # [K] positions at which that was measured
+    accepted: Tensor  # [K] those of `chains` whose best drafted token is the greedy choice here and at earlier depths
+    chains: Tensor  # [K] measured positions at which the text is the greedy choice at all earlier depths
 
     @classmethod
     def of(cls, packed: Tensor) -> Counts:
-        """Return the counts from a tensor made by `packed`."""
+        """Create the counts from a tensor returned by `packed`."""
         return cls(packed[:, 3:], packed[:, 0], packed[:, 1], packed[:, 2])
 
     def packed(self) -> Tensor:
@@ -32,12 +35,12 @@ class Counts:
 
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
-        """Fraction of positions where the r-th best token of each depth is correct."""
+        """For each depth, the fraction of positions at which the r-th best token is correct, for every rank r."""
         return tuple(map(tuple, (self.right.double() / self.counted[:, None].clamp(min=1)).tolist()))
 
     @property
     def acceptance(self) -> list[float]:
-        """Fraction of greedy chains that are accepted to each depth."""
+        """For each depth, the fraction of greedy chains that are accepted at least that far."""
         shares: list[float] = (self.accepted.double() / self.chains.clamp(min=1)).tolist()
         return shares
 
@@ -51,11 +54,11 @@ class HeadLoss:
 
 
 class Tally:
-    """Accumulates the counts of a batch, depth by depth.
+    """Accumulator for the counts of one batch, which is measured depth by depth.
 
     Args:
-        places: Bool tensor of the positions where drafting can begin; only its shape and device are used.
-        ranks: R, number of top drafted tokens to count; 0 counts nothing.
+        places: Bool tensor with one element per position; only its shape and device are used.
+        ranks: R, number of top drafted tokens to count.
     """
 
     def __init__(self, places: Tensor, ranks: int) -> None:
@@ -65,12 +68,12 @@ class Tally:
         self._rows: list[Tensor] = []
 
     def add(self, known: Tensor, correct: Tensor, follows: Tensor) -> None:
-        """Count the next depth.
+        """Add the measurements of the next depth.
 
         Args:
-            known: Bool tensor shaped like `places`: the M positions where the target's greedy choice is known.
-            correct: `[M, R]` whether the r-th best drafted token is that choice.
-            follows: `[M]` whether the text's token is that choice; otherwise the chain is not counted further.
+            known: Bool tensor shaped like `places`, True at the M positions to count.
+            correct: `[M, R]` whether the r-th best drafted token is the target's greedy choice.
+            follows: `[M]` whether the text's token is that choice; if not, later depths of the chain do not count.
         """
         here = torch.zeros_like(known)
         self._right = self._right & here.masked_scatter(known, correct[:, 0])
@@ -79,7 +82,7 @@ class Tally:
         self._greedy = chains & here.masked_scatter(known, follows)
 
     def move_on(self) -> None:
-        """Shift positions one to the right, for heads whose chain drafted at t - 1 continues at t."""
+        """Shift all chains one position to the right, for heads that continue at t a chain they drafted at t - 1."""
         self._right, self._greedy = (pad(places[:, :-1], (1, 0)) for places in (self._right, self._greedy))
 
     def counts(self) -> Counts | None:
@@ -88,7 +91,10 @@ class Tally:
 
 
 def predicted_tau(accuracies: Sequence[float]) -> float:
-    """Return the tokens per target forward of a greedy chain, if depths were accepted independently.
+    """Return the tau of greedy chains if the depths were correct independently of each other.
+
+    Args:
+        accuracies: Fraction of correct tokens at each depth.
 
     Example: accuracies 0.5, 0.4 give 1 + 0.5 + 0.5 * 0.4 = 1.7.
     """

@@ -24,7 +24,7 @@ from hf_specdec.training.trainer import Objective, fit
 
 @dataclass(frozen=True, slots=True)
 class MedusaTrainingConfig(Recipe):
-    """Loss of the Medusa-1 recipe.
+    """Settings of `train_medusa`.
 
     Args:
         head_decay: Weight of each head relative to the previous one (0.8 in the paper).
@@ -58,9 +58,12 @@ def train_medusa(
         heads: The heads; they are trained in float32.
         data: Features from `capture_features`, or conversations, whose features are computed in every step.
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
-        config: The recipe; None for the defaults.
+        config: Settings; None for the defaults.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
         held_out: Evaluation data, see `trainer.fit`.
+
+    Raises:
+        InvalidConfigError, DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
     length = objective.recipe.answer_tokens
@@ -70,7 +73,10 @@ def train_medusa(
 
 
 class MedusaObjective(Objective):
-    """Sum over heads of `decay^k` times the cross entropy of head k at t with x[t+2+k], if that is an answer."""
+    """Objective of Medusa-1: sum of the cross entropies of all heads k, weighted by `head_decay^k`.
+
+    Head k at position t predicts x[t+2+k], and is trained there if that is an answer token.
+    """
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, config: MedusaTrainingConfig) -> None:
         super().__init__(heads)
@@ -88,7 +94,7 @@ class MedusaObjective(Objective):
         places = answers.any(-1)
         logits = self.head(features[places].to(self.dtype), self._lm_head)  # [K, M, Vd]
         answers, later = answers[places], later[places]
-        # the target predicts x[t] from the feature at t-1
+        # features at t-1, from which the target predicts the answer tokens x[t]
         choosing = features[:, :-1][loss_mask[:, 1:]]
         with torch.no_grad():
             probs = self._target.logits(choosing).softmax(-1) if self.recipe.soft_labels else None
@@ -111,7 +117,7 @@ NO_LABEL = -100
 
 
 def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Return the map `[V]` from target ids to draft ids, `NO_LABEL` for tokens outside the draft vocabulary."""
+    """Return a tensor `[V]` that maps target ids to draft ids, or to `NO_LABEL` outside the draft vocabulary."""
     if hot_token_ids is None:
         return torch.arange(vocab_size, device="cpu")
     ids = torch.full((vocab_size,), NO_LABEL, dtype=torch.long, device=hot_token_ids.device)
@@ -120,7 +126,7 @@ def draft_ids(hot_token_ids: Tensor | None, vocab_size: int) -> Tensor:
 
 
 def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Find the token that each head is trained on at each position.
+    """Find the answer token that each head is trained to predict at each position.
 
     Args:
         loss_mask: `[B, T]` True at answers. The first token of a row is not counted, because no feature precedes it.
@@ -128,7 +134,7 @@ def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         `[B, T, K]` bool: whether x[t+2+k] is an answer token. `[B, T, K]` long: its index among the batch's answer
-        tokens.
+        tokens, or 0 if it is not one.
 
     Example: mask [[0, 1, 1, 1]], K = 2 gives [[[1, 1], [1, 0], [0, 0], [0, 0]]] and [[[1, 2], [2, 0], ...]].
     """

@@ -2,7 +2,7 @@
 
 Source: Medusa (https://arxiv.org/abs/2401.10774), sections 2.2.2 and 2.3.2: first the heads, then heads and a LoRA
 adapter of the target. The target with the adapter disabled is the teacher, which keeps its answers close to the
-original. The heads fit the merged model, not the original target.
+original. The heads fit the target with the adapter merged into it, not the original target.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hf_specdec.verification.features import LAST, FeatureTap
 
 @dataclass(frozen=True, slots=True)
 class Medusa2TrainingConfig:
-    """Settings of the second stage, which trains heads and adapter. Defaults are the authors' (axolotl fork).
+    """Settings of the second stage, which trains heads and adapter. The defaults are those of the authors' code.
 
     Args:
-        head_weight: Weight of the heads' losses relative to the target's.
+        head_weight: Weight of the heads' losses relative to the loss of the adapter (a KL divergence).
         head_decay: Head k has the weight `decay^(k+1)`.
-        schedule: `"constant"`, or `"sine"`: `head_weight` rises from 0 to its full value over the run.
+        schedule: `"constant"`, or `"sine"`: the weight rises from 0 to `head_weight` over the run.
         learning_rate_multiplier: Factor on the learning rate of the heads; the adapter uses the Trainer's.
         lora_rank, lora_alpha, lora_dropout: The adapter, on all linear layers except lm_head.
     """
@@ -67,22 +67,23 @@ def train_medusa2(
     heads_arguments: TrainingArguments | None = None,
     resume: bool = False,
 ) -> Any:
-    """Train `heads` in place, and a LoRA adapter of the target.
+    """Train `heads` in place, together with a new LoRA adapter of the target.
 
     Args:
         model: The target; its weights do not change, but it is wrapped with an adapter.
-        heads: Heads in float32, already trained unless `heads_arguments` is given.
-        conversations: Answers of the target.
+        heads: The heads; they are trained in float32, and already trained unless `heads_arguments` is given.
+        conversations: Conversations with answers of the target.
         arguments: Training arguments of the second stage.
         config: Settings of the second stage.
         heads_arguments: Training arguments of the first stage, which trains the heads only (Medusa-1); None skips it.
-        resume: Resume each stage from its last checkpoint.
+        resume: Resume each stage from its last checkpoint, if there is one.
 
     Returns:
         The `peft.PeftModel`; its `merge_and_unload()` returns the target that the heads fit.
 
     Raises:
-        InvalidConfigError: The package `peft` is missing, or FSDP is enabled.
+        InvalidConfigError: The package `peft` is missing, `arguments` enable FSDP, or see `trainer.fit`.
+        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
     """
     config = config or Medusa2TrainingConfig()
     try:
@@ -107,7 +108,7 @@ def train_medusa2(
 
 
 class Medusa2Objective(Objective):
-    """KL divergence of the target from itself without the adapter, plus the heads' weighted cross entropies."""
+    """Objective of Medusa-2: KL divergence between target with and without adapter, plus the heads' losses."""
 
     layers = ()  # it runs the target itself
 

@@ -1,4 +1,4 @@
-"""Set the torch modes that training needs, independent of the caller's."""
+"""Set the torch modes that training needs, whatever modes the caller has set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specdec.errors import InvalidConfigError
 
 @contextmanager
 def training_modes() -> Iterator[None]:
-    """Enable gradients, leave inference mode and create new tensors on the CPU.
+    """Context manager and decorator: enable gradients, leave inference mode, create new tensors on the CPU by default.
 
     The Trainer and its DataLoader draw seeds and orders on the CPU, which torch refuses if `torch.set_default_device`
     names another device.
@@ -25,7 +25,7 @@ def training_modes() -> Iterator[None]:
 
 
 def check_trainable(head: nn.Module, target: PreTrainedModel) -> None:
-    """Check that torch can differentiate through the weights of head and target.
+    """Check that torch can compute gradients with the weights of head and target.
 
     Raises:
         InvalidConfigError: Weights were created in inference mode.

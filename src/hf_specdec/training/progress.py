@@ -11,21 +11,21 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 HIDDEN_COLUMNS = ("total_flos", "epoch")
-"""Log values left out of the table: the bar already shows the progress."""
+"""Log values left out of the table; the bar already shows the progress."""
 
 COLUMN_WIDTH = 9
 """Minimum width of a column in characters."""
 
 
 class TableCallback(TrainerCallback):
-    """Trainer callback for a progress bar with one aligned table row per log entry above it."""
+    """Trainer callback that shows a progress bar and, above it, a table with one row per log entry."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._names: list[str] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Open the bar at the step from which the run starts or resumes."""
+        """Show the bar, at the step from which the run starts or resumes."""
         silent = not state.is_world_process_zero
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=silent)
 
@@ -58,18 +58,18 @@ class TableCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the bar; also called if the run was interrupted."""
+        """Close the bar; `fit` calls this also if the run fails or is interrupted."""
         if self._bar is not None:
             self._bar.close()
 
 
 def print_line(text: str) -> None:
-    """Print a line above the bar, to stderr, since stdout is for results."""
+    """Print a line above the bar, to stderr because stdout is for results."""
     tqdm.write(text, file=sys.stderr)
 
 
 def _heading(name: str) -> str:
-    """Return the heading of a column.
+    """Return the heading of the column for a log value.
 
     Example: `top1_accuracy_2` gives "top-1 @2".
     """
@@ -83,7 +83,11 @@ def _text(value: Any) -> str:
 
 
 def show_progress(trainer: Trainer) -> TableCallback:
-    """Replace transformers' progress output by the table; print nothing if `disable_tqdm` is set."""
+    """Replace transformers' progress output with a `TableCallback`, or with nothing if `disable_tqdm` is set.
+
+    Returns:
+        The callback, also if it is not used.
+    """
     table = TableCallback()
     if trainer.args.disable_tqdm:
         trainer.remove_callback(PrinterCallback)

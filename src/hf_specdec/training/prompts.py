@@ -1,4 +1,4 @@
-"""Prompts to distil, read from a file or a `datasets` name, or left for the model to invent."""
+"""Prompts for `distill`: read from a file or with the package `datasets`, or to be invented by the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_specdec.training.data import Row, existing_path, read_rows, text_of, tur
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The user's turns of one conversation; the model invents missing ones."""
+    """User turns of one conversation, possibly none; the model invents those that are missing."""
 
     turns: tuple[str, ...]
-    source: str  # name of the file or dataset, copied to the rows
+    source: str  # name of the file or dataset, stored with the answers
 
 
 INVENTED = "invented"
-"""Source of prompts that the model invents."""
+"""`Prompt.source` of prompts that the model invents."""
 
 
 def read_prompts(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
@@ -29,9 +29,9 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
 
     Args:
         source: Anything `read_rows` reads. Rows have `prompt`, `turns`, `messages`, `conversations` (ShareGPT),
-            `instruction` (with `input`) or `text`; only the user's turns of a conversation are kept. A row's `source`
-            field replaces the file name as the prompt's source.
-        split: Split of a dataset.
+            `instruction` (with or without `input`) or `text`; only the user's turns of a conversation are kept. A
+            row's `source` field, if any, replaces the file name as the prompt's source.
+        split: Split to load if `source` is a `datasets` name.
         limit: Read at most this many prompts.
 
     Raises:

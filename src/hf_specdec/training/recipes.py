@@ -1,4 +1,4 @@
-"""Base class and validation of the settings of objectives."""
+"""Base class for the settings of training objectives, and validation of numeric settings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
 
 LARGEST = 10**6
-"""Upper bound of numbers without a specific bound."""
+"""Largest absolute value of settings without a specific bound."""
 MOST_TOKENS = 2**31
-"""Upper bound of `answer_tokens`."""
+"""Upper bound of `answer_tokens` and of the settings of `distill`."""
 MAX_DECAY = 2
-"""Upper bound of decay factors; 2**64 is still a finite float32 after the maximum of 64 steps."""
+"""Upper bound of decay factors; after the maximum of 64 steps, 2**64 is still a finite float32."""
 
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Settings of an objective.
+    """Base class for the settings of an objective.
 
     Args:
         answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
@@ -39,10 +39,10 @@ class Recipe:
             raise InvalidConfigError(f"`answer_tokens` must be >= 0 (0: all), got {self.answer_tokens}.")
 
     def changed(self: AnyRecipe, /, **fields: Any) -> AnyRecipe:
-        """Return a copy with other values.
+        """Return a copy with new values of the given fields.
 
         Raises:
-            InvalidConfigError: Unknown fields or invalid values.
+            InvalidConfigError: A field is unknown, or a value has the wrong type or is out of range.
         """
         known = asdict(self)
         check_names(f"The recipe {type(self).__name__}", fields, list(known))
@@ -59,12 +59,12 @@ def check_numbers(settings: Any, largest: Mapping[str, int] = MappingProxyType({
     """Check that the numbers and booleans of a dataclass have the type of their defaults and are within bounds.
 
     Args:
-        settings: The dataclass.
+        settings: Instance of the dataclass.
         largest: Largest absolute value by field name.
         otherwise: Largest absolute value of all other fields.
 
     Raises:
-        InvalidConfigError: Names the first invalid field.
+        InvalidConfigError: A value is invalid; the message names the first such field.
     """
     for setting in fields(settings):
         name, default, value = setting.name, setting.default, getattr(settings, setting.name)

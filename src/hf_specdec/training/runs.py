@@ -1,4 +1,4 @@
-"""Identify a training run, so that only the same run resumes from the checkpoints in its directory."""
+"""Identify training runs and find their checkpoints, so that a run resumes only from its own checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_NUMBER = 1e30
 """Exclusive upper bound of the numbers in a state file; the largest is a run's count of floating-point operations."""
 
 RUN_NAME = "run.json"
-"""File next to the checkpoints with the facts of their run (see `run_facts`)."""
+"""File in the output directory with the return value of `run_facts` for the run."""
 
 IGNORED_FIELDS = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures",
                   "base_model_name_or_path")  # fmt: skip
@@ -53,11 +53,11 @@ def run_facts(head: Any, recipe: Any, lengths: Iterable[int]) -> dict[str, Any]:
 
 
 def read_state(path: Path, folder: Path) -> Fields:
-    """Read the state file of an interrupted run.
+    """Read a JSON file that a run needs to resume.
 
     Args:
         path: The file.
-        folder: Directory that the error message suggests to delete.
+        folder: Directory that the error message suggests deleting.
 
     Raises:
         InvalidConfigError: The file cannot be read.
@@ -69,10 +69,12 @@ def read_state(path: Path, folder: Path) -> Fields:
 
 
 def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Check that the checkpoints in a directory belong to the run with these facts.
+    """Check that the checkpoints in a directory belong to the run with these facts (see `run_facts`).
+
+    Nothing is checked without a complete checkpoint or without `RUN_NAME`.
 
     Raises:
-        InvalidConfigError: They belong to another run; names the differences.
+        InvalidConfigError: They belong to another run, and the message names differences; or the file is damaged.
     """
     path = folder / RUN_NAME
     if last_checkpoint(folder) is None or not path.exists():
@@ -112,10 +114,12 @@ def check_processes(arguments: TrainingArguments) -> None:
 
 @contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """Convert any error raised while reading a checkpoint; torch, pickle and safetensors raise many classes.
+    """Context manager that converts errors of its block, which reads a checkpoint, to one class.
+
+    Torch, pickle and safetensors raise many classes.
 
     Raises:
-        CheckpointFormatError: Reading failed.
+        CheckpointFormatError: The block raised an exception.
     """
     try:
         yield
@@ -127,7 +131,7 @@ def reading(checkpoint: str | None) -> Iterator[None]:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest complete checkpoint, or None if there is none; incomplete ones are skipped with a warning.
+    """Return the newest usable checkpoint, or None; incomplete or damaged ones are skipped with a warning.
 
     The Trainer writes `trainer_state.json` last, so a checkpoint with this file is complete.
     """

@@ -1,8 +1,8 @@
 """Generate answers with an OpenAI-compatible server (vLLM, SGLang), for targets too large to run in this process.
 
 Prompts are sent as token ids. Answers come back as ids if the server sends them (vLLM's `return_token_ids`), otherwise
-as text, which is encoded after its prompt. An answer is dropped, and counted by reason, if it is malformed, if its
-length disagrees with the server's token count, or if its end token is unknown.
+as text, which is encoded after its prompt. An answer is dropped, and counted by reason, if its request failed, if it
+is malformed or does not match the server's token counts, or if its token ids or its end token are uncertain.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OTHER_IDS = "text cannot be encoded after its prompt"
 
 
 class ServerTeacher(Teacher):
-    """Teacher that runs on a server.
+    """Teacher that lets a model on an OpenAI-compatible server answer the prompts.
 
     Args:
         url: Base URL of the API, such as `http://localhost:8000/v1`.
@@ -50,8 +50,8 @@ class ServerTeacher(Teacher):
         end_ids: Tokens that end an answer, as in the model's generation config; None uses the tokenizer's.
 
     Raises:
-        InvalidConfigError: The package `openai` is missing, `url` is invalid, the server does not answer, or it does
-            not have the model.
+        InvalidConfigError: The package `openai` is missing, an argument is invalid, the server does not answer, it
+            does not have the model, or it has not exactly one and `model` is None.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class ServerTeacher(Teacher):
         return {"model": self.name, "dtype": "of the server", "weights": "of the server"}
 
     def check(self, prompt: list[int]) -> None:
-        """Check that the server answers, counts the tokens that were sent, and that its text can be encoded.
+        """Check that the server answers, reads exactly the tokens sent, and that its answers' ids can be recovered.
 
         Raises:
             InvalidConfigError: The answer is invalid; the server counts another number of prompt tokens (it adds one,
-                or uses another tokenizer); or it sends only text, and the decoded prompt does not encode to its ids.
+                or uses another tokenizer); or it sends only text, and encoding the decoded prompt gives other ids.
         """
         (reply,) = self._replies([prompt], 0.0, 1, [None])
         if isinstance(reply, AnswerError):
@@ -123,11 +123,11 @@ class ServerTeacher(Teacher):
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """See `Teacher.generate`. Sampled requests carry seeds, which the server may ignore.
+        """See `Teacher.generate`. Unless `seeded=False`, sampled requests have a seed, which the server may ignore.
 
         Raises:
-            InvalidConfigError: A request failed or no answer was valid, and the prompt of `check` fails too, so the
-                server is down. Dropping these answers instead would drop all following ones as well.
+            InvalidConfigError: A request failed or no answer was valid, and `check` with its last prompt fails too, so
+                the server is down. Dropping these answers instead would drop all following ones as well.
         """
         seeds = [
             seed_of(f"{label}/{index}") % SEED_LIMIT if temperature and self._seeded else None
@@ -145,7 +145,14 @@ class ServerTeacher(Teacher):
         return [None if isinstance(answer, AnswerError) else answer for answer in answers]
 
     def _check_again(self, first: AnswerError) -> None:
-        """Check that the server still answers the prompt of `check`."""
+        """Repeat the last successful `check`, if there was one, after the answers of a call were lost.
+
+        Args:
+            first: The first failure of the call, for the error message.
+
+        Raises:
+            InvalidConfigError: The check fails now.
+        """
         if not self._probe:
             return
         try:
@@ -189,7 +196,7 @@ class ServerTeacher(Teacher):
         ]
 
     def _raw_ids(self, prompt: list[int], reply: Completion | AnswerError) -> list[int] | AnswerError:
-        """Return the ids that the server sent, or those of its text."""
+        """Return the token ids that the server sent or, without them, encode its text; an error drops the answer."""
         if isinstance(reply, AnswerError):
             return reply
         if reply.num_prompt_tokens != len(prompt):
@@ -200,7 +207,13 @@ class ServerTeacher(Teacher):
         return AnswerError(OTHER_IDS, repr(reply.text)) if ids is None else ids
 
     def _with_end(self, ids: list[int], reply: Completion, offset: int) -> list[int] | AnswerError:
-        """Append the end token if it is missing, after comparing the length with the server's count."""
+        """Append the end token if it is missing; return an error if it is unknown or the length is wrong.
+
+        Args:
+            ids: Token ids of the answer.
+            reply: What the server sent.
+            offset: 1 if the server counts an end token that it does not send, else 0.
+        """
         if reply.num_tokens != len(ids) + (offset if reply.ended else 0):
             return AnswerError(OTHER_COUNT, f"{reply.num_tokens}, not {len(ids)}")
         if not reply.ended or ids[-1:] in [[end] for end in self.end_ids]:
@@ -216,7 +229,7 @@ class ServerTeacher(Teacher):
         return AnswerError(UNKNOWN_END, f"one of {self.end_ids}") if end is None else [*ids, end]
 
     def _encode_after(self, prompt: list[int], text: str) -> list[int] | None:
-        """Return the ids of a text after a prompt, or None if the prompt's own ids change."""
+        """Encode the text that follows a prompt; None if encoding both together changes the ids of the prompt."""
         before = self._tokenizer.decode(prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ids = list(self._tokenizer(before + text, add_special_tokens=False)["input_ids"])
         return ids[len(prompt) :] if ids[: len(prompt)] == prompt else None

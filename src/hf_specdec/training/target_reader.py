@@ -1,4 +1,4 @@
-"""The parts of the frozen target that training reads."""
+"""Access to the parts of the frozen target that training reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_specdec.verification.model import lm_head_rows
 
 
 class TargetReader:
-    """Embedding and lm_head of the frozen target; not an `nn.Module`, so they are neither trained nor saved.
+    """Wrapper of the frozen target's embedding and lm_head; no `nn.Module`, so they are neither trained nor saved.
 
     Args:
         target: The target.
-        hot_token_ids: `[Vd]` the head's draft vocabulary; None if it is the target's.
-        embedding: Token embedding of the head; None if it is the target's.
+        hot_token_ids: `[Vd]` token ids of the head's draft vocabulary; None if it is the whole vocabulary.
+        embedding: Token embedding to use instead of the target's.
     """
 
     def __init__(
@@ -28,7 +28,11 @@ class TargetReader:
         self.dtype = target.dtype
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return float32 logits `[M, Vd]` of post-final-norm features `[M, D]`; differentiable."""
+        """Return differentiable float32 logits `[M, Vd]` over the draft vocabulary.
+
+        Args:
+            features: `[M, D]` hidden states after the final norm.
+        """
         logits: Tensor = self.rows(features.to(self.dtype))
         return logits.float()
 
@@ -42,10 +46,10 @@ class TargetReader:
         """Compare drafted tokens and the text with the target's greedy choice from its full vocabulary.
 
         Args:
-            draft_logits: `[M, Vd]`.
-            features: `[M, D]` post-final-norm features at the same positions.
-            following: `[M]` next token of the text.
-            ranks: R.
+            draft_logits: `[M, Vd]` the head's logits.
+            features: `[M, D]` hidden states after the final norm, from which the target predicts the same tokens.
+            following: `[M]` the text's token at these places.
+            ranks: R, number of top drafted tokens to compare.
 
         Returns:
             `[M, R]`: whether the r-th best drafted token is the greedy choice. `[M]`: whether the text's token is.

@@ -1,4 +1,4 @@
-"""Generate the answers for distillation with a model in this process; `servers.py` uses a server instead."""
+"""Interface to the target that answers prompts for `distill`, and its implementation with a model in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_specdec.transformers_private import model_name
 
 
 class Teacher(ABC):
-    """Interface to a target that answers prompts.
+    """Base class of teachers: targets whose answers become training data.
 
     Attributes:
         name: Name of the target stored with every row: a Hub id, or the last component of a local path.
@@ -33,19 +33,19 @@ class Teacher(ABC):
 
     @property
     def num_lost(self) -> int:
-        """Number of answers dropped because they were malformed or their token ids are uncertain."""
+        """Number of dropped answers, for all reasons."""
         return self.lost.total()
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return values that identify the target; all rows of a dataset come from one target."""
+        """Return values that identify the target; an interrupted `distill` resumes only if they are the same."""
 
     @abstractmethod
     def check(self, prompt: list[int]) -> None:
-        """Check before any work that the target can answer and reads tokens unchanged.
+        """Check, before `distill` starts, that the target can answer and reads exactly the tokens of a prompt.
 
         Args:
-            prompt: Token ids of one of the prompts.
+            prompt: Token ids of a prompt to try.
 
         Raises:
             InvalidConfigError: The check failed.
@@ -55,7 +55,7 @@ class Teacher(ABC):
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """Answer prompts; every answer ends with an end token or has `max_new_tokens` tokens.
+        """Let the target answer prompts; every answer ends with an end token or has `max_new_tokens` tokens.
 
         Args:
             prompts: Token ids of each prompt.
@@ -64,7 +64,7 @@ class Teacher(ABC):
             label: Unique name of this call within the run, from which the random seeds are derived.
 
         Returns:
-            One answer per prompt; None if it was dropped, which `lost` counts.
+            Token ids of each prompt's answer; None if it was dropped, which `lost` counts.
         """
 
     def ended(self, answer: Sequence[int]) -> bool:
@@ -73,10 +73,10 @@ class Teacher(ABC):
 
 
 class ModelTeacher(Teacher):
-    """Teacher that runs a model in this process: plain `generate()` without top-k or top-p.
+    """Teacher that calls `generate()` of a model in this process, without top-k and top-p.
 
     Args:
-        model: The target, attached or not.
+        model: The target.
         batch_size: Rows per `generate()` call, taken from prompts sorted by length.
     """
 
@@ -88,7 +88,7 @@ class ModelTeacher(Teacher):
         self.name = portable_name(name) or Path(name).name
 
     def facts(self) -> dict[str, Any]:
-        """Return the model's name, its dtype and a hash of some of its weights."""
+        """Return the model's name, its dtype and a hash of its first weights."""
         weights = next(self.model.parameters()).detach().flatten()[:4096].float().cpu()
         return {
             "model": self.name,
@@ -102,7 +102,7 @@ class ModelTeacher(Teacher):
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """See `Teacher.generate`. Every batch has a seed derived from its label and position."""
+        """See `Teacher.generate`. The seed of every batch is derived from `label` and its place in the call."""
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: list[list[int] | None] = [None for _ in prompts]
         for start in range(0, len(order), self._batch_size):
@@ -130,7 +130,7 @@ class ModelTeacher(Teacher):
 
 
 def seed_of(label: str) -> int:
-    """Derive a 56-bit seed from a label; it is the same in every process and on every machine."""
+    """Derive a 56-bit seed from a label; equal labels give equal seeds in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big")
 
 

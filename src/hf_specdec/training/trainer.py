@@ -1,6 +1,6 @@
 """Training shared by all heads: transformers' Trainer around an objective, which is a head with its loss.
 
-The frozen target is not a submodule of the objective, so checkpoints, optimisers, DDP and FSDP see the head only.
+Except in Medusa-2, the target is not a submodule of the objective, so the Trainer, DDP and FSDP see only the head.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import text_config
 
 HELD_OUT_TAU = "greedy chains on held-out conversations"
-"""Key of the tau on held-out conversations in `head.config.tau`."""
+"""Key of the tau (tokens per target forward) on held-out conversations in `head.config.tau`."""
 
 
 class Objective(nn.Module, ABC):
-    """A head and its loss.
+    """Base class of training objectives: a module that contains a head and computes its loss.
 
     Attributes:
         head: The head to train.
-        layers: Hidden states of the target that `forward` reads, ending with `LAST`, which yields the labels; empty
-            if the objective runs the target itself.
+        layers: Indices of the target's hidden states that `forward` reads. The last is `LAST`, from which the labels
+            are computed. Empty if the objective runs the target itself.
         learning_rate_multiplier: Factor on the learning rate of the head's parameters.
         progress: Fraction of the run that is done, 0 to 1; set by the trainer.
         recipe: The objective's settings, a dataclass.
@@ -70,7 +70,7 @@ class Objective(nn.Module, ABC):
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
     ) -> HeadLoss:
-        """Return the loss of right-padded conversations.
+        """Return the loss of right-padded conversations, with counts of correct drafted tokens if requested.
 
         Args:
             input_ids: `[B, T]`.
@@ -82,18 +82,18 @@ class Objective(nn.Module, ABC):
 
 
 class HeadTrainer(Trainer):
-    """transformers' Trainer for an objective.
+    """Subclass of transformers' Trainer that trains the head of an objective.
 
     Its log also has `top1_accuracy_d`, how often the d-th drafted token is the target's greedy choice, and
-    `predicted_tau`, the tau of a greedy chain with these accuracies.
+    `predicted_tau`, the tokens per target forward of a greedy chain with these accuracies.
 
     Args:
         objective: The head and its loss.
         target: The frozen target; it computes the features if `data` has none.
         data: Training data.
         arguments: transformers' training arguments.
-        held_out: Evaluation data. The log then has `eval_tau`, the tau of greedy chains on it, and
-            `eval_accepted_d`, how often such a chain is accepted to depth d.
+        held_out: Evaluation data. Evaluations log `eval_tau`, the tokens per target forward of greedy chains on it,
+            and `eval_accepted_d`, how often such a chain is accepted at least to depth d.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class HeadTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
-        """Compute the loss, and count correct tokens if this step is logged."""
+        """Return the loss of a batch, and count correct drafted tokens if this step is logged."""
         inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
@@ -131,7 +131,7 @@ class HeadTrainer(Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def rehearse(self, numbers: Sequence[int]) -> Tensor:
-        """Return the loss of a batch of these conversations without changing the state of the run."""
+        """Return the loss of the training conversations with these indices, for an estimate before the run."""
         batch = self._prepare_inputs(collate([self.train_dataset[number] for number in numbers]))
         inputs = with_features(batch, self._target, self._objective.layers, self._columns)
         self._objective.progress = 1.0  # the last steps are the slowest; training sets it again
@@ -142,7 +142,7 @@ class HeadTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss and twice (as predictions and labels) the counts `[1, K, 4]` of a held-out batch."""
+        """Return loss, predictions and labels of a held-out batch; the last two are both its counts `[1, K, 4]`."""
         batch, layers = self._prepare_inputs(inputs), self._objective.layers
         inputs = with_features(batch, self._target, layers, self._held_out_columns)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -152,7 +152,7 @@ class HeadTrainer(Trainer):
         return outputs.loss.detach(), packed, packed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Also log the accuracies since the last call."""
+        """Log as the Trainer does, with the accuracies measured since the last log and the tau that they predict."""
         if "loss" in logs and isinstance(self._right, Tensor) and isinstance(self._counted, Tensor):
             accuracies = (self._right / self._counted.clamp(min=1)).tolist()
             logs.update({f"top1_accuracy_{depth}": value for depth, value in enumerate(accuracies, start=1)})
@@ -161,7 +161,7 @@ class HeadTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser; the head gets a parameter group if its learning rate differs."""
+        """Create the Trainer's optimiser; the head gets its own parameter group if its learning rate differs."""
         factor = self._objective.learning_rate_multiplier
         if self.optimizer is None and factor != 1.0:
             trained = [(n, p) for n, p in self._objective.named_parameters() if p.requires_grad]
@@ -176,10 +176,10 @@ class HeadTrainer(Trainer):
         return super().create_optimizer()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the objective's weights.
+        """Load the objective's weights from a checkpoint; under FSDP transformers does, without these checks.
 
         Raises:
-            CheckpointFormatError: The checkpoint holds other tensors.
+            CheckpointFormatError: The checkpoint cannot be read or holds other tensors.
         """
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -195,22 +195,22 @@ class HeadTrainer(Trainer):
         self._objective.load_state_dict(tensors, strict=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Same as transformers; raises `CheckpointFormatError` if a file is damaged."""
+        """Load as transformers does; raise `CheckpointFormatError` if a file is damaged."""
         with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Same as transformers; raises `CheckpointFormatError` if the file is damaged."""
+        """Load as transformers does; raise `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Same as transformers; raises `CheckpointFormatError` if the file is damaged."""
+        """Load as transformers does; raise `CheckpointFormatError` if the file is damaged."""
         with reading(checkpoint):
             super()._load_scaler(checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Return the sampler; group by the known lengths, because the Trainer would load all features to find them."""
+        """Return the sampler; to group by length, use `lengths` of the dataset instead of loading all features."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             return SeededLengthSampler(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)
@@ -219,7 +219,7 @@ class HeadTrainer(Trainer):
 
 
 def _metrics(gathered: EvalPrediction) -> dict[str, float]:
-    """Return the metrics of held-out conversations from the counts `[N, K, 4]` of all batches."""
+    """Compute tau and acceptance by depth on held-out conversations from the counts `[N, K, 4]` of all batches."""
     acceptance = Counts.of(torch.as_tensor(gathered.predictions, device="cpu").sum(0)).acceptance
     return {"tau": 1.0 + sum(acceptance), **{f"accepted_{depth}": value for depth, value in enumerate(acceptance, 1)}}
 
@@ -232,8 +232,8 @@ def fit(
     """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
 
     Args:
-        objective, target, data, arguments, held_out: See `HeadTrainer`. If the arguments enable evaluation
-            (`head_arguments(..., held_out=True)` does), the head that was best on `held_out` is returned.
+        objective, target, data, arguments, held_out: See `HeadTrainer`. With `load_best_model_at_end` in the arguments
+            (`head_arguments(..., held_out=True)` sets it), the head is returned as it was best on `held_out`.
         resume: Resume from the last complete checkpoint in `arguments.output_dir`, if there is one.
 
     Returns:
@@ -241,8 +241,10 @@ def fit(
         untrained on the others.
 
     Raises:
-        InvalidConfigError: FSDP in a single process, weights created in inference mode, token ids outside the target's
-            vocabulary, or a directory whose run has another head, settings or data.
+        InvalidConfigError: FSDP in a single process, weights created in inference mode, no conversations, token ids
+            outside the target's vocabulary, features that lack a layer, an output directory in use by another
+            process, or a resumed run that had another head, settings or data.
+        CheckpointFormatError: The checkpoint to resume from is damaged.
         DrafterMismatchError: The head was made for another model.
     """
     objective.head.check_sizes(text_config(target))
@@ -280,7 +282,7 @@ def fit(
 
 
 def _evaluation(trainer: Trainer) -> dict[str, Any]:
-    """Return the evaluation logged for the returned head: the best one if it was loaded, else the last, or {}."""
+    """Return the log entry of the best evaluation if that head was loaded, else of the last one, or {}."""
     rows = [row for row in trainer.state.log_history if "eval_tau" in row]
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
         rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows

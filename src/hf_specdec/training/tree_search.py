@@ -1,6 +1,6 @@
 """Find the fastest static tree for a head on this device.
 
-Medusa (https://arxiv.org/abs/2401.10774), section 2.3.3: measure how often the r-th candidate of each depth is
+Medusa (https://arxiv.org/abs/2401.10774), section 2.3.3: measure how often the r-th best candidate at each depth is
 correct, then repeatedly add the node that is most likely to be accepted. Unlike the paper, the number of nodes is also
 chosen, by the measured cost of drafting and verifying trees of several sizes.
 """
@@ -44,7 +44,7 @@ OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objectiv
     Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
     MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
 }
-"""Creates the objective that measures a head, by its class; the last argument is the number of depths."""
+"""For each class of head, a function of head, target and number of depths that creates the objective to measure it."""
 
 
 def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
@@ -53,7 +53,7 @@ def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class TreeSearch:
-    """A tree and the measurements on which its choice is based."""
+    """A static tree, with the measurements from which it was chosen."""
 
     choices: tuple[Choice, ...]  # drafted nodes, most likely first
     accuracies: Accuracies
@@ -68,7 +68,7 @@ class TreeSearch:
 
     @property
     def expected_speed_up(self) -> float | None:
-        """Expected speed-up over plain decoding; None if the number of nodes was given, which skips timing."""
+        """Expected speed-up over plain decoding; None if nothing was timed because the number of nodes was given."""
         if not self.verify_seconds:
             return None
         step = self.verify_seconds[self.num_nodes] + self.draft_seconds
@@ -76,7 +76,7 @@ class TreeSearch:
 
     @property
     def acceptance(self) -> dict[Choice, float]:
-        """Probability that each node is accepted."""
+        """Estimated probability that each drafted node is accepted, by its path from the root."""
         return {path: node_acceptance(path, self.accuracies) for path in self.choices}
 
 
@@ -84,11 +84,11 @@ def search_tree(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
     num_steps: int = 5, top_k: int = 10, context: int = 256,
 ) -> TreeSearch:  # fmt: skip
-    """Find a tree with `find_tree` and write it to the head's config, which `head.save_pretrained` stores.
+    """Find a tree with `find_tree` and set it in the head's config, which `head.save_pretrained` stores.
 
     Args:
         model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
-        head: A trained head; sets its `config.tree` and `config.num_draft_tokens`.
+        head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
 
     Raises:
         InvalidConfigError, DrafterMismatchError: See `find_tree`.
@@ -111,20 +111,21 @@ def find_tree(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
     num_steps: int = 5, top_k: int = 10, context: int = 256,
 ) -> TreeSearch:  # fmt: skip
-    """Find the static tree with the most expected tokens per second.
+    """Find the static tree with the most expected tokens per second or, for a given size, per target forward.
 
     Args:
         model: The target.
         head: A trained head.
-        data: Answers of the target, preferably greedy ones; features or conversations.
+        data: Captured features or conversations, with answers of the target, preferably greedy ones.
         num_nodes: Size of the tree, root included; None chooses the fastest size on this device.
         max_nodes: Largest size to consider.
-        num_steps: Maximum depth; Medusa has at most one level per head.
-        top_k: Candidates measured per node.
-        context: Committed tokens in the cache when forwards are timed.
+        num_steps: Maximum depth; for Medusa also at most the number of heads.
+        top_k: Number of best candidates measured at each depth.
+        context: Number of tokens in the KV cache when forwards are timed.
 
     Raises:
-        InvalidConfigError: No answers in `data`, no correctly drafted token, or invalid sizes.
+        InvalidConfigError: No answers in `data`, token ids outside the target's vocabulary, features without a needed
+            layer, no correctly drafted token, or invalid sizes.
         DrafterMismatchError: The head was made for another model.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:
@@ -161,18 +162,18 @@ def find_tree(
 def count_correct(
     model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_steps: int, top_k: int, batch_size: int = 8
 ) -> Counts:
-    """Count how often the r-th candidate of each depth is the target's greedy choice, and how far chains are accepted.
+    """Count how often the r-th best candidate is the target's greedy choice, and how far greedy chains are accepted.
 
     Args:
         model: The target.
         head: The head.
-        data: Answers of the target.
-        num_steps: Number of depths; Medusa has at most one per head.
-        top_k: Number of ranks.
+        data: Captured features or conversations, with answers of the target.
+        num_steps: Number of depths to count; for Medusa at most the number of heads.
+        top_k: Number of best candidates to compare at each depth.
         batch_size: Conversations per forward.
 
     Raises:
-        InvalidConfigError: `data` has no position to draft at.
+        InvalidConfigError: `data` has no answer tokens to draft, or its features lack a layer.
     """
     objective = OBJECTIVES[type(head)](head, model, num_steps)
     parameter = next(head.parameters())

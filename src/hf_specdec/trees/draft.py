@@ -21,8 +21,8 @@ class Budget:
         num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
         num_steps: Depth below the root; 0 in a plain step.
         top_k: Children per node; 1 gives a chain.
-        min_level_probability: Stop growing if the summed probability of the best candidates of all rows falls below
-            this. Checking it reads the device, so it is set only for drafters that run on the CPU.
+        min_level_probability: Stop growing if the probability of the likeliest node to expand, summed over rows, falls
+            below this. Checking it reads the device, so it is set only on the CPU.
     """
 
     num_nodes: int
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def chain(self) -> Budget:
-        """The same depth without branches."""
+        """The budget of a chain of the same depth."""
         return replace(self, num_nodes=min(self.num_nodes, self.num_steps + 1), top_k=1)
 
 
@@ -59,15 +59,15 @@ PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafted tree with the drafter's confidence in each node."""
+    """A drafted tree, with the probability and the drafter of each node if known."""
 
     tree: TokenTree
-    log_probs: Tensor | None = None  # [B, N] of each node given its parent; None: unknown
+    log_probs: Tensor | None = None  # [B, N] by the drafter, of each node given its parent; None: unknown
     sources: tuple[tuple[str, ...], ...] | None = None  # drafter of each node of each row; None: the session's drafter
 
     @classmethod
     def plain(cls, roots: Tensor) -> Draft:
-        """Draft nothing: verifying the roots `[B]` alone is one step of plain decoding."""
+        """Create a draft of the roots `[B]` alone; verifying it is one step of plain decoding."""
         return cls(TokenTree(roots[:, None], torch.full_like(roots[:1], ROOT_PARENT), max_depth=0))
 
     @classmethod
@@ -76,7 +76,7 @@ class Draft:
 
         Args:
             rows: Tokens and parents of each row, root first.
-            device: Device of the roots.
+            device: Device of the draft's tensors.
         """
         return cls(stack_trees(rows, device))
 
@@ -86,5 +86,5 @@ class Draft:
         return self.tree.num_drafted
 
     def with_repeated(self, token: int, rows: Tensor) -> Draft:
-        """Return the draft with some rows replaced by one repeated token, see `TokenTree.with_repeated`."""
+        """Return the draft with `TokenTree.with_repeated` applied to its tree."""
         return replace(self, tree=self.tree.with_repeated(token, rows))

@@ -1,8 +1,8 @@
-"""Growing trees: dynamic ones level by level, static ones from given ranks, and merging chains.
+"""Grow trees: dynamic ones by probability, static ones of a given shape, and trees of chains with common prefixes.
 
-A drafter provides `Expand`, which scores the children of nodes. Sources: EAGLE (https://arxiv.org/abs/2401.15077) for
-static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for dynamic trees, Medusa (https://arxiv.org/abs/2401.10774)
-for choosing the likeliest ranks.
+A drafter provides an `Expand` function, which scores the children of nodes. Sources: EAGLE
+(https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for dynamic trees,
+Medusa (https://arxiv.org/abs/2401.10774) for choosing the likeliest ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 BLOCK = 128
 """Tokens per block in `best_children` on the CPU."""
 Accuracies = tuple[tuple[float, ...], ...]
-"""`[depth][rank]`: probability that a candidate is the target's choice if all of its ancestors are."""
+"""`[depth][rank]`: probability that the child of this rank is the target's choice if all its ancestors are; depth 0
+are the children of the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Level:
 
 
 Expand = Callable[[Tensor, Level, Tensor, Tensor, int], Level]
-"""`expand(tokens [B, K], level above, parent_index [B, K], seen [B, K, expanded], depth)` returns the nodes' level.
+"""`expand(tokens [B, K], level above, parent_index [B, K], seen [B, K, expanded], depth)` returns a `Level`.
 
 `parent_index` is the index of each node's parent in the level above. `seen` is True at the nodes expanded so far that
 a node attends to: its ancestors and itself. `depth` is the depth of the nodes, 1 for children of the root.
@@ -119,18 +120,18 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
 
 
 def _is_unlikely(scores: Tensor, min_probability: float) -> bool:
-    """Whether the best probability of each row, summed over rows, is too low; reads the device if a minimum is set."""
+    """Whether the largest probability of each row, summed over rows, is below a minimum (0: none, reads nothing)."""
     return min_probability > 0 and float(scores.amax(-1).exp().sum()) < min_probability
 
 
 def growable(budget: Budget) -> Budget:
-    """Return the budget with `num_nodes` reduced to what a dynamic tree of this depth and width can have."""
+    """Return the budget with `num_nodes` reduced to the most nodes that a dynamic tree within it can have."""
     candidates = budget.top_k + (budget.num_steps - 1) * budget.top_k**2
     return replace(budget, num_nodes=min(budget.num_nodes, 1 + candidates))
 
 
 def _keep_best(roots: Tensor, scores: Tensor, edges: Tensor, tokens: Tensor, parents: Tensor, budget: Budget) -> Draft:
-    """Keep the best `num_nodes - 1` of M candidates `[B, M]` in order of growth, and renumber their parents."""
+    """Return a draft of the roots and the best `num_nodes - 1` of M candidates `[B, M]`, in order of growth."""
     rows = torch.arange(scores.shape[0], device=scores.device)[:, None]
     kept = _best(scores, min(budget.num_nodes - 1, scores.shape[1]))
     # index[c + 1] is the node of candidate c; candidate -1 is the root, node 0
@@ -153,7 +154,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def _best_of_ties(scores: Tensor, count: int) -> Tensor:
-    """Like `_best`, for backends whose sort is not stable even with `stable=True`, such as MPS.
+    """Implement `_best` on all devices except the CPU, without a stable sort, which some backends (MPS) lack.
 
     Only candidates that tie with the last kept one are ordered by index, which `float32` represents exactly.
     """
@@ -178,7 +179,7 @@ class StaticStep:
 
 @dataclass(frozen=True, slots=True)
 class StaticLevels:
-    """A static tree as index tensors, level by level."""
+    """The shape of a static tree, as index tensors for each level."""
 
     choices: tuple[Choice, ...]
     node_parents: Tensor  # [N] parents of all nodes
@@ -187,7 +188,7 @@ class StaticLevels:
 
     @classmethod
     def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
-        """Create the levels from choices sorted by depth."""
+        """Create the levels from the paths of a tree, sorted as by `config.validate_choices`."""
         steps = []
         expanded: list[Choice] = [()]
         for depth in range(1, max(map(len, choices)) + 1):
@@ -211,7 +212,7 @@ class StaticLevels:
 
 
 def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels) -> Draft:
-    """Grow a static tree as EAGLE-1 does: nodes are given by rank, and those with children are expanded.
+    """Grow a static tree as EAGLE-1 does: the shape gives the rank of each node among its parent's children.
 
     Args:
         roots: `[B]` root tokens.
@@ -235,7 +236,7 @@ def grow_static(roots: Tensor, root: Level, expand: Expand, levels: StaticLevels
 
 
 def choice_parents(choices: Sequence[Choice]) -> list[int]:
-    """Return the parents of all nodes of a static tree, root first.
+    """Return the parents of all nodes of the static tree with these paths, root first.
 
     Example: [(0,), (1,), (0, 0)] gives [-1, 0, 0, 1].
     """
@@ -244,7 +245,7 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
 
 
 def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
-    """Return the first choices of a list that fit a budget; parents must precede their children.
+    """Return the first paths of a static tree that fit a budget; parents must precede their children.
 
     Example: [(0,), (1,), (0, 2), (0, 3)] within 4 nodes, 2 steps, 1 child is [(0,), (0, 2)].
     """
@@ -258,7 +259,7 @@ def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
 
 
 def limits_of(choices: Sequence[Choice]) -> Budget:
-    """Return the budget that a whole choice list needs."""
+    """Return the smallest budget that the static tree with these paths fits."""
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     return Budget(len(choices) + 1, deepest, widest + 1)
 
@@ -278,15 +279,15 @@ def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape) -> Draft:
 
 
 def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
-    """Return the probability that a node is accepted, assuming independent depths as the Medusa paper does."""
+    """Return the probability that the node at a path is accepted, if depths are independent, as Medusa assumes."""
     return prod(accuracies[depth][rank] for depth, rank in enumerate(path))
 
 
 def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
-    """Return the likeliest nodes, best first, parents before their children. Source: Medusa, section 2.3.3.
+    """Return the paths most likely to be accepted, best first, parents before children (Medusa, section 2.3.3).
 
     Args:
-        accuracies: `[depth][rank]`.
+        accuracies: See `Accuracies`.
         num_nodes: Size of the tree, root included; the tree is smaller if all other candidates have accuracy 0.
 
     Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
@@ -311,7 +312,7 @@ def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
 
 
 class PrefixTree:
-    """A tree on the host that paths can be added to; paths with a common prefix share its nodes.
+    """A tree on the host, built by adding chains of tokens; chains with a common prefix share its nodes.
 
     Args:
         root: The root's token.
@@ -325,7 +326,7 @@ class PrefixTree:
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, chain: Iterable[int], num_nodes: int, node: int = 0) -> int:
-        """Add a path below a node until the tree has `num_nodes` nodes; return the last node on the path."""
+        """Add a chain below a node until the tree has `num_nodes` nodes; return the last node reached."""
         for token in chain:
             child = self._children.get((node, token))
             if child is None:

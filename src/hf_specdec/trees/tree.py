@@ -1,4 +1,4 @@
-"""The tree of drafted tokens, and the terms used in this package.
+"""`TokenTree`, the tree of drafted tokens, and the terms used in this package.
 
 **Invariant: between steps the cache holds exactly the L committed tokens of each row; the root token is chosen
 but its keys are not cached yet.**
@@ -9,7 +9,7 @@ but its keys are not cached yet.**
   Either is the next root.
 * *committed*: tokens that stay in the cache.
 
-Letters: B rows, N nodes, P path length, L committed length, V vocabulary size, D hidden size, K children.
+Letters: B rows, N nodes, P path length, L committed length, V vocabulary size, D hidden size, K nodes of a level.
 Independent of models and caches.
 """
 
@@ -42,12 +42,12 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, root included."""
+        """The number of nodes of each row (N), root and padding included."""
         return self.tokens.shape[1]
 
     @property
     def depth_bound(self) -> int:
-        """Upper bound of the depth, known on the host."""
+        """An upper bound of the depth that is known without reading the device."""
         return self.num_nodes - 1 if self.max_depth is None else min(self.max_depth, self.num_nodes - 1)
 
     @property
@@ -114,10 +114,10 @@ class TokenTree:
         )
 
     def validate(self) -> None:
-        """Check all invariants; for tests, as the decoding loop does not call it.
+        """Check shapes and parents. For tests: the decoding loop does not call it, because it reads the device.
 
         Raises:
-            ValueError: An invariant is violated; the message names the first one.
+            ValueError: The tree is invalid; the message names the first fault.
         """
         batch, nodes = self.tokens.shape
         parents = self.parents if self.parents.dim() == 2 else self.parents[None]

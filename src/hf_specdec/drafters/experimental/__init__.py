@@ -1,1 +1,1 @@
-"""Drafters that did not pay in any measurement; available by name (docs/methods/)."""
+"""Drafters that were not worth using in any measurement; available by name (docs/methods/)."""

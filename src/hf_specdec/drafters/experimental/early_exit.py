@@ -1,11 +1,11 @@
-"""Early exit: draft with some of the target's own layers, its final norm and its lm_head, on its own cache.
+"""Early exit: draft with some of the target's layers, its final norm, its lm_head and its key-value cache.
 
-Experimental because it did not pay in any measurement: 0.43x of plain decoding (docs/benchmarks.md).
+Experimental because it was slower in the benchmarks: 0.43x the speed of plain decoding (docs/benchmarks.md).
 
 Sources: LayerSkip (https://arxiv.org/abs/2404.16710) for the first layers, Draft & Verify
 (https://arxiv.org/abs/2309.08168) and SWIFT (https://arxiv.org/abs/2410.06916) for skipped layers. Whole layers are
-skipped here, not attention and MLP separately, and the depth is fixed: a confidence threshold would have to be read
-from the device after every token.
+skipped here, not attention and MLP separately, and the depth is fixed: to stop at a confidence threshold, the host
+would have to read the device after every token.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hf_specdec.verification.target import Target
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 1
 DEFAULT_SHARE = 3
-"""By default, the first third of the layers run; published models do not state an exit layer."""
+"""By default, the first 1/3 of the layers run, because published models do not state an exit layer."""
 DEFAULT_RATIO = 0.45
-"""Fraction of the inner layers that `search_skipped_layers` skips, as in SWIFT."""
+"""Fraction of the layers between the first and the last that `search_skipped_layers` skips, as in SWIFT."""
 
 
 class EarlyExitDrafter(Drafter):
@@ -48,8 +48,8 @@ class EarlyExitDrafter(Drafter):
 
     Args:
         exit_layer: Run only the first `exit_layer` layers; default: a third of all layers.
-        skipped_layers: Run all layers but these, counted from 0; see `search_skipped_layers`. Layer 0 always runs
-            because it counts the tokens in the cache.
+        skipped_layers: Run all layers except these, counted from 0; see `search_skipped_layers`. Layer 0 always runs,
+            because the number of tokens in the cache is read from it.
 
     Raises:
         InvalidConfigError: Both arguments are given, or they are not valid layer numbers.
@@ -73,7 +73,7 @@ class EarlyExitDrafter(Drafter):
         return f"EarlyExitDrafter({', '.join(given)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the bound models, so that copies start unbound."""
+        """Leave out the bound models, so that copies are not bound."""
         return {name: value for name, value in vars(self).items() if name != "_bound"}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
@@ -89,7 +89,11 @@ class EarlyExitDrafter(Drafter):
         self._bound[model] = skippable(model, self.layers_to_skip(model))
 
     def layers_to_skip(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Return the numbers of the layers to skip in this model."""
+        """Return the numbers of the layers to skip in this model, from 0.
+
+        Raises:
+            DrafterMismatchError: The model has fewer layers than `exit_layer`.
+        """
         if self.skipped_layers is not None:
             return self.skipped_layers
         _, layers = find_backbone(model)
@@ -119,7 +123,7 @@ class EarlyExitDrafter(Drafter):
 
 
 def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
-    """Return the layers to skip, ascending.
+    """Return layer numbers as ascending ints without duplicates.
 
     Raises:
         InvalidConfigError: They are not integers >= 1.
@@ -156,16 +160,16 @@ class _EarlyExitSession(DraftSession):
 
 
 def _fitting(budget: Budget) -> Budget:
-    """Cap the depth so that the nodes run while drafting fit in the cache slots reserved for the tree.
+    """Limit the depth, so that the nodes that run while drafting fit in the cache slots reserved for the tree.
 
-    Example: 5 nodes and top_k 2 allow three levels, which run the root, two nodes and two nodes.
+    Example: 5 nodes and top_k 2 allow a depth of 3, for which the root, two nodes and two nodes run.
     """
     num_steps = min(budget.num_steps, 1 + (budget.num_nodes - 1) // budget.top_k)
     return growable(Budget(budget.num_nodes, num_steps, budget.top_k))
 
 
 def _level(logits: Tensor, top_k: int) -> Level:
-    """Return the best children of K nodes with logits `[B, K, V]`."""
+    """Return the `Level` of K nodes after which the logits are `[B, K, V]`: the `top_k` likeliest children of each."""
     log_probs, ids = best_children(logits, top_k)
     return Level(ids, log_probs, ids)
 
@@ -196,7 +200,7 @@ def search_skipped_layers(
         ratio: Fraction of the layers between the first and the last to skip.
         trials: Replacements to try. Each takes one forward per prompt, as does the initial test of each layer.
         new_tokens: Length of the answers.
-        seed: Random seed of the exchanges.
+        seed: Random seed of the replacements.
 
     Returns:
         Layers for `EarlyExitDrafter(skipped_layers=...)`, ascending.
@@ -236,7 +240,7 @@ def search_skipped_layers(
 
 
 def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLayers:
-    """Return those layers that can be skipped. The layer whose cache transformers measures, for example, cannot.
+    """Return the given layers that can be skipped. A layer whose cache length transformers reads, for example, cannot.
 
     Raises:
         UnsupportedModelError: None of the layers can be skipped.
@@ -254,7 +258,7 @@ def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLa
 
 
 def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[Tensor, int, Tensor]:
-    """Return prompt and greedy answer `[1, T]`, the index of the prompt's last token, and the choices `[T]`."""
+    """Return prompt and greedy answer `[1, T]`, the index of the prompt's last token, and `_choices` of this text."""
     ids = prompt.view(1, -1).to(execution_device(model))
     generate: Any = model.generate
     text = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)

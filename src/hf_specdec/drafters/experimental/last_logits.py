@@ -1,11 +1,11 @@
 """Last-logits drafting: draft the runners-up of the last token as the next token.
 
-Experimental because it did not pay in any measurement: 1.07x on average over 12 questions, slower than plain decoding
-on 5 of them (docs/benchmarks.md).
+Experimental because the gain is small: 1.07x the speed of plain decoding on average over 12 questions, and slower on 5
+of them (docs/benchmarks.md).
 
 Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root also rank the token
 after it. Their best tokens except the root become its children; drafters merged with this one can extend them. The
-only computation is a `topk`, nothing is learned, and everything stays on the device.
+only computation is a `topk`; nothing is learned, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hf_specdec.verification.target import Target
 
 DEFAULT_TOP_K = 4
 MERGED_TOP_K = 8
-"""Candidates that are merged with those of other drafters."""
+"""Number of runners-up that are merged with the candidates of other drafters."""
 TRUST = 0.2
-"""Ratio of a runner-up's expected acceptance one token later to its probability."""
+"""Ratio of a runner-up's acceptance rate after the root to its probability instead of the root."""
 
 
 class LastLogitsDrafter(Drafter):
-    """Drafts the runners-up of the last token as the next one. Works with any model.
+    """Drafts the runners-up of the last emitted token as the token after it. Works with any model.
 
     Experimental (1.07x, see the module). Config fields: `top_k` (default 4) or `num_draft_tokens`, which includes the
     root; the tree has one level.
@@ -65,10 +65,10 @@ class LastLogitsDrafter(Drafter):
 class _LastLogitsSession(DraftSession):
     def __init__(self, roots: Tensor) -> None:
         self._roots = roots
-        self._logits: Tensor | None = None  # [B, V] that chose the roots
+        self._logits: Tensor | None = None  # [B, V] from which the roots were chosen; None in the first step
 
     def _runners_up(self, count: int) -> tuple[Tensor, Tensor] | None:
-        """Return log-probabilities and ids `[B, count]` of the best tokens without the roots; None if unknown."""
+        """Return log-probabilities and ids `[B, count]` of the best tokens except the roots; None if unknown."""
         if self._logits is None or self._logits.shape[-1] <= count:
             return None
         ids = self._logits.scatter(1, self._roots[:, None], -torch.inf).topk(count, dim=-1).indices
@@ -94,7 +94,7 @@ class _LastLogitsSession(DraftSession):
 
 
 class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
-    """Session with the logits on the host, which also lists the candidates of each row."""
+    """Session for a target on the CPU, which can also list the candidates of each row."""
 
     def __init__(self, roots: Tensor) -> None:
         super().__init__(roots)
@@ -112,7 +112,7 @@ class _HostLastLogitsSession(_LastLogitsSession, CandidateSession):
 
 
 class RunnersUp(Candidates):
-    """One row's runners-up as candidates after the root; there are none after a runner-up.
+    """One row's runners-up as candidates after the root; after a runner-up there are no candidates.
 
     Args:
         log_probs, ids: The runners-up, most likely first.
@@ -128,5 +128,5 @@ class RunnersUp(Candidates):
         return self._found
 
     def follow(self, place: bool, token: int) -> None:
-        """Return None: there are no further candidates."""
+        """Return None, because nothing is drafted after a runner-up."""
         return

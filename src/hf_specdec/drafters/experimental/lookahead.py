@@ -1,11 +1,12 @@
-"""Lookahead decoding: a Jacobi window generates n-grams, and those that start with the last token are drafted.
+"""Lookahead decoding: a window of guesses generates n-grams, and those that start with the last token are drafted.
 
-Experimental because it did not pay in any measurement: 1.25x on average over 12 questions, slower than plain
-decoding on 3 of them (0.86x on the worst), and no better than n-grams of the text alone (docs/benchmarks.md).
+Experimental because the window gains nothing: 1.25x the speed of plain decoding on average over 12 questions, slower
+on 3 of them (0.86x on the worst), and no better than n-grams of the text alone (docs/benchmarks.md).
 
 Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
-(https://arxiv.org/abs/2402.02057). The window is verified as branches of the tree: in the paper, the token in level l
-and column i attends to columns 0 to i of level 0 and to column i of levels 1 to l, which is a path from the root.
+(https://arxiv.org/abs/2402.02057). The window has levels and columns of tokens that the model corrects in every step
+(Jacobi iteration). It is verified as branches of the tree: in the paper, the token in level l and column i attends
+to columns 0 to i of level 0 and to column i of levels 1 to l, which is a path from the root.
 Differences: branches with equal prefixes share nodes; branches of the window can be accepted like any other draft; and
 n-grams of the text itself are stored as well.
 """
@@ -37,13 +38,13 @@ WINDOW_CHILDREN = 2
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams that the model generated in a window. Works with any model; nothing is kept between calls.
+    """Drafts n-grams of the text and of a window of guesses. Works with any model; nothing is kept between calls.
 
     Experimental (1.25x, but slower on some questions, see the module). Config fields: `num_draft_tokens` (default:
-    window and guesses, 30 nodes), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of
-    them for the window; default: `guesses + 2`). Guesses precede the window in the tree. The window has as many
-    columns as fit together with one guess, and none if `top_k` is less than 3 or the model cannot verify trees; then
-    n-grams come from the text alone. `tree` is rejected.
+    enough for window and n-grams, 30), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of
+    them for the window; default: `guesses + 2`). Drafted n-grams precede the window in the tree. The window has as
+    many columns as fit together with one n-gram, and none if `top_k` is less than 3 or the model cannot verify trees;
+    then n-grams come from the text alone. `tree` is rejected.
 
     Args:
         window: Columns of the window; W in the paper.
@@ -69,7 +70,7 @@ class LookaheadDrafter(Drafter):
         return f"LookaheadDrafter(window={self.window}, ngram={self.ngram}, guesses={self.guesses})"
 
     def limits(self, config: SpeculativeConfig) -> Budget:
-        """Return the size of window and guesses.
+        """Return the size of a tree that holds the window and the drafted n-grams.
 
         Raises:
             InvalidConfigError: `tree` is set, or no window fits although the window is the only source of n-grams.
@@ -96,7 +97,7 @@ class LookaheadDrafter(Drafter):
         return limits
 
     def window_within(self, limits: Budget) -> WindowShape | None:
-        """Return the largest window that fits together with one guess; None if none fits."""
+        """Return the largest window that fits together with one drafted n-gram; None if none fits."""
         shapes = (WindowShape(columns, self.ngram) for columns in range(self.window, 0, -1))
         return next((shape for shape in shapes if shape.fits(limits)), None)
 
@@ -115,21 +116,21 @@ class WindowShape:
 
     @property
     def first_width(self) -> int:
-        """Columns of level 0 at the start."""
+        """Columns of a new window, which has one level; it loses a column for each level that is added."""
         return self.columns + self.ngram - 2
 
     @property
     def num_nodes(self) -> int:
-        """Maximum number of nodes without the root, which is column 0 of level 0."""
+        """Largest number of nodes that the window adds to the tree, while it grows or when it is full."""
         return max(levels * (self.columns + self.ngram - 1 - levels) for levels in range(1, self.ngram)) - 1
 
     @property
     def depth(self) -> int:
-        """Depth of the last level of the last column; the same in every step."""
+        """Depth of the deepest node (last level, last column); the same in every step."""
         return self.columns + self.ngram - 3
 
     def fits(self, budget: Budget) -> bool:
-        """Return whether the window and one guess fit in a budget."""
+        """Return whether the window and one drafted n-gram fit in a budget."""
         return (
             budget.num_nodes >= 1 + self.num_nodes + self.ngram - 1
             and budget.num_steps >= self.depth
@@ -141,7 +142,7 @@ class JacobiWindow:
     """One row's window: guesses at the next tokens, corrected by the model in every step.
 
     Args:
-        shape: The sizes.
+        shape: Sizes of the window.
         tokens: Initial tokens of level 0, repeated as often as needed.
 
     Attributes:
@@ -183,7 +184,7 @@ class JacobiWindow:
 
 
 class NgramPool:
-    """The latest n-grams of each first token.
+    """Stores the latest n-grams by first token.
 
     Args:
         size: N-grams stored per first token.
@@ -191,10 +192,10 @@ class NgramPool:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._after: dict[int, dict[tuple[int, ...], None]] = {}  # oldest first
+        self._after: dict[int, dict[tuple[int, ...], None]] = {}  # by first token, the oldest first
 
     def add(self, ngrams: Iterable[tuple[int, ...]]) -> None:
-        """Store n-grams; if the pool is full, they replace the oldest with the same first token."""
+        """Store n-grams; with each first token, only the latest `size` are kept."""
         for first, *rest in ngrams:
             kept = self._after.setdefault(first, {})
             kept.pop(tuple(rest), None)
@@ -219,7 +220,7 @@ class _Row:
         self.read([*prompt, root])
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text and store their n-grams."""
+        """Append tokens to the text and, unless the drafter ignores the text, store the new n-grams."""
         if not tokens:
             return
         self.root = tokens[-1]
@@ -229,7 +230,7 @@ class _Row:
             self._tail = text[max(len(text) - size + 1, 0) :]
 
     def tree(self, budget: Budget, shape: WindowShape | None) -> PrefixTree:
-        """Build a tree of the latest guesses and, if a shape is given, the window."""
+        """Build a tree of the latest n-grams after the root and, if a shape is given, the window."""
         tree, self.cells = PrefixTree(self.root), []
         kept = budget.num_nodes - (shape.num_nodes if shape else 0)
         width = budget.top_k - (WINDOW_CHILDREN if shape else 0)
@@ -272,7 +273,7 @@ class _LookaheadSession(DraftSession):
             row.read(tokens)
 
     def _advance(self, step: Step, window_tree: TokenTree, cells: Tensor) -> None:
-        """Advance the windows of rows whose tree was verified, by one read of the choices at the last level."""
+        """Advance the windows of rows whose own tree was verified, using the model's choices at the last level."""
         tree = step.draft.tree
         if tree.tokens.shape != window_tree.tokens.shape:
             return

@@ -1,7 +1,7 @@
 """A view of a model that skips some decoder layers, for drafting: it shares the weights and does not change the model.
 
-Only the modules on the path to the list of layers are copied, and only as shells: parameters and all other modules are
-shared. A skipped layer is replaced by a shell that returns its hidden states unchanged, so that the other layers keep
+Only the modules on the path to the list of layers are copied, as shells: new module objects that share all parameters
+and submodules. A skipped layer is replaced by a shell that returns its input unchanged, so that the other layers keep
 their numbers, masks and cache slots.
 """
 
@@ -26,14 +26,14 @@ from hf_specdec.verification.probe import FAILURES, TargetFacts, first_inputs, i
 from hf_specdec.verification.target import Target
 
 SkippedLayers = Mapping[int, int | None]
-"""Numbers of the skipped layers, each with the length of the tuple it returns; None: it returns a tensor."""
+"""Skipped layers by number, each with the length of the tuple that it returns; None if it returns a tensor."""
 
 MAX_DIFFERENCE = 1e-2
 """Maximum relative distance between logits computed twice from the same cache; rounding errors are far smaller."""
 
 
 def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrainedModel:
-    """Return the model without the layers found by `skippable`.
+    """Return a view of the model that skips some layers, given as returned by `skippable`.
 
     Raises:
         UnsupportedModelError: The model has no list of decoder layers, or a forward on the path to it was replaced.
@@ -45,7 +45,7 @@ def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrained
 
 
 def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return the module, or a shell of it if a module below it is changed."""
+    """Return the replacement of a module in `changed`, a shell of it if a module below it is replaced, or itself."""
     if module not in changed:
         below = module._modules.items()
         children = {name: None if child is None else _with_changed(child, changed) for name, child in below}
@@ -57,7 +57,7 @@ def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """Create a module of the same class that shares all attributes, parameters and hooks.
+    """Create a module of the same class that shares all attributes, parameters and hooks with the given one.
 
     Raises:
         UnsupportedModelError: The module's forward was replaced; the new one is bound to the original module.
@@ -81,14 +81,14 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def _forward_with_hook(module: nn.Module, *inputs: Any, **named: Any) -> Any:
-    """Run a forward with accelerate's hook, as for offloaded weights or several devices."""
+    """Run a module's forward with accelerate's hook, which loads offloaded weights or moves inputs between devices."""
     hook: Any = dispatch_hook(module)
     inputs, named = hook.pre_forward(module, *inputs, **named)
     return hook.post_forward(module, type(module).forward(module, *inputs, **named))
 
 
 def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
-    """Create a shell of a layer that returns its hidden states unchanged."""
+    """Create a shell of a layer whose forward returns the layer's input unchanged."""
     base: Any = type(layer)
     shell: nn.Module = object.__new__(_identity_class(base, num_outputs))
     own = {name: value for name, value in vars(layer).items() if name != "forward"}
@@ -98,7 +98,7 @@ def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
 
 @functools.cache
 def _identity_class(base: Any, num_outputs: int | None) -> Any:
-    """Create a subclass with an identity forward; models may read its other attributes, such as the attention type."""
+    """Create a subclass whose forward returns its input; it inherits attributes that models read from their layers."""
 
     def forward(_self: nn.Module, *inputs: Any, **named: Any) -> Any:
         hidden = inputs[0] if inputs else named["hidden_states"]
@@ -112,9 +112,12 @@ def _identity_class(base: Any, num_outputs: int | None) -> Any:
 
 @torch.no_grad()
 def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
-    """Check that a model can draft without these layers on its own cache, and that this leaves the cache unchanged.
+    """Check that a model can draft on its cache without these layers, and that drafting leaves the cache unchanged.
 
-    Runs the forwards of `inspect_target` and eight more of at most 9 tokens in two rows. Does not change the model.
+    Runs the forwards of `inspect_target` and seven more of at most two rows of 9 tokens. Does not change the model.
+
+    Returns:
+        The layers, for `without_layers`.
 
     Raises:
         DrafterMismatchError: The model has no such layers.
@@ -149,7 +152,7 @@ class _CannotSkipError(Exception):
 
 @contextmanager
 def _collect_outputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """Collect the outputs of modules in forwards of this thread."""
+    """Context manager that collects the outputs of modules in the current thread's forwards, by module."""
     outputs: dict[nn.Module, Any] = {}
     thread = threading.get_ident()
 
@@ -174,7 +177,7 @@ def _num_outputs(output: Any) -> int | None:
 
 
 def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetFacts) -> None:
-    """Draft three levels on the whole model's cache; verification must give the same logits before and after.
+    """Draft three levels and check that verification gives the same logits before and after.
 
     Raises:
         _CannotSkipError: The logits differ or are not finite, or the skipped layers still run.
@@ -230,14 +233,14 @@ class GrowingTree:
             self._target.forget()
 
     def append(self, tokens: Tensor, parent_index: Tensor | None = None) -> Tensor:
-        """Run the next level of the tree.
+        """Append the next level of the tree and run it without the skipped layers.
 
         Args:
             tokens: The roots `[B, 1]`, later K nodes `[B, K]`.
             parent_index: `[B, K]` parent of each node, as an index in the level above; None for the roots.
 
         Returns:
-            Logits `[B, K, V]`.
+            Logits `[B, K, V]` after these nodes.
         """
         if self._tokens is None or parent_index is None:
             self._tokens, self._parents = tokens, torch.full_like(tokens, ROOT_PARENT)
