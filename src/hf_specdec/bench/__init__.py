@@ -1,4 +1,4 @@
-"""Benchmark methods against plain `generate()`: prompt files, timed calls, machine load and reports."""
+"""Benchmark decoding methods against plain `generate()`: prompt files, timed calls, machine load and reports."""
 
 from hf_specdec.bench.machine import environment
 from hf_specdec.bench.measuring import External, Measurement, Reply, measure

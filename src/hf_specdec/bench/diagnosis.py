@@ -1,4 +1,4 @@
-"""Diagnose a model on this device: trees or chains, the cost of a forward, and the speed of each method."""
+"""Diagnose a model on this device: whether it can verify trees, how long a forward takes, which method is fastest."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ QUESTIONS = (
         "the first winter the librarian counted nine hundred readers. The tower was closed after a storm in 1921.",
     )),
 )  # fmt: skip
-"""One answer without repetition, one with some, and one that copies the prompt."""
+"""Questions of `diagnose`; their answers repeat little, repeat some phrases, and copy the prompt."""
 
 REPORTED_WIDTHS = (1, 2, 4, 8, 16, 32)
-"""Numbers of nodes whose forwards are timed."""
+"""Numbers of tree nodes for which the verify forward is timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Result of `diagnose`."""
+    """What a model can verify on this device, and how fast, as measured by `diagnose`."""
 
     supports_trees: bool  # otherwise only chains can be verified
     chain_only_reason: str  # empty if trees are supported
-    uses_packed_attention: bool  # attention to trees does not copy the keys
-    forward_seconds: Mapping[int, float]  # by number of nodes, at batch size 1
-    speed_up: Mapping[str, float]  # over plain decoding by method, mean over the questions
-    worst: Mapping[str, float]  # speed-up on the slowest question
-    tau: Mapping[str, float]
+    uses_packed_attention: bool  # whether trees are verified without copying the cached keys
+    forward_seconds: Mapping[int, float]  # of a verify forward, by number of nodes, at batch size 1
+    speed_up: Mapping[str, float]  # by method: ratio to plain decoding, mean over the questions
+    worst: Mapping[str, float]  # by method: smallest speed-up of a question
+    tau: Mapping[str, float]  # by method: tokens per target forward, mean over the questions
 
     @property
     def best(self) -> str:
@@ -49,10 +49,10 @@ class Diagnosis:
 
 
 def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64) -> Diagnosis:
-    """Probe a model, time its verify forward, and measure methods on three questions.
+    """Check what a model can verify, time its verify forward, and measure methods on three questions.
 
     Args:
-        model: An attached model.
+        model: The target, with speculation attached and its drafters loaded.
         tokenizer: Its tokenizer.
         methods: Method names, as for `measure`; plain decoding is always measured.
         max_new_tokens: Length limit of each answer.

@@ -1,4 +1,4 @@
-"""Context of a measurement: machine, versions, commit, and CPU load by other processes."""
+"""Describe the conditions of a measurement: hardware, versions, commit, and CPU load by other processes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import transformers
 from hf_specdec.transformers_private import model_name
 
 SOURCE = Path(__file__).parents[2]
-"""`src` in a checkout, `site-packages` if the package is installed."""
+"""Directory that contains the package: `src` in a checkout, `site-packages` if the package is installed."""
 
 PROC_STAT = Path("/proc/stat")
 
 CPU_COLUMNS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-"""First columns of `/proc/stat`. `steal`, CPU time that the hypervisor gave to others, counts as load."""
+"""Columns of the first line of `/proc/stat`; `steal`, CPU time that a hypervisor gave to others, counts as load."""
 IDLE_COLUMNS = ("idle", "iowait")
-"""Columns that are not load."""
+"""Columns that count idle time; all others count as load."""
 
 DISTURBING_SHARE = 0.05
-"""Fraction of one core that other processes may use during a timed call without a warning."""
+"""Largest fraction of one core that other processes may use on average before a timed call counts as disturbed."""
 DISTURBING_TICKS = 5
-"""Clock ticks over all cores below which load is ignored as rounding."""
+"""Clock ticks of load, summed over all cores, below which a call never counts as disturbed: it may be rounding."""
 
 
 def environment(model: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Return hardware, versions and commit; `device` is the model's."""
+    """Return hardware, versions and commit; `device` is the accelerator or CPU to name."""
     get_name = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     name = _processor() if device.type == "cpu" else device.type if get_name is None else str(get_name())
     return {
@@ -60,7 +60,7 @@ def commit(source: Path = SOURCE) -> str | None:
         source: Directory that contains the package.
 
     Returns:
-        None if the package does not run from a git checkout, or git is not installed.
+        None if the package does not run from a git checkout, or git is not installed or fails.
     """
     if source.name != "src" or not (source.parent / ".git").exists():
         return None
@@ -77,12 +77,14 @@ def commit(source: Path = SOURCE) -> str | None:
 
 
 class OtherProcesses:
-    """CPU time used by other processes: the machine's from `/proc/stat` minus that of this process and its children.
+    """Meter of the CPU load by other processes since its creation.
+
+    Subtracts the CPU time of this process and its children from the time of the whole machine in `/proc/stat`.
 
     Args:
         workers: Running child processes to subtract; other children are subtracted once they have been waited for.
 
-    Example: in 2 s all cores together were busy for 2.5 s, this process for 2.3 s: others used 0.2 s, 0.1 cores.
+    Example: if within 2 s all cores together were busy for 2.5 s and this process for 2.3 s, others used 0.1 cores.
     """
 
     def __init__(self, workers: Sequence[psutil.Process] = ()) -> None:
@@ -90,7 +92,7 @@ class OtherProcesses:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float] | None:
-        """Return the CPU seconds of other processes since boot, and the current time; None if unknown."""
+        """Return the CPU seconds of other processes since boot, and the current time; None if they cannot be read."""
         try:
             columns = PROC_STAT.read_text().split("\n", 1)[0].split()
             workers = sum(sum(worker.cpu_times()[:4]) for worker in self._workers)
@@ -104,7 +106,7 @@ class OtherProcesses:
         """Return the average number of cores that other processes used since this object was created.
 
         Returns:
-            None on systems without `/proc`, or if a worker has ended.
+            None on systems without `/proc/stat`, or if a worker has ended.
         """
         now = self._now()
         if now is None or self._begin is None:
@@ -113,13 +115,13 @@ class OtherProcesses:
 
 
 def is_disturbed(cores: float | None, seconds: float) -> bool:
-    """Return whether other processes used over `DISTURBING_SHARE` of a core and at least `DISTURBING_TICKS`.
+    """Return whether other processes used more than `DISTURBING_SHARE` and at least `DISTURBING_TICKS` during a call.
 
     Args:
-        cores: Average number of cores used by others; None if unknown.
-        seconds: Duration.
+        cores: Average number of cores that other processes used; None, if unknown, counts as undisturbed.
+        seconds: Duration of the call.
 
-    Example: 0.1 cores disturb a call of 1 s; over 0.2 s they are within rounding.
+    Example: at 100 ticks per second, 0.1 cores disturb a call of 1 s (10 ticks), but not one of 0.2 s (2 ticks).
     """
     if cores is None or cores <= DISTURBING_SHARE:
         return False

@@ -1,4 +1,4 @@
-"""Time methods against plain `generate()`, interleaved per prompt in one process."""
+"""Time decoding methods against plain `generate()`: every prompt runs with all methods in turn, in one process."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from hf_specdec.generation.state import state_of
 
 WARM_UP_TOKENS = 8
 SPARE_SLOTS = 64
-"""Extra slots of a static cache: earlier answers are tokenised again as text and may become some tokens longer."""
+"""Extra slots of a static KV cache for later turns: earlier answers, tokenised again, may be some tokens longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer by another program."""
+    """Timed answer of another program to one prompt."""
 
-    ids: list[int]  # new tokens, greedy, including the EOS
+    ids: list[int]  # new tokens of greedy decoding, including the EOS
     seconds: float
     first_token_seconds: float
-    tau: float | None = None  # None if unknown
+    tau: float | None = None  # tokens per target forward; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """A method that runs in another program."""
+    """Decoding method that runs in another program, such as an inference server."""
 
     ask: Callable[[list[int], int], Reply]  # called with the prompt's ids and the maximum number of new tokens
-    processes: Callable[[], Sequence[psutil.Process]] = tuple  # its load does not count as that of others
+    processes: Callable[[], Sequence[psutil.Process]] = tuple  # of that program; not counted as other processes
 
 
 @dataclass(slots=True)
 class Measurement:
-    """One method on one question; tokens and seconds are sums over its turns."""
+    """Speed and output of one method on one question; tokens and seconds are sums over the question's turns."""
 
     question_id: str
     category: str
     method: str
     num_tokens: int
     seconds: list[float]  # one per round
-    ids_equal: bool  # in every turn
+    ids_equal: bool  # whether every turn has the same token ids as plain decoding
     first_difference: int | None  # index of the first token that differs from plain, in the first turn that differs
-    top_two_gap: float | None  # difference of the two highest logits at that token
+    top_two_gap: float | None  # difference of the two highest logits for that token
     tau: float  # mean over the turns; 1.0 if unknown, as for transformers' methods
     stages: dict[str, float] = field(default_factory=dict)  # median seconds per stage
     first_token_seconds: list[float] = field(default_factory=list)  # one per round, includes the prefill
@@ -64,12 +64,12 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second in the median round."""
+        """Tokens per second of the whole calls, from the median of the rounds' durations."""
         return self.num_tokens / statistics.median(self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token of each turn; None if there are none or the time is unknown."""
+        """Tokens per second after each turn's first token; None if there are no such tokens or no times."""
         rest = [total - first for total, first in zip(self.seconds, self.first_token_seconds, strict=False)]
         if not rest or self.num_tokens <= self.turns or statistics.median(rest) <= 0:
             return None
@@ -77,12 +77,12 @@ class Measurement:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds, median over rounds and mean over turns; None if unknown."""
+        """Seconds until a call's first token, median over rounds and mean over turns; None if unknown."""
         return statistics.median(self.first_token_seconds) / self.turns if self.first_token_seconds else None
 
     @property
     def disturbed_rounds(self) -> int:
-        """Number of rounds in which other processes disturbed the timing."""
+        """Number of rounds in which other processes used much CPU time, see `is_disturbed`."""
         return sum(map(is_disturbed, self.others_cores, self.seconds))
 
 
@@ -98,26 +98,26 @@ def measure(
     idle: Callable[[], None] = lambda: None,
     all_turns: bool = False,
 ) -> Iterator[Measurement]:
-    """Run every method on every question greedily and yield the measurements. An error ends the run.
+    """Answer every question with every method, by greedy decoding, and yield a measurement of each.
 
-    Drafters that learn keep what they learned from their own method's answers to earlier questions, but not from other
-    methods or earlier rounds of the same question. Their initial state is restored at the end.
+    Drafters that learn keep what they learned from earlier questions with the same method, but nothing from other
+    methods or from earlier rounds of the same question. Their initial state is restored at the end.
 
     Args:
-        model: An attached model with its drafters.
+        model: The target, with speculation attached and its drafters loaded.
         tokenizer: Its tokenizer.
-        questions: Prompts.
+        questions: Questions to answer.
         methods: Names of `PEERS` or values of `speculative=`; `plain` is always measured first.
         max_new_tokens: Length limit of each answer.
         rounds: Timed repetitions, interleaved over the methods.
-        settings: By method name: a value of `speculative=`, the assistant model of `transformers_assisted`, or an
-            `External` program that runs the method.
+        settings: By method name: a value of `speculative=` to use instead of the name, the assistant model of
+            `transformers_assisted`, or an `External` that runs the method.
         idle: Called before every call, warm-up included, e.g. to wait for a quiet machine.
-        all_turns: Measure all turns of a question, each method with its own earlier answers, as Spec-Bench does;
+        all_turns: Answer all turns of a question, each method continuing its own answers, as Spec-Bench does;
             otherwise the first turn only.
 
     Raises:
-        InvalidConfigError: A method lacks what it needs.
+        InvalidConfigError: `transformers_assisted` has no assistant model, or transformers does not compile the model.
     """
     order = list(dict.fromkeys(["plain", *methods]))
     chosen = [Question(q.question_id, q.category, q.turns if all_turns else q.turns[:1]) for q in questions]
@@ -145,7 +145,7 @@ def measure(
 
 
 def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> int:
-    """Return the length of the last turn's prompt if all earlier answers have the maximum length."""
+    """Return the maximum length of the last turn's prompt, which contains all earlier turns and answers."""
     texts = [text for turn in question.turns for text in (turn, "")][:-1]
     length: int = encode_chat(tokenizer, texts, torch.device("cpu"))["input_ids"].shape[1]
     earlier = len(question.turns) - 1
@@ -153,7 +153,7 @@ def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> i
 
 
 class _FirstToken(BaseStreamer):
-    """Records the time of the first token, which is the second `put`; the first is the prompt."""
+    """Streamer that records the time of the first token, its second `put`; the first one is the prompt."""
 
     def __init__(self) -> None:
         self.puts, self.time = 0, 0.0
@@ -169,19 +169,19 @@ class _FirstToken(BaseStreamer):
 
 @dataclass(slots=True)
 class _Answer:
-    """Result of one timed call."""
+    """Tokens and timing of one timed call."""
 
     ids: Tensor  # [T] new tokens
     seconds: float
     first_token_seconds: float
     others_cores: float | None
-    compiled: bool
+    compiled: bool  # whether torch compiled a graph during the call
     tau: float = 1.0
     stages: dict[str, float] = field(default_factory=dict)  # seconds per stage; empty for `PEERS` and external methods
 
 
 class _Caller:
-    """Runs and times calls of all methods."""
+    """The model with each method's options and learned state; runs and times calls."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int, idle: Callable[[], None]) -> None:
         self.model, self.tokenizer, self.max_new_tokens, self.idle = model, tokenizer, max_new_tokens, idle
@@ -191,16 +191,16 @@ class _Caller:
         self.states: dict[str, Any] = {}  # learned state of the drafters, by method
 
     def encode(self, texts: Sequence[str]) -> Any:
-        """Return a conversation as inputs of `generate()`."""
+        """Tokenise a conversation (user and assistant in turn) into the inputs of `generate()`."""
         return encode_chat(self.tokenizer, texts, self.model.device)
 
     def text_of(self, ids: Tensor) -> str:
-        """Return an answer as the text that later turns see."""
+        """Decode an answer to the text that the prompts of later turns contain."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text.strip()
 
     def timed_call(self, inputs: Any, method: str) -> _Answer:
-        """Time a call of a method whose drafters have learned from this method's earlier calls only."""
+        """Run and time one call; drafters know only what they learned in earlier calls of the same method."""
         if method in PEERS or method in self.externals:
             return self.answer(inputs, method)
         state = state_of(self.model)
@@ -210,7 +210,7 @@ class _Caller:
         return answer
 
     def warm_up(self, method: str, question: Question) -> None:
-        """Call a method until a call compiles nothing, at most `MAX_WARM_UPS` times.
+        """Call a method until a call compiles nothing, at most `MAX_WARM_UPS` times, and record the total duration.
 
         Raises:
             InvalidConfigError: The method should have compiled the model's forward, but did not.
@@ -223,7 +223,7 @@ class _Caller:
         check_compiled(method, self.model)
 
     def answer(self, inputs: Any, method: str, max_new_tokens: int | None = None) -> _Answer:
-        """Time one call with the drafters' current state."""
+        """Run and time one call, with the drafters in their current state."""
         self.idle()
         count = max_new_tokens or self.max_new_tokens
         if method in self.externals:
@@ -261,10 +261,10 @@ class _Caller:
 
 @dataclass(slots=True)
 class _Round:
-    """Answers of one method in one round of a conversation."""
+    """One method's answers to the turns of a question in one round."""
 
-    texts: list[str] = field(default_factory=list)  # alternating: user, method
-    prompts: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # messages of the user and answers of the method in turn
+    prompts: list[Any] = field(default_factory=list)  # tokenised, one per turn
     answers: list[_Answer] = field(default_factory=list)
 
     @property
@@ -278,14 +278,14 @@ class _Round:
 
     @property
     def others_cores(self) -> float | None:
-        """Mean over the turns, weighted by their seconds; None if unknown for one of them."""
+        """Mean number of cores used by other processes, weighted by the turns' seconds; None if one is unknown."""
         used = [(answer.others_cores, answer.seconds) for answer in self.answers]
         known = [cores * seconds for cores, seconds in used if cores is not None]
         return sum(known) / self.seconds if len(known) == len(used) else None
 
 
 def _measure_question(caller: _Caller, question: Question, order: Sequence[str], rounds: int) -> Iterator[Measurement]:
-    """Measure a question; drafters start each round in the same state."""
+    """Yield one measurement of a question per method; drafters start each round in the same state."""
     seen: dict[str, list[_Round]] = {method: [_Round() for _ in range(rounds)] for method in order}
     before = dict(caller.states)
     for number in range(rounds):
@@ -316,7 +316,7 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
 
 
 def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
-    """Answer one turn and append it to the conversation."""
+    """Answer one turn with a method, and append the turn and the answer to the method's conversation."""
     seen.texts.append(turn)
     inputs = caller.encode(seen.texts)
     answer = caller.timed_call(inputs, method)
@@ -326,7 +326,7 @@ def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
 
 
 def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
-    """Return the first turn that differs from plain and the index of its first differing token, or None."""
+    """Return the index of the first turn whose answers differ and of the first token that differs in it, or None."""
     for turn, (expected, answer) in enumerate(zip(plain.answers, other.answers, strict=True)):
         if not torch.equal(expected.ids, answer.ids):
             width = min(len(expected.ids), len(answer.ids))
@@ -337,7 +337,7 @@ def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def _top_two_gap(model: Any, inputs: Any, answer: Tensor) -> float:
-    """Return the difference of the two highest logits after `answer`, from one plain forward."""
+    """Return the difference of the two highest logits for the token after `answer`, from a forward without cache."""
     ids = torch.cat([inputs["input_ids"], answer[None]], dim=-1)
     top = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values
     return float(top[0] - top[1])

@@ -1,6 +1,7 @@
-"""Method names of benchmarks and their arguments of `generate()`.
+"""Names of the benchmarked methods, and the arguments of `generate()` that select them.
 
-`PEERS` are transformers' methods; every other name is a value of `speculative=`.
+`PEERS` are methods of transformers, plain decoding included; other names are values of `speculative=`, with or without
+the suffix `+compile`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ PEERS: dict[str, dict[str, Any]] = {
     ASSISTED: {},  # `call_options` adds the assistant
     COMPILED: {"cache_implementation": "static"},  # `call_options` adds the rest
 }
-"""Arguments of `generate()` for the baseline and transformers' methods."""
+"""Arguments of `generate()` that select plain decoding, the baseline, or another method of transformers."""
 
 COMPILE = "+compile"
 """Suffix of a method name that adds `compile="inductor"`."""
 
 MAX_WARM_UPS = 3
-"""Maximum number of warm-up calls of a method; they end with the first one that compiles nothing."""
+"""Maximum number of warm-up calls of a method; no further call follows one that compiles nothing."""
 
 
 def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
-    """Check that methods of `PEERS` have what they need; other names are not checked.
+    """Check that an assistant model is given if `transformers_assisted` is among the methods.
 
     Args:
-        methods: Method names.
-        assistant: Whether there is an assistant model.
+        methods: Method names; all others are accepted, even unknown ones.
+        assistant: Whether an assistant model is given.
 
     Raises:
-        InvalidConfigError: A method needs an assistant model, and there is none.
+        InvalidConfigError: The assistant model is missing.
     """
     if ASSISTED in methods and not assistant:
         raise InvalidConfigError(
@@ -55,10 +56,11 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
         given: The assistant model of `transformers_assisted`; for other methods a value of `speculative=` that
             replaces the name. None if not needed.
         model: The model, for its device.
-        cache_length: Slots of a static cache; the same for all calls, because another size would recompile.
+        cache_length: Slots of the static cache of `plain_static_compiled`; pass the same number in all calls, because
+            another one causes recompilation.
 
     Raises:
-        InvalidConfigError: The method needs an assistant model, and there is none.
+        InvalidConfigError: The method needs an assistant model, but `given` is None.
     """
     if method not in PEERS:
         if given is None and method.endswith(COMPILE):
@@ -73,17 +75,17 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
 
 
 def _compile_config(model: Any) -> CompileConfig:
-    """Return transformers' compile settings; on a CPU, for which it has none, torch's default mode."""
+    """Return the settings for transformers to compile the forward: device graphs, or torch's default mode on a CPU."""
     config = CompileConfig(mode="default" if model.device.type == "cpu" else "reduce-overhead")
-    config._compile_all_devices = True  # a private attribute that transformers reads
+    config._compile_all_devices = True  # private; else transformers ignores the settings on some devices
     return config
 
 
 def check_compiled(method: str, model: Any) -> None:
-    """Check after the first call that transformers compiled the forward, which it may skip with only a warning.
+    """Check after a call that transformers has compiled the forward, which it may skip with only a warning.
 
     Raises:
-        InvalidConfigError: The method compiles, but the forward of this model was not compiled.
+        InvalidConfigError: The method is `plain_static_compiled`, but the forward was not compiled.
     """
     if method == COMPILED and "_compiled_call" not in vars(model):
         raise InvalidConfigError(

@@ -9,12 +9,12 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, read_records
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-"""Categories that Spec-Bench took from MT-bench; they count as one, `mt_bench`."""
+"""Categories that Spec-Bench took from MT-bench; they are read as the single category `mt_bench`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of a benchmark file, with the user's later turns."""
+    """Entry of a prompt file: the messages of a user in one conversation, with an id and a category."""
 
     question_id: str
     category: str
@@ -22,11 +22,11 @@ class Question:
 
 
 def read_questions(path: str | Path, *, limit: int | None = None, per_category: int | None = None) -> list[Question]:
-    """Read a prompt file.
+    """Read a prompt file; return its questions round-robin: the first of each category, the second of each, ...
 
     Args:
         path: JSON lines with `question_id`, `category`, `turns`.
-        limit: Maximum number of questions, taken round-robin over the categories.
+        limit: Maximum number of questions; the first ones in that order are kept.
         per_category: Maximum number of questions per category, spread evenly over the file.
 
     Raises:
@@ -41,7 +41,7 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     for question in questions:
         by_category.setdefault(question.category, []).append(question)
     for category, rows in by_category.items():
-        # spread over the file to include all sub-categories of mt_bench
+        # spread evenly over the file, to include all categories that mt_bench combines
         wanted = min(per_category or len(rows), len(rows))
         by_category[category] = [rows[i * len(rows) // wanted] for i in range(wanted)]
     rounds = max(map(len, by_category.values()), default=0)
@@ -53,7 +53,7 @@ def _question(row: Fields, place: str) -> Question:
     """Parse one line of a prompt file.
 
     Raises:
-        InvalidConfigError: It is not a question.
+        InvalidConfigError: A field is missing or has the wrong type, or a text is empty or not valid Unicode.
     """
     try:
         if not isinstance(row["category"], str):

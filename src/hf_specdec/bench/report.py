@@ -13,18 +13,18 @@ from hf_specdec.bench.measuring import Measurement
 from hf_specdec.reporting.palette import INK, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
-"""Reported percentiles."""
+"""Reported percentiles: suffix of their names in a summary, and the fraction of values below."""
 
 ALL = "all"
-"""Name of the category that contains all questions."""
+"""Additional category of a summary, which contains all questions."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile, linearly interpolated.
+    """Return a percentile of some values, linearly interpolated between the two nearest ones.
 
     Args:
         values: At least one value, in any order.
-        share: 0 to 1.
+        share: Percentile as a fraction: 0 is the minimum, 0.5 the median, 1 the maximum.
 
     Example: for [1, 2, 4], share 0.5 gives 2 and share 0.75 gives 3.
     """
@@ -36,10 +36,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return one row per category and method; the category `all` has all questions.
+    """Return one row per category and method; the category `all` contains all questions.
 
-    Speeds are tokens/s, `speed_up` is the ratio to plain; both are medians over questions, for the whole call and
-    (`decode_...`) after the first token. `ids_equal` counts answers equal to plain's. None means unknown.
+    Values are medians over the questions of tokens/s, of its ratio to plain decoding (`speed_up`), of both after the
+    first token (`decode_...`) and of seconds to the first token; names such as `..._p20` or `..._mean` are other
+    statistics. `tau` is a mean; `ids_equal` counts answers with the token ids of plain decoding. None is unknown.
     """
     plain = {row.question_id: row for row in measurements if row.method == "plain"}
     categories = [*dict.fromkeys(row.category for row in measurements), ALL]
@@ -97,11 +98,13 @@ def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the median speed-up per category and method, with error bars from p20 to p80. Needs matplotlib.
+    """Save a bar chart of the median speed-up per category and method, with error bars from p20 to p80.
+
+    Needs matplotlib.
 
     Args:
         summary: Output of `summarise`.
-        path: File to write or replace; its suffix is the format.
+        path: File to write or replace; its suffix selects the format, PNG if it has none.
     """
     from matplotlib.figure import Figure  # optional dependency; without pyplot, which would open windows
 

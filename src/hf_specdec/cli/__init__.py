@@ -1,4 +1,4 @@
-"""The command line. A user's mistake is reported as one line on stderr with exit code 2."""
+"""The command `hf-specdec`. Errors that the user can correct are printed as one line on stderr, with exit code 2."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     (heads.inspect, HEADS, ["hf-specdec inspect org/head"]),
     (heads.convert, HEADS, ["hf-specdec convert head out --format speculators"]),
 ]  # fmt: skip
-"""Commands with their panel in the help and their examples."""
+"""Function, panel in the help and examples of each command; `train`, which has subcommands, is added below."""
 
 for _command, _panel, _examples in COMMANDS:
     _lines = "\n\n".join(f"  {example}" for example in _examples)
@@ -65,7 +65,7 @@ app.add_typer(training.train, name="train", rich_help_panel=TRAIN)
 
 
 def main() -> None:
-    """Run the command line; entry point of the console script."""
+    """Run the command that `sys.argv` names and exit; entry point of the console script `hf-specdec`."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
@@ -87,11 +87,11 @@ def main() -> None:
 
 
 TORCH_WRITER = "inline_container.cc"
-"""File name in the error messages of torch's archive writer, which raises plain RuntimeErrors."""
+"""C++ file that torch names in the RuntimeErrors that it raises if a checkpoint cannot be written."""
 
 
 def _fail(message: str) -> None:
-    """Print one line and exit with code 2; print nothing if the message is empty (help was already shown)."""
+    """Print an error message as one line on stderr and exit with code 2; an empty message is not printed."""
     if message.strip():
         typer.echo(f"hf-specdec: {' '.join(message.split())}", err=True)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""`hf-specdec bench`: measure methods on a file of questions."""
+"""The command `hf-specdec bench`, which measures decoding methods on a file of questions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL_TURNS_HELP = (
 )
 
 FILE_WIDTH = 120
-"""Columns of the table if the output is a file or a pipe."""
+"""Width of the printed table in characters if stdout is a file or a pipe."""
 
 
 def bench(
@@ -97,10 +97,11 @@ PICTURE_FORMATS = (".png", ".svg", ".pdf")
 
 
 def _check_picture(path: Path | None, force: bool) -> None:
-    """Check that the plot can be drawn and written.
+    """Check that the plot can be drawn and written to `path`; None means that no plot is wanted.
 
     Raises:
-        InvalidConfigError: matplotlib is not installed; the file has an unknown suffix, exists or cannot be written.
+        InvalidConfigError: matplotlib is not installed; or the file has an unknown suffix, cannot be written, or
+            exists and `force` is false.
     """
     if path is None:
         return
@@ -113,11 +114,11 @@ def _check_picture(path: Path | None, force: bool) -> None:
 
 
 def _check_assistant(assistant: str, model: str | None, methods: Sequence[str]) -> None:
-    """Check, before any weights are loaded, that a method uses the assistant and that the tokenizers match.
+    """Check, before any weights are loaded, that a method uses the assistant model and that it fits the target.
 
     Raises:
-        InvalidConfigError: No method uses the assistant, or its vocabulary differs from the model's.
-        CheckpointFormatError: There is no such model, or it has no tokenizer.
+        InvalidConfigError: No method uses the assistant, or its vocabulary differs from the target's.
+        CheckpointFormatError: The assistant or the target does not exist, or has no tokenizer.
     """
     users = {ASSISTED, ASSISTANT_METHOD}
     if not users & set(methods):
@@ -132,7 +133,7 @@ def _check_assistant(assistant: str, model: str | None, methods: Sequence[str]) 
 
 
 def _with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
-    """Load the assistant, add it as a drafter, and return the settings of transformers' assisted generation."""
+    """Load the assistant model, add it to the target as a drafter, and return the `settings` of `measure`."""
     loaded, _ = load_target(assistant, dtype)
     loaded = loaded.to(model.device)
     model.add_drafter(DraftModelDrafter(loaded))
@@ -140,7 +141,7 @@ def _with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
 
 
 def _show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measurement], dtype: str) -> None:
-    """Print the table on stdout, the warm-up times and warnings on stderr."""
+    """Print the summary as a table on stdout, and warm-up times and warnings on stderr."""
     table = Table(title=f"weights in {dtype}")
     for name in ("category", "method", "tokens/s", "decode", "x plain", "p20-p80", "first, s", "tau", "equal"):
         table.add_column(name, overflow="fold")

@@ -1,4 +1,4 @@
-"""`hf-specdec demo`: compare plain and speculative decoding on one prompt."""
+"""Run and report the comparison of plain and speculative decoding that `hf-specdec demo` prints."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ PROMPT = "Explain step by step how to work out how many minutes there are in a w
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Result of answering one prompt plainly and speculatively."""
+    """Answer, speeds and statistics of plain and speculative decoding on one prompt."""
 
-    text: str
-    pieces: tuple[str, ...]  # the speculative answer, one piece per target forward
-    ids_equal: bool
+    text: str  # the speculative answer
+    pieces: tuple[str, ...]  # that answer without its first token, one piece per verify forward
+    ids_equal: bool  # whether both answers have the same token ids
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
     speculation: SpeculationStats
 
     @property
     def speed_up(self) -> float:
-        """Speculative tokens per second divided by plain ones."""
+        """Ratio of the tokens per second of speculative to plain decoding."""
         return self.speculative_tokens_per_second / self.plain_tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results as JSON-serialisable values."""
+        """Return the speed-up and all fields except `pieces` as JSON-serialisable values."""
         return {
             "text": self.text,
             "ids_equal": self.ids_equal,
@@ -50,9 +50,10 @@ class DemoResult:
 def run(
     model: Any, tokenizer: Any, prompt: str, *, method: str, max_new_tokens: int, streamer: BaseStreamer | None = None
 ) -> DemoResult:
-    """Answer one prompt speculatively (streamed) and plainly, with greedy decoding, and compare.
+    """Answer a prompt by greedy decoding, first speculatively, then plainly; compare token ids and speeds.
 
-    Each runs for a few tokens first, so that one-time work of the process is not timed.
+    Before the timed calls, both decode a few tokens, so that one-time work such as compilation is not timed. Only the
+    speculative answer is sent to the streamer.
     """
     inputs = encode(tokenizer, prompt, model.device)
     length = inputs["input_ids"].shape[1]
@@ -79,7 +80,7 @@ def run(
 
 
 def report(result: DemoResult, console: Console) -> None:
-    """Print the speeds, tau, whether the token ids are equal, the best steps and the acceptance by depth."""
+    """Print speeds, tau, whether the token ids are equal, the steps with the most tokens, and acceptance by depth."""
     stats = result.speculation
     table = Table("", "tokens/s", "tokens per forward (tau)")
     table.add_row("plain generate()", f"{result.plain_tokens_per_second:.1f}", "1.00")

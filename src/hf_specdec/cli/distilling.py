@@ -1,4 +1,4 @@
-"""`hf-specdec distill`, also under `accelerate launch`. Options are checked before the target model is loaded."""
+"""The command `hf-specdec distill`, also for use under `accelerate launch`; checks options before loading a model."""
 
 from __future__ import annotations
 

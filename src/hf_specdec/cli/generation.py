@@ -1,4 +1,4 @@
-"""`hf-specdec demo` and `hf-specdec generate`."""
+"""The commands `hf-specdec demo` and `hf-specdec generate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_specdec.heads.base import DraftHead
 from hf_specdec.viz.text import colored_text
 
 ASSISTANT_METHOD = "draft_model"
-"""Method that drafts with an assistant model; of the commands, only `hf-specdec bench` supports it."""
+"""Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that supports it."""
 
 
 def demo(
@@ -108,7 +108,16 @@ def generate(
 
 
 def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
-    """Chat until the input ends; print statistics after each answer on stderr."""
+    """Answer messages from stdin as one conversation until the input ends.
+
+    Answers are streamed to stdout; after each speculative answer, its statistics are printed on stderr.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        first: The first message; None reads it from stdin, too.
+        options: Arguments of `generate()`.
+    """
     messages: list[str] = []
     while True:
         if first is None:
@@ -145,17 +154,21 @@ def _check_prompt(prompt: str) -> None:
 def head_for(
     methods: list[str], model: str | None, drafter: str | None, *, assistant: bool = False
 ) -> DraftHead | None:
-    """Load the head for a model and check, before the model is loaded, that all methods can be used with it.
+    """Load the draft head for a model and check, before the model is loaded, that all methods have what they need.
 
     Args:
         methods: Values of `speculative=`, or `"plain"`.
-        model: See `load_model`.
+        model: Path or Hub id of the model; None is the packaged model.
         drafter: Path or Hub id of the head; None is the model's default head, if it has one.
-        assistant: Whether an assistant model is given.
+        assistant: Whether the user has given an assistant model.
+
+    Returns:
+        The head; None if none is given and the model has no default head.
 
     Raises:
         InvalidConfigError: A method does not exist.
-        DrafterMismatchError: A method needs a head or an assistant model that is not given.
+        DrafterMismatchError: A method needs a head, or another part such as an assistant model, that is not given; or
+            the head is made for another method.
         CheckpointFormatError: The head cannot be read.
     """
     wanted = [method_named(method) for method in methods if method != "plain"]

@@ -1,4 +1,4 @@
-"""`hf-specdec inspect` and `hf-specdec convert`."""
+"""The commands `hf-specdec inspect` and `hf-specdec convert`."""
 
 from __future__ import annotations
 

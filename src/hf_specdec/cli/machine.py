@@ -1,4 +1,4 @@
-"""`hf-specdec env` and `hf-specdec doctor`."""
+"""The commands `hf-specdec env` and `hf-specdec doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
             "openai")  # fmt: skip
-"""Packages to list in a bug report, in addition to torch and transformers."""
+"""Packages whose versions `hf-specdec env` prints, in addition to torch and transformers."""
 
 
 def env(as_json: Json = False) -> None:
@@ -56,7 +56,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str | None:
-    """Return the path of a C++ compiler that inductor can use."""
+    """Return the path of a C++ compiler for torch's inductor; None if none is found."""
     return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
 
 

@@ -1,4 +1,4 @@
-"""The head that a training command starts from: a new one, or a saved one."""
+"""Create or load the draft head that a `train` command starts from, and prepare its config."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head)
 
 
 def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
-    """Return the config fields given for a new head, without those that are None.
+    """Return the config fields that the user has set for a new head, which are those that are not None.
 
     Raises:
-        InvalidConfigError: Fields are given together with `--initial-head`.
+        InvalidConfigError: A field is set, but training starts from `--initial-head`, which has its own config.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if given and initial_head is not None:
@@ -39,7 +39,7 @@ def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> d
 
 
 def new_head(kind: type[NewHead], config: Any, target_config: Any) -> NewHead:
-    """Create a head after checking, before any memory is allocated, that it fits the target and the free memory.
+    """Create a head with random weights, after checking that it fits the target and the free main memory.
 
     Raises:
         DrafterMismatchError: The head does not fit the target.
@@ -63,10 +63,10 @@ def load_initial_head(source: str, kind: Any, name: str) -> Any:
     Args:
         source: Directory or Hub id.
         kind: Expected class, or a union of classes.
-        name: Description of the expected class, for the error message.
+        name: What `kind` is called in the error message, such as "an EAGLE head".
 
     Raises:
-        InvalidConfigError: The head has another class.
+        InvalidConfigError: The head is not an instance of `kind`.
     """
     loaded = load_head(source)
     if not isinstance(loaded, kind):
@@ -75,18 +75,18 @@ def load_initial_head(source: str, kind: Any, name: str) -> Any:
 
 
 def name_target(config: Any, name: str | None, path: str | None = None) -> None:
-    """Store the target's name in a head's config, but never a path on this machine.
+    """Store the target's name in a head's config: `name`, else `path`, else the present name if it is no local path.
 
     Args:
         config: Config of the head.
-        name: Value of --base-model-name.
-        path: Path of the target relative to the head's directory, if it is saved there.
+        name: Value of `--base-model-name`.
+        path: Path of the target relative to the head's directory, if the target is saved there.
     """
     config.base_model_name_or_path = name or path or portable_name(config.base_model_name_or_path)
 
 
 def set_draft_vocabulary(head: Head, conversations: list[Conversation]) -> None:
-    """If the head has a draft vocabulary, set it to the most frequent tokens of the conversations."""
+    """If the head drafts only some of the target's tokens, choose the most frequent ones in the answers."""
     size = head.config.draft_vocab_size
     if size is not None:
         head.set_hot_token_ids(training_package().most_frequent_tokens(conversations, size))

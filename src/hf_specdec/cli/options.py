@@ -17,10 +17,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def finite(value: Any) -> Any:
-    """Option callback: refuse infinity and NaN, which pass typer's range check.
+    """Return an option's value unchanged; for use as callback of options, because typer's range check accepts NaN.
 
     Raises:
-        BadParameter: A number is not finite.
+        BadParameter: The value, or a number in the list, is infinite or NaN.
     """
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
@@ -52,14 +52,14 @@ def require_package(name: str, purpose: str, extra: str) -> None:
         extra: Extra of hf-specdec that installs it.
 
     Raises:
-        InvalidConfigError: It is not installed.
+        InvalidConfigError: The package is not installed.
     """
     if importlib.util.find_spec(name) is None:
         raise InvalidConfigError(f"{purpose} needs the package {name}.", f"Run: pip install 'hf-specdec[{extra}]'")
 
 
 def check_writable_file(path: Path | None, option: str) -> None:
-    """Check that a file can be written later; None is accepted.
+    """Check that the file given for an option can be written later; None, for no file, is accepted.
 
     Raises:
         InvalidConfigError: The path is a directory, its directory does not exist, or permission is missing.
@@ -75,7 +75,7 @@ def check_writable_file(path: Path | None, option: str) -> None:
 
 
 def check_writable_directory(path: Path | None, option: str) -> None:
-    """Check that a directory can be created or written to later; None is accepted.
+    """Check that the directory given for an option can be created or written to; None is accepted.
 
     Raises:
         InvalidConfigError: The path or a parent of it is a file, or permission is missing.

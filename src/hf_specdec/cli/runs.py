@@ -1,4 +1,4 @@
-"""Functions shared by the training commands: loading target and data, printing results."""
+"""Functions shared by `distill`, `train` and `tree`: load target and conversations, save heads, print results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_specdec.training.features import TrainingData
 
 MAX_LOG_BYTES = 256 * 2**20
-"""Limit for `trainer_state.json`, which this process has written."""
+"""Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""
 
 Output = Annotated[Path, typer.Option(help="Directory to write to. Run the same command again to resume.")]
 Data = Annotated[
@@ -33,14 +33,14 @@ Data = Annotated[
 
 
 def training_package() -> Any:
-    """Return the training package; imported late because transformers' Trainer has heavy imports."""
+    """Return the module `hf_specdec.training`, imported only when needed: transformers' Trainer is slow to import."""
     from hf_specdec import training
 
     return training
 
 
 def load_training_target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """Load a target model and its tokenizer, with the model on this process's device."""
+    """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode."""
     from hf_specdec.training.processes import processes
 
     target, tokenizer = load_target(name, dtype)
@@ -48,17 +48,17 @@ def load_training_target(name: str | None, dtype: str) -> tuple[PreTrainedModel,
 
 
 def is_main() -> bool:
-    """Whether this is the main process of a distributed run."""
+    """Return whether this is the main process of a distributed run; True if the run has only one process."""
     from hf_specdec.training.processes import processes
 
     return bool(processes().is_main_process)
 
 
 def load_conversations(data: list[str], model: str | None, max_length: int) -> list[Conversation]:
-    """Read conversations, truncated to `max_length` tokens; drop those with fewer than two answer tokens.
+    """Read conversations, truncate them to `max_length` tokens, and drop any left with fewer than two answer tokens.
 
     Raises:
-        InvalidConfigError: None has an answer.
+        InvalidConfigError: No conversation is left, or a source cannot be read.
     """
     training = training_package()
     conversations = training.read_conversations(*data, tokenizer=load_tokenizer(model))
@@ -78,7 +78,7 @@ def print_note(text: str) -> None:
 
 
 def print_result(result: dict[str, Any], as_json: bool) -> None:
-    """Print a command's result on stdout, from the main process only."""
+    """Print a command's result on stdout, as JSON or one line per entry, from the main process only."""
     if not is_main():
         return
     if as_json:
@@ -91,7 +91,7 @@ def print_result(result: dict[str, Any], as_json: bool) -> None:
 def finish_training(
     target: PreTrainedModel, head: Head, output: Path, evaluation: TrainingData | None, as_json: bool
 ) -> None:
-    """Save a trained head, print its measurements and, if there is evaluation data, the expected speed-up."""
+    """Save a trained head and print its accuracy and, given evaluation data, its expected speed-up on this device."""
     from hf_specdec.training.processes import processes
 
     if is_main():
@@ -102,7 +102,7 @@ def finish_training(
 
 
 def _save_head(head: Head, output: Path, as_json: bool) -> None:
-    """Save a trained head and a plot of its run; print the final measurements."""
+    """Save a trained head in bfloat16, and a plot of its training log; print the final accuracies and taus."""
     log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
@@ -122,7 +122,7 @@ def _save_head(head: Head, output: Path, as_json: bool) -> None:
 
 
 def _print_expected_speed(target: PreTrainedModel, head: Head, evaluation: TrainingData) -> None:
-    """Print the expected speed-up of a head on this device, estimated on held-out data."""
+    """Estimate a head's speed-up on this device from held-out data, and print it, or why it cannot be estimated."""
     head = head.to(target.device, target.dtype)
     try:
         found = training_package().find_tree(target, head, evaluation, max_nodes=32)

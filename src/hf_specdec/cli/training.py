@@ -1,4 +1,4 @@
-"""`hf-specdec train medusa` and `hf-specdec train eagle`, also under `accelerate launch`.
+"""The commands `hf-specdec train medusa` and `hf-specdec train eagle`, also for use under `accelerate launch`.
 
 All options are checked before the target model is loaded.
 """
@@ -96,7 +96,7 @@ Heads = Annotated[int | None, typer.Option(min=1, max=64, help="Number of heads;
 Layers = Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks per head. Default: 1.")]
 
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
-"""By default, 1/20 of the conversations are held out, but no more than 64."""
+"""By default, one in 20 conversations is held out for evaluation, but no more than 64."""
 
 EXAMPLE = (
     "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
@@ -185,7 +185,7 @@ def _train_jointly(
     run: _TrainingRun, target: PreTrainedModel, tokenizer: Any, heads: MedusaHeads, conversations: list[Conversation],
     folder: Path,
 ) -> None:  # fmt: skip
-    """Train heads and target (Medusa-2), and save the target with its merged adapter."""
+    """Train heads and an adapter of the target (Medusa-2); save the target with merged adapter, and the tokenizer."""
     adapted = training_package().train_medusa2(
         target, heads, conversations, run.arguments(), heads_arguments=run.arguments("heads"), resume=True
     )
@@ -277,7 +277,14 @@ def _start_from_target(head: Eagle3Head, target: PreTrainedModel) -> None:
 
 
 class _TrainingRun:
-    """Output directories and training arguments of a run; checked on creation."""
+    """Directories and training arguments of a `train` command, checked on creation.
+
+    Args:
+        output: Directory for the head, checkpoints and log.
+        features: Directory for captured features; None computes them in every step.
+        more: `TrainingArguments` that override `fields`.
+        **fields: `TrainingArguments`, `seed` included.
+    """
 
     def __init__(self, output: Path, features: Path | None, more: dict[str, Any], **fields: Any) -> None:
         check_writable_directory(output, "--output")
@@ -288,10 +295,10 @@ class _TrainingRun:
                 "Give another directory.",
             )
         self._output, self._features, self._more, self._fields = output, features, more, fields
-        self.arguments(held_out=True)  # report invalid arguments now
+        self.arguments(held_out=True)  # raises if an argument is invalid
 
     def arguments(self, subfolder: str = "", *, held_out: bool = False) -> TrainingArguments:
-        """Return the Trainer's arguments, with checkpoints in a subfolder of the output, and set the seed."""
+        """Set the random seed and return the Trainer's arguments; checkpoints go to a subfolder of the output."""
         from transformers import set_seed
 
         set_seed(self._fields["seed"])
@@ -307,7 +314,7 @@ class _TrainingRun:
         evaluation: list[Conversation],
         layers: tuple[int, ...],
     ) -> tuple[TrainingData, TrainingData | None]:
-        """Return the data for training and evaluation: captured features, or conversations."""
+        """Return the data for training and for evaluation (or None): conversations, or their features if stored."""
         if self._features is None:
             return conversations, evaluation or None
         training = training_package()
@@ -322,10 +329,10 @@ class _TrainingRun:
 def _split_conversations(
     data: list[str], model: str | None, max_length: int, held_out: int | None, drop_seen: float | None
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the conversations for training and evaluation; the latter do not depend on `drop_seen`.
+    """Read conversations; return those for training, without near-duplicates, and those held out for evaluation.
 
     Raises:
-        InvalidConfigError: No conversations are left for training.
+        InvalidConfigError: No conversations can be read, or holding some out leaves none for training.
     """
     conversations = load_conversations(data, model, max_length)
     count = min(len(conversations) // HELD_OUT_EVERY, MAX_HELD_OUT) if held_out is None else held_out

@@ -1,4 +1,4 @@
-"""`hf-specdec tree`: find the fastest static tree for a head on this device."""
+"""The command `hf-specdec tree`, which finds the fastest static tree for a head on this device."""
 
 from __future__ import annotations
 

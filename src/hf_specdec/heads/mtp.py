@@ -23,7 +23,7 @@ from hf_specdec.heads.schema import MTP, Rule
 
 
 class MtpConfig(EagleConfig):
-    """Configuration of an MTP module: that of an EAGLE head with norms.
+    """Configuration of an MTP module: the fields of an EAGLE head, with `layernorms` always True.
 
     Args:
         bias: Whether `eh_proj` has a bias; published modules have none.

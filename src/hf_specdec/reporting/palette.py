@@ -1,4 +1,4 @@
-"""Colours and style of all plots, readable on light and dark pages. matplotlib is an optional dependency."""
+"""Colours and matplotlib style of all plots, readable on light and dark pages; matplotlib is imported when used."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PALETTE = ("#3D8FD9", "#E08A1E", "#2CA089", "#D6568C", "#8E7CC3", "#9A9A2E")
-"""Distinguishable with red-green colour blindness; contrast of at least 2.5 against white and 4 against black."""
+"""Colours of data, distinct with red-green colour blindness; contrast of at least 2.5 to white and 4 to black."""
 INK = "#808080"
 """Colour of text and axes."""
 
 
 @contextmanager
 def plot_style() -> Iterator[None]:
-    """Context manager: apply the package's style to matplotlib."""
+    """Context manager that applies the package's style to plots made in its block."""
     from matplotlib import interactive, is_interactive, rc_context, rcsetup
 
     settings = {
@@ -39,7 +39,7 @@ def plot_style() -> Iterator[None]:
 
 @contextmanager
 def drawing() -> Iterator[Any]:
-    """Context manager: import `matplotlib.pyplot` and apply the package's style.
+    """Context manager that yields `matplotlib.pyplot` and applies the package's style in its block.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -51,7 +51,7 @@ def drawing() -> Iterator[Any]:
 
 
 def save_plot(axes: Axes | Sequence[Axes], path: str | Path) -> None:
-    """Save the figure of the given axes to a file and close it."""
+    """Save the figure that contains the given axes to a file, and close the figure."""
     with drawing() as pyplot:
         first: Any = axes if hasattr(axes, "figure") else axes[0]
         first.figure.savefig(path, dpi=120, bbox_inches="tight")

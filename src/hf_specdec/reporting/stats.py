@@ -19,13 +19,13 @@ Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
 
 
 def shown_tau(tau: float) -> str:
-    """Format tau with two decimals, or as a dash if no forward was counted."""
+    """Format tau with two decimals, or as a dash if it is 0 because no target forward was counted."""
     return f"{tau:.2f}" if tau else "-"
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts and seconds of one `generate()` call.
+    """Token counts and durations of one speculative `generate()` call.
 
     Seconds are wall-clock times on the host. On an accelerator a stage's work may finish during a later stage; only
     `total_seconds` is exact there.
@@ -33,11 +33,12 @@ class SpeculationStats:
     Args:
         method: Name of the drafter.
         num_target_forwards: Verify forwards, without the prefill.
-        num_generated_tokens: Emitted tokens of all rows.
+        num_generated_tokens: Emitted tokens of all rows, including the first token of each, from the prefill.
         num_drafted_tokens: Verified nodes of all unfinished rows, without roots and padding.
-        accepted_per_step: Per row, the accepted drafted tokens + 1 of each target forward until the row ended.
-        control: How the tree size was chosen: the controller's name and decisions.
-        trace: All steps, if `SpeculativeConfig(trace=True)`.
+        accepted_per_step: Per row, the number of tokens that each target forward emitted until the row ended:
+            accepted drafted tokens and, unless the row ended before it, the correction or bonus token.
+        control: How the tree size was chosen: name and decisions of the controller, and reports of the drafter.
+        trace: Records of all steps if `SpeculativeConfig(trace=True)`, else empty.
         prefill_seconds, draft_seconds, verify_seconds, accept_seconds, commit_seconds: Time per stage.
         total_seconds: Time of the whole call.
     """
@@ -58,7 +59,7 @@ class SpeculationStats:
 
     @contextmanager
     def time(self, stage: Stage) -> Iterator[None]:
-        """Add the wall-clock seconds of the block to a stage."""
+        """Context manager that adds the wall-clock seconds of its block to a stage."""
         begin = time.perf_counter()
         try:
             yield
@@ -67,21 +68,21 @@ class SpeculationStats:
             setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def move_seconds(self, seconds: float, source: str, target: str) -> None:
-        """Move seconds from one stage to another."""
+        """Subtract seconds from the stage `source` and add them to the stage `target`."""
         for stage, change in ((source, -seconds), (target, seconds)):
             setattr(self, f"{stage}_seconds", getattr(self, f"{stage}_seconds") + change)
 
     @property
     def stage_seconds(self) -> tuple[float, float, float]:
-        """Seconds so far spent drafting, verifying, and accepting and committing."""
+        """Seconds spent so far on drafting, on verifying, and on accepting and committing together."""
         return self.draft_seconds, self.verify_seconds, self.accept_seconds + self.commit_seconds
 
     def add_step(self, emitted: Iterable[int], drafted: Iterable[int]) -> None:
-        """Count one target forward.
+        """Count one target forward, and the tokens that it emitted and verified.
 
         Args:
             emitted: Number of emitted tokens per row; 0 for rows that had ended before.
-            drafted: Number of drafted nodes per row.
+            drafted: Number of verified nodes per row, without root and padding.
         """
         self.num_target_forwards += 1
         for row, (count, nodes) in enumerate(zip(emitted, drafted, strict=True)):
@@ -91,17 +92,17 @@ class SpeculationStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tau: tokens per target forward and row.
+        """Tau: mean number of tokens that a target forward emits per row.
 
         Includes the correction or bonus token, excludes the first token, which the prefill emits. 1.0 is plain
-        decoding; 0.0 if no forward ran. Same convention as the EAGLE papers and Spec-Bench.
+        decoding; 0.0 means that no forward ran. The EAGLE papers and Spec-Bench count in the same way.
         """
         steps = [length for row in self.accepted_per_step for length in row]
         return sum(steps) / len(steps) if steps else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Share of forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1."""
+        """Share of target forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1."""
         steps = [length for row in self.accepted_per_step for length in row]
         return [sum(length > depth for length in steps) / len(steps) for depth in range(1, max(steps, default=1))]
 
@@ -149,7 +150,7 @@ class SpeculationStats:
         return f"<table><caption>{html.escape(self.method)}</caption>{body}</table>"
 
     def plot(self) -> Axes:
-        """Plot a histogram of the accepted lengths. Needs matplotlib (`pip install hf-specdec[notebooks]`).
+        """Plot a histogram of the tokens per target forward. Needs matplotlib (`pip install hf-specdec[notebooks]`).
 
         Returns:
             The matplotlib axes.
@@ -165,6 +166,6 @@ class SpeculationStats:
 
 
 def _bar(label: str, share: float, color: str) -> str:
-    """Return a line of HTML with a bar of length `share` and a label."""
+    """Return a line of HTML: a bar, whose length is proportional to `share`, and a label."""
     bar = f"display:inline-block;height:0.7em;width:{max(share, 0.0) * 12:.2f}em;background:{color};margin-right:0.4em"
     return f'<div style="white-space:nowrap"><span style="{bar}"></span>{html.escape(label)}</div>'

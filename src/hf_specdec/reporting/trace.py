@@ -1,4 +1,4 @@
-"""Records of decoding steps, for plots (`SpeculativeConfig(trace=True)`)."""
+"""Records of decoding steps for plots, made if `SpeculativeConfig(trace=True)`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TracedRow:
-    """One row of one step. Lists have one entry per tree node, the root first. A row that has ended emits nothing."""
+    """Record of one sequence of the batch in one step; a sequence that has ended emits nothing.
+
+    All lists except `path` and `emitted` have one entry per tree node, the root first.
+    """
 
     tokens: list[int]
     parents: list[int]  # -1 for the root and for padding
     draft_probs: list[float] | None  # by the drafter, given the parent; 1 for the root. None if unknown
     target_probs: list[float]  # by the target, before logits processors; 1 for the root
     choices: list[int]  # the target's most likely token after each node, before logits processors
-    sources: list[str]  # name of the drafter of each node
+    sources: list[str]  # name of the drafter that proposed each node
     path: list[int]  # accepted nodes, from the root
     emitted: list[int]  # accepted drafted tokens, then the correction or bonus token
 
@@ -26,10 +29,10 @@ class TracedRow:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """One step of a generation, with its times."""
+    """Record of one decoding step, with its start and durations."""
 
     rows: list[TracedRow]
-    begin: float  # seconds after the prefill
-    draft_seconds: float
+    begin: float  # seconds between the end of the prefill and the step
+    draft_seconds: float  # without the time that the drafter takes after the step to observe it
     verify_seconds: float
-    rest_seconds: float  # accepting, committing, streaming
+    rest_seconds: float  # accepting and committing

@@ -124,7 +124,7 @@ class TreeCache(Cache):
 
     @property
     def buffers(self) -> list[KeyValueBuffer]:
-        """Buffers of all layers."""
+        """Key-value buffers; each holds one or more layers."""
         return self.store.buffers
 
     @property
@@ -184,7 +184,7 @@ class TreeCache(Cache):
         self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Add `num_slots`, an upper bound, to each row's length; `lengths` `[B]` are the exact ones on the device."""
+        """Lengthen all rows by `num_slots`, an upper bound; `lengths` `[B]` are the exact new ones, on the device."""
         self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
         self._lengths = lengths
         self._rewind()
@@ -289,7 +289,7 @@ def seen_tokens(cache: Any) -> int:
 
 
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Check that a transformers cache was filled by this model, for this batch size.
+    """Check that a transformers cache matches the model's cache layout and the batch size.
 
     Args:
         cache: A cache that `seen_tokens` accepts.

@@ -1,4 +1,4 @@
-"""Greedy acceptance as a device graph: one launch instead of about sixty small ones."""
+"""Greedy acceptance as a captured graph: one launch instead of about sixty small kernels."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ChainTarget(Target):
         )
 
     def admit(self, draft: Draft) -> Draft:
-        """Return the chain of first children, without the draft's log-probabilities and sources."""
+        """Reduce the draft to a chain by following first children; drop log-probabilities and sources."""
         if draft.tree.num_nodes == 1:
             return draft
         return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)

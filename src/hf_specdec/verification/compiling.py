@@ -81,7 +81,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int) -> None:
-    """Verify the same trees with the runner and the model, after texts of several lengths.
+    """Check that the runner's outputs match those of the model's own forward, on trees after texts of several lengths.
 
     Raises:
         CaptureError: The outputs differ by more than rounding.

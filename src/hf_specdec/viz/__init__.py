@@ -1,7 +1,8 @@
 """Plots of draft trees, decoding steps, training runs and step costs; coloured text.
 
-All except coloured text need matplotlib (`pip install hf-specdec[notebooks]`). Plots of steps take the trace of a call
-`model.generate(..., speculative={"method": ..., "trace": True})`, which is in `model.last_speculation.trace`.
+All except coloured text need matplotlib (`pip install hf-specdec[notebooks]`). For functions that take a trace or one
+of its steps, call `model.generate(..., speculative={"method": ..., "trace": True})`; the trace, a list of steps, is
+then in `model.last_speculation.trace`.
 """
 
 from hf_specdec.reporting.palette import save_plot

@@ -1,4 +1,4 @@
-"""Plots of a training run and of step costs."""
+"""Plots of the log of a training run, and of how long decoding steps take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
-    """Plot the loss, the accuracy per drafted depth and the tau on held-out data over the steps of a training run.
+    """Plot loss, accuracy per draft depth, and tau on held-out data against the steps of a training run.
 
     Args:
-        log_history: `log_history` of the Trainer's `trainer_state.json`.
+        log_history: The list `log_history` in the Trainer's `trainer_state.json`.
 
     Returns:
-        Two matplotlib axes, or three if data was held out.
+        Two matplotlib axes, or three if tau was measured on held-out data.
     """
     rows = [row for row in log_history if "loss" in row]
     measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
@@ -44,11 +44,11 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
 
 
 SMOOTHING_WINDOWS = 30
-"""Length of a run divided by the window of its moving average."""
+"""Number of points of a curve divided by the number of points in the window of its moving average."""
 
 
 def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
-    """Plot the centred moving average of a curve, and the raw curve faintly behind it."""
+    """Plot the centred moving average of a curve and, faintly, the raw curve; too few points are not smoothed."""
     reach, values = len(points) // SMOOTHING_WINDOWS // 2, [value for _, value in points]
     around = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     steps, means = [step for step, _ in points], [sum(part) / len(part) for part in around]
@@ -61,7 +61,7 @@ def plot_costs(costs: Mapping[str, Sequence[float]]) -> Axes:
     """Plot the duration of a step in milliseconds by the number of verified nodes.
 
     Args:
-        costs: Per curve name, the seconds of a step that verifies 1, 2, ... nodes.
+        costs: By name of the curve: the seconds of a step that verifies 1, 2, ... nodes.
 
     Returns:
         The matplotlib axes.

@@ -1,4 +1,4 @@
-"""Plots of a generation's statistics and of its steps (`stats.trace`)."""
+"""Plots of how many drafted tokens generations accepted, and of the traced steps of one generation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STAGES = ("draft", "verify", "rest")
 
 
 def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
-    """Plot the share of steps that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
+    """Plot bars of the share of steps that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
 
     Args:
-        stats: Statistics of generations (`model.last_speculation`) by name.
+        stats: Statistics of generations (`model.last_speculation`), by name for the legend.
 
     Returns:
         The matplotlib axes.
@@ -41,10 +41,11 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
 
 
 def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
-    """Plot the time that each step spent on drafting, verifying and the rest, with its number of emitted tokens.
+    """Plot when each step drafted, verified and did the rest, and how many tokens it emitted in the first batch row.
 
     Args:
-        trace: The steps of `stats.trace`. On an accelerator, a stage's work may finish during a later stage.
+        trace: Steps of a generation (`model.last_speculation.trace`). On an accelerator, the work of a stage may
+            finish during a later stage.
 
     Returns:
         The matplotlib axes.
@@ -66,11 +67,11 @@ def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
 
 
 def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
-    """Plot per step the drafted nodes by source (upwards) and the accepted ones (downwards).
+    """Plot for each step the number of drafted nodes, by drafter (upwards), and of accepted nodes (downwards).
 
     Args:
-        trace: The steps of `stats.trace`.
-        row: Index in the batch.
+        trace: Steps of a generation (`model.last_speculation.trace`).
+        row: Index of the sequence in the batch.
 
     Returns:
         The matplotlib axes.

@@ -1,4 +1,4 @@
-"""Generated text coloured by decoding step: HTML in notebooks, ANSI colours in terminals."""
+"""Generated text coloured by decoding step, as HTML for notebooks or with ANSI colour codes for terminals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESET = "\x1b[0m"
 
 
 def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
-    """Return a token's text with visible whitespace, cut to `longest` characters; its id if there is no tokenizer."""
+    """Return a token's text (visible whitespace, at most `longest` characters) or, without a tokenizer, its id."""
     if tokenizer is None:
         return str(token)
     text = str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
@@ -23,7 +23,7 @@ def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text and number of the tokens emitted by one step."""
+    """Text that one step added, and the number of tokens that the step emitted."""
 
     text: str
     num_tokens: int
@@ -31,9 +31,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ColoredText:
-    """Text in one piece per step, coloured if displayed in a notebook or printed in a terminal.
+    """Text in one piece per step; notebooks show it in colour, and `str()` always contains ANSI colour codes.
 
-    Pieces of one token are not coloured: plain decoding emits one token per step as well.
+    Pieces of one token are not coloured: plain decoding also emits one token per step.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,12 +68,12 @@ def colored_text(trace: Sequence[TracedStep], tokenizer: Any, *, row: int = 0) -
     """Return the text of a generation, coloured by step.
 
     Args:
-        trace: The steps of `stats.trace`.
-        tokenizer: The model's tokenizer.
-        row: Index in the batch.
+        trace: Steps of a generation (`model.last_speculation.trace`).
+        tokenizer: The model's tokenizer; special tokens are left out.
+        row: Index of the sequence in the batch.
     """
     steps = [step.rows[row] for step in trace]
-    tokens = steps[0].tokens[:1] if steps else []  # the prefill emitted the first root
+    tokens = steps[0].tokens[:1] if steps else []  # the first step's root was emitted by the prefill
     pieces, text = [Piece("", 0)], ""
     for emitted in (tokens, *(step.emitted for step in steps)):
         if emitted is not tokens:

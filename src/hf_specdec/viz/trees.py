@@ -1,4 +1,4 @@
-"""Plots of trees, from left to right: a static tree, and the tree that a step drafted and verified."""
+"""Plots of token trees, root on the left: a static tree, and the tree that a step drafted and verified."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 Node = TypeVar("Node", bound=Hashable)
 
 INCHES_PER_LEVEL, INCHES_PER_LEAF = 1.5, 0.34
-"""Size of the plot of a step."""
+"""Width per level and height per leaf of the plot of a step's tree."""
 LABEL = 0.6
-"""Fraction of a level's width reserved for a node's label."""
+"""Width of a node's label, as a fraction of the distance between two levels."""
 TARGET = -1
-"""Pseudo-node of the token that the target chose (correction or bonus)."""
+"""Index of an additional node: the token that the target chose after the accepted path."""
 
 
 def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None) -> Axes:
-    """Plot a static tree. Lines are thicker for nodes that are more likely to be accepted.
+    """Plot a static tree, with thicker lines to nodes that are more likely to be accepted.
 
     Args:
-        choices: Paths of the drafted nodes, including all parents.
-        acceptance: Acceptance probability of each path.
+        choices: Path of each drafted node, as ranks of the candidates from the root on; all parents are included.
+        acceptance: Acceptance probability of each path; None draws equal lines.
 
     Returns:
         The matplotlib axes.
@@ -54,15 +54,15 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
 
 
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
-    """Plot the tree of a step. Accepted nodes are filled; lines are coloured by source, thicker for likelier drafts.
+    """Plot the tree of a step. Accepted nodes are filled; lines are coloured by drafter, thicker for likelier tokens.
 
-    Below each token are its probabilities according to drafter and target. The boxed token is the target's: the
-    correction, or the bonus token if the path was accepted up to a leaf.
+    Below each token are its probabilities according to drafter (if known) and target. The boxed token was chosen by
+    the target after the accepted path: a correction, or a bonus token if that path ends at a leaf.
 
     Args:
-        step: A step of `stats.trace`.
-        tokenizer: Tokenizer to show tokens as text; None shows ids.
-        row: Index in the batch.
+        step: A step of a generation (an item of `model.last_speculation.trace`).
+        tokenizer: Decodes the tokens to show; None shows their ids.
+        row: Index of the sequence in the batch.
 
     Returns:
         The matplotlib axes.
@@ -109,12 +109,12 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
 
 
 def _edge(parent: tuple[float, float], child: tuple[float, float]) -> tuple[list[float], list[float]]:
-    """Return the line from the end of the parent's label to the child, as x and y coordinates."""
+    """Return the x and the y coordinates of the line from the end of the parent's label to the child."""
     return [parent[0] + LABEL, child[0]], [parent[1], child[1]]
 
 
 def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float], color: str, tokenizer: Any) -> None:
-    """Draw a dot with the token above and its probabilities below."""
+    """Draw a node of a step's tree: a dot, filled if accepted, the token above the line and probabilities below."""
     kept = node in row.path
     axes.plot(*place, marker="o", markersize=5, color=color, fillstyle="full" if kept else "none")
     axes.annotate(shown(tokenizer, row.tokens[node]), place, (5, 1), textcoords="offset points", fontsize=8,
@@ -126,7 +126,7 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float]
 
 
 def _heights(root: Node, children: Mapping[Node, Sequence[Node]]) -> tuple[dict[Node, float], int]:
-    """Return the y coordinate of each node and the number of leaves: one line per leaf, parents centred."""
+    """Return the y coordinate of each node (leaves one below the other, parents at the mean) and the leaf count."""
     heights: dict[Node, float] = {}
     leaves = 0
 
