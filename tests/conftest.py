@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -25,6 +26,14 @@ def _quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Readings of ambiguous heads that tests choose are not kept in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path_factory.mktemp("hf-home")))
+        yield
 
 
 @pytest.fixture

@@ -138,8 +138,10 @@ def with_tensors(example: Example, folder: Path, **changed: Any) -> None:
 
 def a_weight(example: Example, rng: random.Random) -> str:
     """A tensor that is loaded."""
+    others = ("lm_head", "embed_", "model.embed_", *(["model."] if "model.embed_tokens.weight" in example.tensors and
+                                                     "model.fc.weight" not in example.tensors else []))  # fmt: skip
     loaded = [name for name, tensor in example.tensors.items()
-              if tensor.is_floating_point() and not name.startswith(("model.", "lm_head", "embed_"))]  # fmt: skip
+              if tensor.is_floating_point() and not name.startswith(others)]  # fmt: skip
     return rng.choice(sorted(loaded))
 
 

@@ -60,7 +60,7 @@ class Target:
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, Ht]
     features: Tensor  # [1, T, layers * Ht]
-    tokens: Tensor  # [1, T + 1] the tokens after the features', and one drafted
+    tokens: Tensor  # [1, T + 2] the tokens after the features', and two drafted
 
 
 def save(tensors: Tensors, path: Path) -> None:
@@ -76,7 +76,7 @@ def target_for(layers: int, size: int = H, length: int = 7) -> Target:
         torch.randn(V, H, generator=draw),
         torch.randn(V, size, generator=draw),
         torch.randn(1, length, layers * size, generator=draw),
-        torch.randint(0, V, (1, length + 1), generator=draw),
+        torch.randint(0, V, (1, length + 2), generator=draw),
     )
 
 
@@ -88,7 +88,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def frequencies(config: Config, size: int) -> Tensor:
-    base = config.get("rope_theta", 10000.0)
+    base, size = config.get("rope_theta", 10000.0), int(size * config.get("partial_rotary_factor", 1.0))
     inverse = torch.tensor([base ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64)
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -111,8 +111,9 @@ def rotate(x: Tensor, inverse: Tensor) -> Tensor:
     """`[1, heads, T, d]`, positions 0 .. T-1."""
     angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * inverse
     cos, sin = angles.cos().float(), angles.sin().float()
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned, kept = x[..., : 2 * len(inverse)], x[..., 2 * len(inverse) :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, kept], dim=-1)
 
 
 def linear(x: Tensor, tensors: Tensors, name: str) -> Tensor:
@@ -152,6 +153,23 @@ def mlp(x: Tensor, tensors: Tensors, prefix: str) -> Tensor:
 # ----------------------------------------------------------------------------------------------- references
 
 
+def three_steps(
+    run: Callable[[Tensor, Tensor], Tensor],
+    score: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    tokens: Tensor,
+    recycle: Callable[[Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """Draft three tokens; what is recycled shows from the third on."""
+    logits = []
+    for step in range(3):
+        outputs = run(tokens[:, : hidden.shape[1]], hidden)
+        logits.append(score(outputs if step == 0 else outputs[:, -1:]))
+        last = outputs[:, -1:]
+        hidden = torch.cat([hidden, last if recycle is None else recycle(last)], 1)
+    return logits
+
+
 def draft_eagle(example: Example, target: Target) -> list[Tensor]:
     """EAGLE-1, also as legacy speculators store it: fc, one layer without an input norm, the target's lm_head."""
     tensors, config = example.tensors, example.config
@@ -173,47 +191,91 @@ def draft_eagle(example: Example, target: Target) -> list[Tensor]:
     def score(x: Tensor) -> Tensor:
         return (rms(x, tensors["pre_lm_head_layernorm.weight"], eps) if normed else x) @ target.lm_head.T
 
-    length = target.features.shape[1]
-    first = run(target.tokens[:, :length], target.features)
-    second = run(target.tokens, torch.cat([target.features, first[:, -1:]], 1))
-    return [score(first), score(second[:, -1:])]
+    return three_steps(run, score, target.features, target.tokens)
+
+
+def canonical(tensors: Tensors) -> Tensors:
+    """EAGLE-3 tensors under one set of names: `layers.0...`, `fc_norm.0`, ... without prefixes."""
+    named = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        if name.startswith("midlayer."):
+            rest = name.removeprefix("midlayer.")
+            name = f"layers.{rest}" if rest[0].isdigit() else f"layers.0.{rest}"
+        for index, part in enumerate(("low", "mid", "high")):
+            name = name.replace(f"aux_norm_{part}.", f"fc_norm.{index}.")
+        named[name] = tensor
+    return named
 
 
 def draft_eagle3(example: Example, target: Target) -> list[Tensor]:
     """EAGLE-3 of every family."""
-    tensors, config = example.tensors, example.config
-    ours = config.get("speculators_model_type") == "eagle3"
-    layer = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
-    inner = config["transformer_layer_config"] if ours else config
-    eps = inner.get("rms_norm_eps", 1e-6)
+    tensors, config = canonical(example.tensors), example.config
+    nested = config.get("eagle_config") or {}
+    inner = config["transformer_layer_config"] if config.get("speculators_model_type") == "eagle3" else config
+    eps, size = inner.get("rms_norm_eps", 1e-6), len(tensors["norm.weight"])
     table = tensors.get("embed_tokens.weight", target.embedding)
-    window = inner.get("sliding_window") if inner.get("layer_types") == ["sliding_attention"] else None
+    window = inner.get("sliding_window") if "sliding_attention" in inner.get("layer_types", []) else None
+    count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms(x, tensors[f"{name}.weight"], eps)
 
     def fuse(features: Tensor) -> Tensor:
-        if config.get("fc_norm"):
-            count = sum(name.startswith("fc_norm.") for name in tensors)
-            chunks = features.chunk(count, -1)
-            features = torch.cat([rms(c, tensors[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(chunks)], -1)
-        if config.get("norm_before_fc"):
-            features = rms(features, tensors["input_norm.weight"], eps)
+        if config.get("fc_norm") or config.get("use_aux_norm"):
+            parts = sum(name.startswith("fc_norm.") for name in tensors)
+            features = torch.cat([normed(c, f"fc_norm.{i}") for i, c in enumerate(features.chunk(parts, -1))], -1)
+        if nested.get("norm_before_fc") or config.get("norm_before_fc"):
+            features = normed(features, "input_norm")
         return linear(features, tensors, "fc")
 
-    def run(tokens: Tensor, hidden: Tensor) -> Tensor:
-        normed = rms(hidden, tensors[f"{layer}hidden_norm.weight"], eps)
-        both = torch.cat([rms(table[tokens], tensors[f"{layer}input_layernorm.weight"], eps), normed], -1)
-        x = normed if config.get("norm_before_residual") else hidden
+    def wide(embedded: Tensor, hidden: Tensor, layer: str) -> Tensor:
+        read = normed(hidden, f"{layer}hidden_norm")
+        both = torch.cat([normed(embedded, f"{layer}input_layernorm"), read], -1)
+        x = read if config.get("norm_before_residual") else hidden
         x = x + attend(both, tensors, f"{layer}self_attn.", inner, window)
-        return x + mlp(rms(x, tensors[f"{layer}post_attention_layernorm.weight"], eps), tensors, f"{layer}mlp.")
+        return x + mlp(normed(x, f"{layer}post_attention_layernorm"), tensors, f"{layer}mlp.")
+
+    def ordinary(x: Tensor, layer: str) -> Tensor:
+        norm = "input_layernorm" if f"{layer}input_layernorm.weight" in tensors else "hidden_norm"
+        x = x + attend(normed(x, f"{layer}{norm}"), tensors, f"{layer}self_attn.", inner, window)
+        return x + mlp(normed(x, f"{layer}post_attention_layernorm"), tensors, f"{layer}mlp.")
+
+    def run(tokens: Tensor, hidden: Tensor) -> Tensor:
+        x = wide(table[tokens], hidden, "layers.0.")
+        for index in range(1, count):
+            layer = f"layers.{index}."
+            if tensors[f"{layer}self_attn.q_proj.weight"].shape[1] == 2 * size:
+                x = wide(table[tokens], x, layer)
+            else:
+                x = ordinary(x, layer)
+        return x
 
     def score(x: Tensor) -> Tensor:
-        return rms(x, tensors["norm.weight"], eps) @ tensors["lm_head.weight"].T
+        rows = tensors.get("lm_head.weight", table if config.get("tie_word_embeddings") else target.lm_head)
+        logits = normed(x, "norm") @ rows.T * config.get("logit_scale", 1.0)
+        return in_order(logits, tensors)
 
-    length = target.features.shape[1]
-    fused = fuse(target.features)
-    first = run(target.tokens[:, :length], fused)
-    recycled = rms(first[:, -1:], tensors["norm.weight"], eps) if ours and config.get("norm_output") else first[:, -1:]
-    second = run(target.tokens, torch.cat([fused, recycled], 1))
-    return [score(first), score(second[:, -1:])]
+    recycles_normed = config.get("norm_output") or nested.get("return_hidden_post_norm")
+    recycle = (lambda x: normed(x, "norm")) if recycles_normed else None
+    return three_steps(run, score, fuse(target.features), target.tokens, recycle)
+
+
+def token_ids(tensors: Tensors) -> Tensor | None:
+    """The target's token of each row of lm_head."""
+    if "token_map" in tensors:
+        return tensors["token_map"]
+    if "d2t" not in tensors:
+        return None
+    offsets, rows = tensors["d2t"], torch.arange(len(tensors["d2t"]))
+    are_ids = torch.equal(offsets, rows) and (len(rows) == V or int(tensors["t2d"][: len(rows)].sum()) == len(rows))
+    return rows if are_ids else rows + offsets
+
+
+def in_order(logits: Tensor, tensors: Tensors) -> Tensor:
+    """Logits in the order of the target's tokens, which is ours."""
+    ids = token_ids(tensors)
+    return logits if ids is None else logits[..., ids.argsort()]
 
 
 def draft_mtp(example: Example, target: Target) -> list[Tensor]:
@@ -231,10 +293,7 @@ def draft_mtp(example: Example, target: Target) -> list[Tensor]:
         x = x + mlp(normed(x, "post_attention_layernorm"), tensors, f"{layer}mlp.")
         return normed(x, "final_layernorm")
 
-    length = target.features.shape[1]
-    first = run(target.tokens[:, :length], target.features)
-    second = run(target.tokens, torch.cat([target.features, first[:, -1:]], 1))
-    return [first @ target.lm_head.T, second[:, -1:] @ target.lm_head.T]
+    return three_steps(run, lambda x: x @ target.lm_head.T, target.features, target.tokens)
 
 
 def draft_medusa(example: Example, target: Target) -> list[Tensor]:
@@ -249,6 +308,23 @@ def draft_medusa(example: Example, target: Target) -> list[Tensor]:
             x = x + torch.nn.functional.silu(linear(x, tensors, f"{head}.{block}.linear"))
             block += 1
         logits.append(x @ tensors.get(f"{head}.{block}.weight", target.lm_head).T)
+    return [torch.stack(logits)]
+
+
+def draft_vllm_medusa(example: Example, target: Target) -> list[Tensor]:
+    """As vLLM computes its Medusa heads."""
+    tensors, config = {n.removeprefix("medusa_heads."): t for n, t in example.tensors.items()}, example.config
+    is_cut = config.get("truncated_vocab_size", config["vocab_size"]) < config["vocab_size"]
+    logits = []
+    for head in range(config["num_heads"]):
+        x = target.features
+        for layer in range(config["num_hidden_layers"]):
+            x = x + torch.nn.functional.silu(linear(x, tensors, f"blocks.{head}.layers.{layer}"))
+        rows = tensors["lm_head.weight"] if config.get("original_lm_head") else tensors[f"lm_heads.{head}.weight"]
+        if is_cut and len(rows) > len(tensors["token_map"]):
+            rows = rows[tensors["token_map"]]
+        scores = x @ rows.T * config.get("logit_scale", 1.0)
+        logits.append(in_order(scores, tensors) if is_cut else scores)
     return [torch.stack(logits)]
 
 
@@ -288,8 +364,9 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Tensors
     }  # fmt: skip
 
 
-def vocabulary(both: bool = True) -> Tensors:
-    ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:VD].sort().values
+def vocabulary(both: bool = True, by_frequency: bool = False) -> Tensors:
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:VD]
+    ids = ids if by_frequency else ids.sort().values
     mask = torch.zeros(V, dtype=torch.bool)
     mask[ids] = True
     return {"d2t": ids - torch.arange(VD), **({"t2d": mask} if both else {})}
@@ -348,6 +425,128 @@ BIASES = {f"layers.0.self_attn.{name}_proj.bias": (rows,) for name, rows in (("q
 QKV_BIASES = {name: shape for name, shape in BIASES.items() if ".o_proj" not in name}
 QWEN3_NORMS = {f"layers.0.self_attn.{name}_norm.weight": (8,) for name in "qk"}
 FORGE = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VD}
+
+
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ROTATED = {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}}
+FC_NORMS = {f"fc_norm.{i}.weight": (H,) for i in range(3)}
+
+
+def second_layer(norm: str = "input_layernorm", width: int = H, number: int = 1) -> dict[str, tuple[int, ...]]:
+    prefix = f"layers.{number}."
+    return {**shapes_of_layer(prefix, width), f"{prefix}{norm}.weight": (H,)}
+
+
+def newer_examples() -> dict[str, Example]:
+    """Layouts of 2026."""
+    plain, layers0 = eagle3_shapes(), eagle3_shapes("layers.0.")
+    frequent, words = vocabulary(by_frequency=True), vocabulary()
+    embed = {"embed_tokens.weight": (V, H)}
+    whole = {name: shape for name, shape in eagle3_shapes(rows=V).items() if name != "lm_head.weight"}
+    forge = {"architectures": ["LlamaForCausalLMEagle3"]}
+    nemo = {
+        f"model.{name}": shape for name, shape in {**layers0, **embed, **FC_NORMS}.items() if "lm_head" not in name
+    }
+    nemo |= {"lm_head.weight": (VD, H)}
+    nemo_fields = llama_fields(architectures=["LlamaEagle3DraftModel"], num_hidden_layers=28, draft_vocab_size=VD,
+                               target_hidden_size=H, fc_norm=True, parallel_drafting=False,
+                               tie_word_embeddings=False)  # fmt: skip
+    five = {**eagle3_shapes("layers.0.", rows=V, layers=5), **embed, **QWEN3_NORMS}
+    deepspec = {**llama_fields(architectures=["Qwen3Eagle3Model"], target_layer_ids=[1, 3, 5, 7, 9], head_dim=8,
+                               layer_types=["full_attention"] * 2, num_target_layers=12),
+                "model_type": "qwen3"}  # fmt: skip
+    deep2 = {
+        **five, **second_layer("hidden_norm", 2 * H), "layers.1.input_layernorm.weight": (H,),
+        **{name.replace("layers.0", "layers.1"): shape for name, shape in QWEN3_NORMS.items()},
+    }  # fmt: skip
+    megatron = {
+        name.replace("layers.", "midlayer."): shape
+        for name, shape in {**layers0, **second_layer("hidden_norm")}.items()
+    }
+    medusa = {f"blocks.{i}.layers.{j}.weight": (H, H) for i in range(2) for j in range(2)}
+    medusa_fields = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": H, "vocab_size": V,
+                     "num_heads": 2, "num_hidden_layers": 2}  # fmt: skip
+    token_map = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD]
+    layer = without(llama_fields(head_dim=8, num_hidden_layers=2), "architectures", "torch_dtype")
+    return {
+        "eagle3.1 of TensorRT-LLM": Example(
+            "modelopt-eagle3", llama_fields(**FORGE, eagle_config={**MODELOPT, "return_hidden_post_norm": True}),
+            {**random_tensors(plain), **vocabulary(both=False)}, draft_eagle3),
+        "eagle3 of NVIDIA for gpt-oss": Example(
+            "modelopt-eagle3", llama_fields(
+                **forge, draft_vocab_size=None,
+                eagle_config={**MODELOPT, "norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [2, 5, 8]}),
+            random_tensors({**whole, "input_norm.weight": (3 * H,)}), draft_eagle3),
+        "eagle3, norm_before_fc at the top": Example(
+            "specforge", llama_fields(**FORGE, norm_before_fc=True),
+            {**random_tensors({**plain, **embed, "input_norm.weight": (3 * H,)}), **words}, draft_eagle3),
+        "eagle3 of ModelOpt, by frequency": Example(
+            "modelopt-eagle3", llama_fields(**FORGE, eagle_config={**MODELOPT, "next_layer_regular": True}),
+            {**random_tensors(layers0), **{"d2t": frequent["d2t"]}}, draft_eagle3),
+        "eagle3 of NeMo": Example("nemo-eagle3", {**nemo_fields, "norm_output": False},
+                                  {**random_tensors(nemo), **frequent}, draft_eagle3),
+        "eagle3.1 of NeMo": Example("nemo-eagle3", {**nemo_fields, "norm_output": True},
+                                    {**random_tensors(nemo), **frequent}, draft_eagle3),
+        "eagle3 of NeMo, exported for vLLM": Example(
+            "specforge", {**nemo_fields, **forge, "norm_output": False},
+            {**random_tensors({n.removeprefix("model."): s for n, s in nemo.items()}), **frequent}, draft_eagle3),
+        "eagle3, tied to its embedding": Example(
+            "specforge", llama_fields(**forge, draft_vocab_size=V, tie_word_embeddings=True),
+            random_tensors({**whole, **embed}), draft_eagle3),
+        "eagle3 of AngelSlim": Example(
+            "specforge", llama_fields(**FORGE, tie_word_embeddings=True),
+            {**random_tensors({**plain, **embed}), **words}, draft_eagle3),
+        "eagle3 of TorchSpec": Example(
+            "sglang", llama_fields(**FORGE, use_aux_norm=True),
+            {**random_tensors({**plain, **{f"aux_norm_{part}.weight": (H,) for part in ("low", "mid", "high")}}),
+             **words}, draft_eagle3),
+        "eagle3 of verl-SpeCo": Example(
+            "specforge", llama_fields(**FORGE, eagle_aux_hidden_state_layer_ids=[1, 3, 5],
+                                      eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}),
+            {**random_tensors({**plain, **embed}), "d2t": torch.arange(VD), "t2d": torch.arange(V) < VD},
+            draft_eagle3),
+        "eagle3, d2t of the whole vocabulary": Example(
+            "sglang", llama_fields(**forge, draft_vocab_size=V),
+            {**random_tensors(eagle3_shapes(rows=V)), "d2t": torch.arange(V), "t2d": torch.ones(V, dtype=torch.bool)},
+            draft_eagle3),
+        "eagle3 for Llama 4, rotated in part": Example(
+            "sglang", llama_fields(**FORGE, intermediate_size_mlp=INNER, partial_rotary_factor=0.5, logit_scale=0.5)
+            | {"intermediate_size": 2 * INNER, "model_type": "llama4_text"},
+            {**random_tensors(plain), **words}, draft_eagle3),
+        "eagle3 for a vision-language target": Example(
+            "sglang", llama_fields(**FORGE, **ROTATED, num_aux_hidden_states=3), {**random_tensors(plain), **words},
+            draft_eagle3),
+        "eagle3 of DeepSpec": Example("deepspec-eagle3", deepspec, random_tensors(five), draft_eagle3),
+        "eagle3 of DeepSpec, two layers": Example("deepspec-eagle3", deepspec, random_tensors(deep2), draft_eagle3),
+        "eagle3 of ModelOpt, two layers": Example(
+            "modelopt-eagle3", llama_fields(**FORGE, eagle_config=MODELOPT) | {"num_hidden_layers": 2},
+            {**random_tensors({**layers0, **second_layer()}), **vocabulary(both=False)}, draft_eagle3),
+        "eagle3 of SGLang, three layers": Example(
+            "sglang", llama_fields(**FORGE) | {"num_hidden_layers": 3},
+            {**random_tensors({**layers0, **second_layer("hidden_norm"), **second_layer("hidden_norm", number=2)}),
+             **words}, draft_eagle3),
+        "eagle3 of Megatron, two layers": Example(
+            "modelopt-eagle3", llama_fields(architectures=["LlamaForCausalLMEagle3Deep"], draft_vocab_size=V,
+                                            eagle_config=MODELOPT),
+            random_tensors({**megatron, "lm_head.weight": (V, H)}), draft_eagle3),
+        "speculators eagle3, two layers": Example(
+            "speculators-eagle3",
+            speculators_fields("eagle3", layer, draft_vocab_size=VD, norm_before_residual=True, norm_output=True),
+            {**random_tensors({**layers0, **second_layer()}), **words}, draft_eagle3),
+        "medusa of vLLM": Example(
+            "vllm-medusa", medusa_fields,
+            random_tensors({**medusa, **{f"lm_heads.{i}.weight": (V, H) for i in range(2)}}),
+            draft_vllm_medusa),
+        "medusa of vLLM, cut vocabulary": Example(
+            "vllm-medusa", {**medusa_fields, "truncated_vocab_size": VD, "medusa_fc_bias": True, "logit_scale": 0.5},
+            {**random_tensors({**medusa, **{n.replace("weight", "bias"): (H,) for n in medusa},
+                               "lm_heads.0.weight": (V, H), "lm_heads.1.weight": (VD, H)}), "token_map": token_map},
+            draft_vllm_medusa),
+        "medusa of vLLM, one lm_head": Example(
+            "vllm-medusa", {**medusa_fields, "original_lm_head": True},
+            random_tensors({**{f"medusa_heads.{n}": s for n, s in medusa.items()}, "lm_head.weight": (V, H)}),
+            draft_vllm_medusa),
+    }  # fmt: skip
 
 
 def all_examples() -> dict[str, Example]:
@@ -445,4 +644,5 @@ def all_examples() -> dict[str, Example]:
         "speculators HASS": Example(
             "speculators-eagle", speculators_fields("eagle", layer, layernorms=True, fusion_bias=True),
             random_tensors(hass), draft_eagle),
+        **newer_examples(),
     }  # fmt: skip

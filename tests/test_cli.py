@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
+from hf_specdec.cli import demo
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,22 @@ def test_demo_shows_speeds_tau_and_equality(
     assert code == 0
     for part in ("plain generate()", "speculative='hybrid'", "tau", "ids equal: yes", "steps with the most tokens"):
         assert part in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_demo_times_both_answers_with_a_streamer_or_both_without(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bool
+) -> None:
+    generate, used = llama.generate, []
+
+    def noted(**options: Any) -> Any:
+        used.append(options.get("streamer"))
+        return generate(**options)
+
+    monkeypatch.setattr(llama, "generate", noted)
+    result = demo.run(llama, zoo.chat_tokenizer(), "w05 w06", method="prompt_lookup", max_new_tokens=12, stream=stream)
+    assert [streamer is not None for streamer in used[-2:]] == [stream, stream]
+    assert capsys.readouterr().out.split() == (result.text.split() if stream else [])
 
 
 def test_demo_json(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

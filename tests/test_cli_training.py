@@ -25,7 +25,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
-from hf_specdec.training import FeatureStore, capture_features, read_conversations
+from hf_specdec.training import Conversation, FeatureStore, capture_features, read_conversations
 from launched import launch
 from test_cli import run
 from test_distill import CLI
@@ -222,6 +222,19 @@ def test_training_refuses_before_it_loads_the_target(
     assert message in streams.err
     assert len(streams.err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_model: None
+) -> None:
+    talk = Conversation.of([5], [8, 9] * 8)  # repeats itself
+    row = json.dumps({"input_ids": talk.input_ids, "loss_mask": talk.loss_mask})
+    (tmp_path / "talks.jsonl").write_text(f"{row}\n{row}")
+    for kind in ("eagle", "medusa"):
+        assert run(monkeypatch, "train", kind, "--model", saved, "--data", tmp_path / "talks.jsonl", "--output",
+                   tmp_path / "out", "--drop-seen", 0.1) == 2  # fmt: skip
+        assert "--drop-seen 0.1 leaves none of 2 conversations" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import signal
@@ -26,6 +27,7 @@ from hf_specdec.training import (
     read_prompts,
 )
 from hf_specdec.training.conversations import load_rows
+from hf_specdec.training.teachers import ModelTeacher
 from launched import launch
 from zoo import ASSISTANT, END, USER, chat_tokenizer
 
@@ -61,6 +63,21 @@ def test_answers_are_what_generate_says(talker: Any, tmp_path: Path) -> None:
             assert answer == alone[0, len(prompt) :].tolist()
     talks = read_conversations(tmp_path / "out")
     assert sum(map(len, (talk.input_ids for talk in talks))) == sum(len(row["input_ids"]) for row in rows)
+
+
+def test_a_teacher_is_identified_by_weights_of_all_its_depths(talker: Any) -> None:
+    parameters = dict(talker.named_parameters())
+    names = list(parameters)
+    found = [ModelTeacher(talker, 1).facts()["weights"]]
+    assert ModelTeacher(copy.deepcopy(talker), 1).facts()["weights"] == found[0]
+    for name in {names[0], names[len(names) // 2], names[-1], "lm_head.weight"}:
+        with torch.no_grad():
+            parameters[name][-1] += 1
+        found.append(ModelTeacher(talker, 1).facts()["weights"])
+    assert len(found) > 3
+    assert len(set(found)) == len(found)
+    talker.lm_head.to("meta")  # as if it were offloaded
+    assert ModelTeacher(talker, 1).facts()["weights"] not in found
 
 
 def test_turns_go_on_and_are_invented(talker: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ SPECULATORS_PYTHON=/tmp/speculators/bin/python make test
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from hf_specdec import Eagle3Config, Eagle3Head, export_head
+from hf_specdec import Eagle3Config, Eagle3Head, export_head, load_head
+from hf_specdec.heads.attention import AlignedAttention
 from reference import window_of
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON")
@@ -25,6 +27,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     {"norm_before_residual": True, "norm_before_fc": True, "attention_bias": True},
     {"qk_norm": True, "sliding_window": 5},
+    {"num_hidden_layers": 2, "norm_before_residual": True, "norm_output": True},
 ]
 
 
@@ -58,3 +61,37 @@ def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -
         torch.testing.assert_close(
             head.score(hidden), load_file(tmp_path / "output.safetensors")["logits_0"], atol=1e-4, rtol=0
         )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
+def test_heads_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
+    """Forty-eight variants, saved by its own classes, three steps deep."""
+    zoo.build("llama").save_pretrained(tmp_path / "target")
+    script = Path(__file__).parent / "engines" / "speculators_heads.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = [str(PYTHON), script, tmp_path / "target", tmp_path / "out"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compared = compare_with_speculators(tmp_path / "out")
+    assert compared == 48
+
+
+@torch.no_grad()
+def compare_with_speculators(folder: Path) -> int:
+    """The number of heads whose logits are those of speculators; at step j, its entry t is ours t + j."""
+    given, variants = load_file(folder / "inputs.safetensors"), json.loads((folder / "heads.json").read_text())
+    tokens, length = given["input_ids"], given["input_ids"].shape[1]
+    positions = torch.arange(length)[None]
+    for number, variant in enumerate(variants):
+        head = load_head(folder / str(number))
+        assert head.layout == "speculators-eagle3"
+        assert head.config.num_hidden_layers == variant[-1]
+        theirs = load_file(folder / f"{number}.safetensors")
+        hidden, attend = head.fuse(given["features"]), AlignedAttention(head.config.num_hidden_layers)
+        for step in range(3):
+            output = head(given["embedding"][tokens], hidden, positions, attend)
+            expected = theirs[f"logits_{step}"][:, : length - step]
+            torch.testing.assert_close(head.score(output)[:, step:], expected, atol=2e-4, rtol=1e-4, msg=str(variant))
+            hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
+    return len(variants)

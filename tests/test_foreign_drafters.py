@@ -324,6 +324,40 @@ def test_on_an_accelerator_later_drafts_are_not_read(llama: Any, monkeypatch: py
     assert torch.equal(plain, llama.generate(PROMPTS, speculative="nonsense", **OPTIONS))
 
 
+LAUNCHED: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "None"),
+    "a tensor": (torch.zeros(ROWS, 1).long(), r"int64 \[2, 1\]"),
+    "lists": ([[[1], [2]]], "list"),
+    "floats": ((torch.zeros(ROWS, 1),), r"float32 \[2, 1\]"),
+    "rows only": ((torch.zeros(ROWS).long(),), r"int64 \[2\]"),
+    "other rows": ((torch.zeros(ROWS, 1).long(), torch.zeros(3, 1).long()), r"int64 \[2, 1\] .*, int64 \[3, 1\]"),
+    "elsewhere": ((torch.zeros(ROWS, 1, device="meta").long(),), r"int64 \[2, 1\] on meta"),
+}
+
+
+def launching(llama: Any, tensors: Any) -> DraftSession:
+    class Launching(NonsenseSession):
+        def launch(self, step: Any, budget: Budget) -> Any:
+            return tensors
+
+    drafter, roots = NonsenseDrafter(), torch.tensor([7] * ROWS)
+    return checked._CheckedSession(drafter, None, Launching(drafter, roots), roots, llama)
+
+
+def test_what_a_session_launches_is_read_by_the_host(llama: Any) -> None:
+    step, budget = Any, Budget(NODES, NODES - 1, NODES)
+    tensors = (torch.zeros(ROWS, 3).long(), torch.ones(ROWS, 1).bool())
+    assert launching(llama, tensors).launch(step, budget) == tensors  # type: ignore[arg-type]
+    assert launching(llama, ()).launch(step, budget) == ()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", LAUNCHED)
+def test_what_cannot_be_read_is_named(llama: Any, kind: str) -> None:
+    tensors, expected = LAUNCHED[kind]
+    with pytest.raises(DrafterMismatchError, match=rf"'nonsense' \(NonsenseDrafter\) launched {expected}"):
+        launching(llama, tensors).launch(Any, Budget(NODES, NODES - 1, NODES))  # type: ignore[arg-type]
+
+
 def test_checking_takes_microseconds(llama: Any) -> None:
     class Ready(NonsenseSession):
         def propose(self, budget: Budget) -> Any:

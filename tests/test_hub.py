@@ -68,9 +68,9 @@ def test_round_trip(folder: Path) -> None:
         (lambda t: t.pop("fc.weight"), "missing tensors: fc.weight"),
         (lambda t: t.update(stray=torch.zeros(2)), "unknown tensors: stray"),
         (lambda t: t.update({"fc.bias": torch.zeros(3)}), r"wrong shapes: fc.bias \(3,\) instead of \(32,\)"),
-        (lambda t: t.update(d2t=torch.zeros(8, dtype=torch.long) - 1), "ascending target ids"),
-        (lambda t: t.update(d2t=torch.arange(8) * 100), "ascending target ids"),
-        (lambda t: t.update(d2t=-torch.arange(8)), "ascending target ids"),
+        (lambda t: t.update(d2t=torch.zeros(8, dtype=torch.long) - 1), "distinct target ids"),
+        (lambda t: t.update(d2t=torch.arange(8) * 100), "distinct target ids"),
+        (lambda t: t.update(d2t=-torch.arange(8)), "distinct target ids"),
     ],
 )
 def test_every_tensor_is_accounted_for(folder: Path, change: Any, message: str) -> None:

@@ -45,20 +45,19 @@ def draft(head: Any, target: Target) -> list[Tensor]:
         return [head(target.features, lm_head)]
     table = head.embed_tokens.weight if head.config.own_embedding else target.embedding
     attend, length = window_of(head.config.sliding_window), target.features.shape[1]
-    positions = torch.arange(length + 1)[None]
-    hidden = head.fuse(target.features)
-    first = head(table[target.tokens[:, :length]], hidden, positions[:, :length], attend)
-    second = head(table[target.tokens], torch.cat([hidden, first[:, -1:]], 1), positions, attend)
-    return [head.score(first, lm_head), head.score(second[:, -1:], lm_head)]
+    positions, hidden, logits = torch.arange(length + 2)[None], head.fuse(target.features), []
+    for step in range(3):
+        size = hidden.shape[1]
+        outputs = head(table[target.tokens[:, :size]], hidden, positions[:, :size], attend)
+        logits.append(head.score(outputs if step == 0 else outputs[:, -1:], lm_head))
+        hidden = torch.cat([hidden, outputs[:, -1:]], 1)
+    return logits
 
 
 def num_layers(example: Example) -> int:
-    width = (
-        example.tensors["fc.weight"].shape[1]
-        if "lm_head.weight" in example.tensors and "fc.weight" in example.tensors
-        else 0
-    )
-    return max(width // example.target_size, 1)
+    tensors = layouts.canonical(example.tensors)
+    is_eagle3 = "layers.0.hidden_norm.weight" in tensors
+    return tensors["fc.weight"].shape[1] // example.target_size if is_eagle3 else 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -69,8 +68,10 @@ def test_reads_as_its_authors_do(name: str, tmp_path: Path) -> None:
     target = layouts.target_for(num_layers(example), example.target_size)
     for ours, theirs in zip(draft(head, target), example.draft(example, target), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    if "d2t" in example.tensors:
-        assert torch.equal(head.hot_token_ids, example.tensors["d2t"] + torch.arange(layouts.VD))
+    ids = layouts.token_ids(example.tensors)
+    if head.hot_token_ids is not None:
+        assert ids is not None
+        assert torch.equal(head.hot_token_ids, ids.sort().values)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -129,6 +130,14 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("speculators eagle3 of Qwen3, sliding", "speculators"),
         ("speculators eagle3, converted", "sglang"),
         ("speculators mtp", "speculators-mtp"),
+        ("eagle3.1 of TensorRT-LLM", "sglang"),
+        ("eagle3.1 of TensorRT-LLM", "speculators"),
+        ("eagle3 of NVIDIA for gpt-oss", "sglang"),
+        ("eagle3 of ModelOpt, by frequency", "eagle3"),
+        ("eagle3 of SGLang, three layers", "sglang"),
+        ("eagle3 of ModelOpt, two layers", "speculators"),
+        ("eagle3 of ModelOpt, two layers", "sglang"),
+        ("speculators eagle3, two layers", "speculators"),
     ],
 )
 def test_written_for_others_and_read_again(name: str, format: str, tmp_path: Path) -> None:
@@ -223,7 +232,14 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, head_dim=16)), "eagle3", "requires head_dim"),
         (lambda: EagleHead(EagleConfig(**CONFIG, head_dim=16)), "eagle", "requires head_dim"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_before_residual=True)), "eagle3", "norm_before_residual"),
-        (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_output=True)), "sglang", "no `norm_output`"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, norm_output=True)), "eagle3", "no `norm_output`"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, num_hidden_layers=2)), "eagle3", "has one layer"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_lm_head=False)), "speculators", "uses the target's"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, eagle_aux_hidden_state_layer_ids=[1, -1])), "sglang",
+         "after the final norm"),
+        (lambda: Eagle3Head(Eagle3Config(**CONFIG, rope_parameters=LINEAR | {"factor": 0.5})), "eagle3",
+         "factor of at least 1"),
+        (lambda: EagleHead(EagleConfig(**CONFIG, rope_parameters=layouts.HALF_ROTATED)), "eagle", "rotates all dimen"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, fc_norm=True)), "eagle3", "no `fc_norm`"),
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, eagle_aux_hidden_state_layer_ids=[1, 2])), "eagle3",
          "must read the layers 2"),
@@ -256,6 +272,11 @@ def test_no_such_format(tmp_path: Path) -> None:
         ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
         ({"dflash_config": {}}, "DFlash"),
+        ({"speculators_model_type": "dspark"}, "is a DSpark drafter .speculators."),
+        ({"speculators_model_type": "peagle"}, "is a P-EAGLE head .speculators."),
+        ({"speculators_model_type": ["x"]}, "of the unknown type"),
+        ({"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True}, "is a P-EAGLE head"),
+        ({"pard_token": 7}, "PARD"),
         ({"model_type": "llama"}, "in a known layout: its config has .*model_type.*its tensors are a.weight"),
     ],
 )
@@ -265,26 +286,109 @@ def test_recognised_and_not_read(config: dict[str, Any], message: str, tmp_path:
         load_head(tmp_path)
 
 
+EAGLE3 = EXAMPLES["eagle3 of ModelOpt"]
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({}, {"mask_hidden": torch.zeros(1, 1, 96)}, "is a P-EAGLE head"),
+        ({}, {"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.zeros(2, 2)}, "parallel Medusa heads"),
+        ({"kv_lora_rank": 16}, {}, "multi-head latent attention"),
+        ({}, {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(2, 2)}, "multi-head latent attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is a quantised head .quantization_config: 'fp8'."),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "on the final hidden state, without fc"),
+        ({"eagle_config": {**layouts.MODELOPT, "eh_proj_before_attn": True}}, {}, "eh_proj_before_attn"),
+        ({"num_hidden_layers": 3}, {"layers.2.input_layernorm.weight": torch.zeros(32)}, "a layer is missing"),
+        ({}, {"layers.1.self_attn.rotary.weight": torch.zeros(2, 2)}, "unknown tensors|missing tensors"),
+    ],
+)
+def test_eagle3_heads_that_are_not_read_are_named(
+    config: dict[str, Any], tensors: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("a-rather-long-name-of-a-folder-" * 4)
+    Example("", {**EAGLE3.config, **config}, {**EAGLE3.tensors, **tensors}, EAGLE3.draft).write(folder)
+    with pytest.raises(CheckpointFormatError, match=message) as caught:
+        load_head(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reads"),
+    [({"quantization": {"quant_algo": "FP8"}}, False), ({"quantization": {"quant_algo": None}}, True), ({}, True)],
+)
+def test_quantised_weights_are_refused_by_their_own_file(content: Any, reads: bool, tmp_path: Path) -> None:
+    EAGLE3.write(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    if reads:
+        load_head(tmp_path)
+        return
+    with pytest.raises(CheckpointFormatError, match=r"is a quantised head \(hf_quant_config.json\)"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [
+        (torch.zeros(layouts.VD, dtype=torch.long) - torch.arange(layouts.VD), "distinct target ids"),
+        (torch.full((layouts.VD,), layouts.V), "distinct target ids from 0 to 63"),
+        (torch.full((layouts.VD,), -1), "distinct target ids"),
+    ],
+)
+def test_draft_vocabularies_that_make_no_sense(d2t: Tensor, message: str, tmp_path: Path) -> None:
+    Example("", EAGLE3.config, {**EAGLE3.tensors, "d2t": d2t}, EAGLE3.draft).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(tmp_path)
+
+
+def test_a_cut_vocabulary_needs_its_ids(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in EAGLE3.tensors.items() if name != "d2t"}  # ModelOpt's Megatron export
+    Example("", EAGLE3.config, tensors, EAGLE3.draft).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match="lm_head has 24 rows for 64 tokens, and there is no d2t"):
+        load_head(tmp_path)
+
+
+def test_partial_rotation_in_our_own_config(tmp_path: Path) -> None:
+    head = Eagle3Head(Eagle3Config(**CONFIG, rope_parameters=layouts.HALF_ROTATED))
+    head.save_pretrained(tmp_path)
+    again = load_head(tmp_path)
+    assert again.config.rope_parameters["partial_rotary_factor"] == 0.5
+    same_head(head, again)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["partial_rotary_factor"] = 0.1  # 0.8 of 8 dimensions
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointFormatError, match="rotates 0 of 8 dimensions"):
+        load_head(tmp_path)
+    del config["rope_parameters"]["partial_rotary_factor"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "partial_rotary_factor": 0.5}))
+    assert load_head(tmp_path).config.rope_parameters["partial_rotary_factor"] == 0.5
+    for field, value in (("attention_multiplier", 0.1), ("final_logit_softcapping", 30.0), ("residual_multiplier", 2)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        with pytest.raises(CheckpointFormatError, match=f"`{field}`"):
+            load_head(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("eagle3 of ModelOpt", {"eagle_config": {**layouts.MODELOPT, "use_last_layernorm": False}},
          "use_last_layernorm"),
-        ("eagle3 of SpecForge, 3.1", {"norm_output": False}, "norm_output"),
-        ("eagle3, official", {"num_hidden_layers": 2}, "num_hidden_layers"),
-        ("eagle3, official", {"target_hidden_size": 31}, "reads 3 layers of 31"),
+        ("eagle3 of SpecForge, 3.1", {"norm_output": 1}, "norm_output"),
+        ("eagle of LLaMA-3", {"num_hidden_layers": 2}, "num_hidden_layers"),
+        ("eagle3, official", {"target_hidden_size": 31}, "names none, so there must be 3 of size 31"),
+        ("eagle3, official", {"num_aux_hidden_states": 4}, "reads 4 layers of the target, and its config does not"),
         ("eagle3, official", {"num_attention_heads": 8}, "wrong shapes"),
         ("eagle3, official", {"fc_norm": True}, r"missing tensors: fc_norm\.0\.weight"),
         ("eagle of LLaMA-3", {"bias": True}, r"missing tensors: fc\.bias"),
         ("eagle, bias by default, own embedding", {"bias": False}, r"unknown tensors: fc\.bias"),
         ("eagle3 of SpecForge, 3.1", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2, 3]}},
-         "ascending"),
+         "distinct layers"),
         ("eagle3 of SpecForge, 3.1", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "low"}},
          "layer indices"),
         ("speculators eagle", {"transformer_layer_config": {"model_type": "mixtral"}}, "model_type 'mixtral'"),
         ("speculators eagle", {"transformer_layer_config": [1]}, "expected an object"),
         ("speculators mtp", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers. is 2"),
-        ("speculators mtp", {"transformer_layer_config": {"model_type": "qwen3_next"}}, "model_type 'qwen3_next'"),
+        ("speculators mtp", {"transformer_layer_config": {"model_type": "qwen3_moe"}}, "model_type 'qwen3_moe'"),
     ],
 )  # fmt: skip
 def test_configs_that_do_not_fit(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -358,6 +462,9 @@ def test_the_card_of_medusa_heads_names_their_loader(tmp_path: Path) -> None:
         heads = MedusaHeads(MedusaConfig(32, 64, shared_lm_head=shared))
         card = (export_head(heads, tmp_path / loader, format="medusa") / "README.md").read_text()
         assert f"`medusa/model/{loader}` of Medusa's code" in card
+        assert "always builds 5 heads: with these 4" in card
+    five = MedusaHeads(MedusaConfig(32, 64, medusa_num_heads=5))
+    assert "always builds" not in (export_head(five, tmp_path / "five", format="medusa") / "README.md").read_text()
 
 
 def test_eagles_code_gets_exactly_two_keys_of_a_scaling(tmp_path: Path) -> None:
@@ -365,6 +472,11 @@ def test_eagles_code_gets_exactly_two_keys_of_a_scaling(tmp_path: Path) -> None:
     config = json.loads((export_head(head, tmp_path / "out", format="eagle") / "config.json").read_text())
     assert config["rope_scaling"] == {"type": "linear", "factor": 2.0}
     assert load_head(tmp_path / "out").config.rope_parameters == LINEAR
+    for number, (factor, written) in enumerate(((4, {"type": "linear", "factor": 4.0}), (1, None), (1.0, None))):
+        head = EagleHead(EagleConfig(**CONFIG, rope_parameters=LINEAR | {"factor": factor}))
+        text = (export_head(head, tmp_path / str(number), format="eagle") / "config.json").read_text()
+        assert json.loads(text)["rope_scaling"] == written
+        assert written is None or '"factor": 4.0' in text  # EAGLE's code refuses an integer
 
 
 def test_a_head_in_the_authors_layout_is_read_as_theirs(tmp_path: Path) -> None:

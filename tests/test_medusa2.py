@@ -132,11 +132,18 @@ def test_two_stages_make_a_model_and_its_heads(sure_llama: Any, tmp_path: Path) 
     )
 
 
-def test_meaningless_settings_are_refused(tmp_path: Path) -> None:
-    options = arguments(tmp_path, 1)
-    options.fsdp = ["full_shard"]
+def test_fsdp_is_refused_wherever_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sharded = arguments(tmp_path, 1), arguments(tmp_path, 1)
+    sharded.fsdp = ["full_shard"]
+    for options, heads_options in ((sharded, None), (plain, sharded)):
+        with pytest.raises(InvalidConfigError, match="not run under FSDP"):
+            train_medusa2(fresh(), heads_for(fresh()), [], options, heads_arguments=heads_options)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` does
     with pytest.raises(InvalidConfigError, match="not run under FSDP"):
-        train_medusa2(fresh(), heads_for(fresh()), [], options)
+        train_medusa2(fresh(), heads_for(fresh()), [], plain)
+
+
+def test_meaningless_settings_are_refused() -> None:
     for fields in ({"head_weight": 0}, {"lora_rank": 0}, {"schedule": "cosine"}):
         with pytest.raises(InvalidConfigError):
             Medusa2TrainingConfig(**fields)  # type: ignore[arg-type]

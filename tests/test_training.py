@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, save
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import zoo
@@ -19,6 +20,7 @@ from drafters import EagleFamily as Head
 from drafters import random_head
 from hf_specdec import Eagle3Head, EagleConfig, EagleHead, InvalidConfigError, MedusaConfig, MedusaHeads
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads import attention
 from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.training import (
@@ -101,6 +103,15 @@ def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
     again = capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
     for one, other in zip(whole, again, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_failed_capture_leaves_the_model_in_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.build("llama")).train()
+    monkeypatch.setattr(features, "features_of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        capture_features(model, TALKS, tmp_path / "cut")
+    assert model.training
+    assert all(module.training for module in model.modules())
 
 
 def test_features_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +486,7 @@ def test_a_tally_by_hand() -> None:
     ends where the text is none.
     """
     first, second = torch.tensor([[1, 1, 0, 1, 0]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
-    tally = Tally(first, 2)
+    tally = Tally(first)
     tally.add(first, torch.tensor([[1, 0], [0, 1], [1, 0]]).bool(), torch.tensor([True, True, False]))
     tally.move_on()
     tally.add(second, torch.tensor([[1, 0], [1, 0], [1, 0]]).bool(), torch.tensor([True, True, True]))
@@ -491,7 +502,7 @@ def test_a_tally_by_hand() -> None:
     again = Counts.of(counts.packed() + counts.packed())
     assert again.accuracies == counts.accuracies
     assert (again.accepted.tolist(), again.chains.tolist()) == ([4, 2], [6, 4])
-    assert Tally(first, 0).counts() is None
+    assert Tally(first).counts() is None
 
 
 def test_some_are_held_out_at_even_distances() -> None:
@@ -658,6 +669,48 @@ def test_a_head_in_shards_is_put_together(tmp_path: Path, monkeypatch: pytest.Mo
     trained = train_eagle(model, head, TALKS, arguments(tmp_path, 2))
     assert trained is not head
     assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in trained.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["full", "sharded", "local"])
+def test_a_checkpoint_of_fsdp_is_checked_before_it_is_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are those of accelerate; the names in the files of one process are unknown."""
+    model, loaded = zoo.build("llama"), []
+    objective = EagleObjective(random_head(model, version=1), model, EagleTrainingConfig(0.0, 1.0))
+    trainer = HeadTrainer(objective, model, TALKS, arguments(tmp_path, 1))
+    trainer.is_fsdp_enabled = True
+    monkeypatch.setattr(
+        transformers.Trainer, "_load_from_checkpoint", lambda _self, folder, _model: loaded.append(folder)
+    )
+    right = objective.state_dict()
+    less = dict(list(right.items())[1:])
+    for name, tensors in (("right", right), ("more", {**right, "head.other": torch.zeros(1)}), ("less", less)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if kind == "sharded":
+            writer = FileSystemWriter(folder / "pytorch_model_fsdp_0")
+            save({"model": tensors}, storage_writer=writer, no_dist=True)
+        else:
+            torch.save(tensors, folder / f"pytorch_model_fsdp{'_rank0' if kind == 'local' else ''}.bin")
+        if name == "right" or kind == "local":
+            trainer._load_from_checkpoint(str(folder), objective)
+            assert loaded.pop() == str(folder)
+        else:
+            with pytest.raises(CheckpointFormatError, match="of another head"):
+                trainer._load_from_checkpoint(str(folder), objective)
+    assert not loaded
+
+
+def test_a_data_seed_of_zero_is_a_seed(tmp_path: Path) -> None:
+    model, seeds = zoo.build("llama"), []
+    for data_seed in (0, 3, None):
+        options = arguments(tmp_path, 1, train_sampling_strategy="group_by_length", data_seed=data_seed)
+        options.seed = 7
+        objective = EagleObjective(random_head(model, version=1), model, EagleTrainingConfig(0.0, 1.0))
+        seeds.append(HeadTrainer(objective, model, TALKS, options)._get_train_sampler()._seed)  # type: ignore[union-attr]
+    assert seeds == [0, 3, 7]
 
 
 def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:

@@ -148,13 +148,14 @@ MEDUSAS = {"hidden_size": (1, WIDE), "vocab_size": (1, WORDS), "medusa_num_heads
 NUMBERS = {
     "rope_theta": (1e-3, 1e12), "factor": (1e-3, 1e6), "low_freq_factor": (1e-3, 1e6), "high_freq_factor": (1e-3, 1e6),
     "attention_factor": (1e-3, 1e3), "beta_fast": (1e-3, 1e6), "beta_slow": (1e-3, 1e6), "mscale": (0, 1e3),
-    "mscale_all_dim": (0, 1e3), "partial_rotary_factor": (1, 1),
+    "mscale_all_dim": (0, 1e3), "partial_rotary_factor": (1e-3, 1),
 }  # fmt: skip
 
 
 def test_the_bounds_of_a_field_are_in_and_what_is_beyond_is_not() -> None:
     for rules, bounds in (
-        (EAGLE3, INTEGERS),
+        (EAGLE, {"num_hidden_layers": (1, 1)}),
+        (EAGLE3, {**INTEGERS, "num_hidden_layers": (1, 128)}),
         (MEDUSA, MEDUSAS),
         (THIRD_PARTY_LAYER, {"sliding_window": (1, LONG)}),
         (ROTARY, {"original_max_position_embeddings": (1, LONG)}),

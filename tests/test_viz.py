@@ -62,6 +62,36 @@ def test_half_a_letter_waits_for_the_rest() -> None:
     assert [(piece.text, piece.num_tokens) for piece in pieces] == [("a", 1), ("é", 1)]
 
 
+class BytesApart(Letters):
+    """Every byte of an incomplete letter is shown apart, as by tokenizers that fall back to bytes."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        text = super().decode(tokens)
+        left = len(tokens) - len(text.rstrip("�").encode())
+        return text.rstrip("�") + "�" * left
+
+
+def test_text_after_a_letter_of_many_tokens_is_kept() -> None:
+    found = viz.colored_text(traced("a🙂bcd", [1, 1, 1, 1, 2, 1]), BytesApart())
+    assert [(piece.text, piece.step) for piece in found.pieces] == [("a", 0), ("🙂", 4), ("bc", 5), ("d", 6)]
+    assert 'title="step 5: 2 tokens"' in found._repr_html_()
+
+
+def test_half_a_letter_at_the_end_is_shown() -> None:
+    steps = traced("aé", [1, 1])[:1]
+    assert [(piece.text, piece.step) for piece in viz.colored_text(steps, Letters()).pieces] == [("a", 0), ("�", 1)]
+
+
+def test_a_tokenizer_that_changes_its_last_letters_loses_none() -> None:
+    class Spaces(Letters):
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return super().decode(tokens).replace(" .", ".")
+
+    pieces = viz.colored_text(traced("a .bc", [1, 1, 2]), Spaces()).pieces
+    assert "".join(piece.text for piece in pieces) == "a.bc"
+    assert pieces[-1].text == "bc"
+
+
 def texts(axes: Any) -> str:
     return " ".join(text.get_text() for text in [*axes.texts, axes.title, axes._right_title])
 

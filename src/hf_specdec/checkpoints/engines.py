@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.checkpoints import export_refusals as refusals
+from hf_specdec.checkpoints.export_refusals import PLAIN_THETA
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
@@ -43,10 +45,11 @@ class Format:
 
 
 def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
-    """Return a one-layer Llama config with the keys of old and new transformers versions."""
+    """Return a Llama config with the keys of old and new transformers versions."""
     config = head.config
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta", PLAIN_THETA), rope.pop("rope_type", "default")
+    partial = rope.pop("partial_rotary_factor", None)
     fields = {
         name: getattr(config, name)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -54,18 +57,22 @@ def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
                      "mlp_bias", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
     }  # fmt: skip
     scaling = None if kind == "default" else {"type": kind, "rope_type": kind, **rope}
-    return {**fields, "model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False,
-            "rope_theta": theta, "rope_scaling": scaling, "use_cache": True}  # fmt: skip
+    if partial not in (None, 1):
+        fields["partial_rotary_factor"] = partial
+    return {**fields, "model_type": "llama", "num_hidden_layers": config.num_hidden_layers,
+            "tie_word_embeddings": False, "rope_theta": theta, "rope_scaling": scaling, "use_cache": True}  # fmt: skip
 
 
 def _for_eagles_code(fields: Fields) -> Fields:
-    """Reduce `rope_scaling` to the two keys that EAGLE's config class requires."""
+    """Reduce `rope_scaling` to what EAGLE's config class accepts: a type and a factor above 1, which is a float."""
     scaling = fields["rope_scaling"]
-    return {**fields, "rope_scaling": scaling and {"type": scaling["type"], "factor": scaling["factor"]}}
+    if not scaling or scaling["factor"] == 1:
+        return {**fields, "rope_scaling": None}
+    return {**fields, "rope_scaling": {"type": scaling["type"], "factor": float(scaling["factor"])}}
 
 
-PLAIN_THETA = 10000.0
-"""Rotary base that EAGLE's scaled classes use regardless of the config."""
+MEDUSA_HEADS = 5
+"""Number of heads that Medusa's loader builds, whatever the config says."""
 
 
 def _eagle_config(head: EagleHead) -> Fields:
@@ -81,6 +88,10 @@ def _eagle3_config(head: Eagle3Head) -> Fields:
     }
     if config.target_hidden_size is not None:
         own["target_hidden_size"] = config.target_hidden_size
+    if not config.own_lm_head:
+        own["draft_vocab_size"] = config.draft_vocab_size
+    if config.logit_scale != 1:
+        own["logit_scale"] = config.logit_scale
     if config.eagle_aux_hidden_state_layer_ids is not None:  # layer indices: hidden state i is the output of layer i-1
         outputs = [layer - 1 for layer in config.eagle_aux_hidden_state_layer_ids]
         own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
@@ -92,7 +103,11 @@ def _official_config(head: Eagle3Head) -> Fields:
 
 
 def _sglang_config(head: Eagle3Head) -> Fields:
-    return {**_eagle3_config(head), **({"fc_norm": True} if head.config.fc_norm else {})}
+    flags = ("fc_norm", "norm_output", "norm_before_fc")
+    fields = {**_eagle3_config(head), **{name: True for name in flags if getattr(head.config, name)}}
+    if head.config.norm_before_fc and "eagle_config" in fields:  # read from there by TensorRT-LLM
+        fields["eagle_config"] = {**fields["eagle_config"], "norm_before_fc": True}
+    return fields
 
 
 def _speculators_config(head: Eagle3Head) -> Fields:
@@ -116,8 +131,9 @@ def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) ->
     if config.qk_norm:
         layer = {**layer, "model_type": "qwen3"}
     if config.sliding_window is not None:
-        layer = {**layer, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window,
-                 "use_sliding_window": True, "max_window_layers": 0}  # fmt: skip
+        layer = {**layer, "layer_types": ["sliding_attention"] * config.num_hidden_layers,
+                 "sliding_window": config.sliding_window, "use_sliding_window": True,
+                 "max_window_layers": 0}  # fmt: skip
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_steps or 3, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     return {
@@ -167,7 +183,10 @@ def _with_vocabulary(head: Eagle3Head) -> Tensors:
 
 
 def _sglang_tensors(head: Eagle3Head) -> Tensors:
-    return {name: tensor for name, tensor in _with_vocabulary(head).items() if not name.startswith("embed_tokens")}
+    """Return the tensors; SGLang calls the input norm of layers after the first `hidden_norm`."""
+    stored = _with_vocabulary(head) if head.config.own_lm_head else _state(head)
+    tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("embed_tokens")}
+    return {re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name): t for name, t in tensors.items()}
 
 
 def _speculators_tensors(head: Eagle3Head) -> Tensors:
@@ -184,117 +203,14 @@ def _mtp_tensors(head: MtpHead) -> Tensors:
     return tensors
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
-
-def _tied(head: MedusaHeads) -> bool:
-    """Whether all residual blocks of a head are equal, for every head."""
-    blocks = [list(parts.children())[: head.config.medusa_num_layers] for parts in head.heads]
-    return all(
-        torch.equal(tensor, other.state_dict()[name])
-        for first, *others in blocks
-        for other in others
-        for name, tensor in first.state_dict().items()
-    )
-
-
-def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[str, bool]:
-    """Return reasons against rotary settings and head sizes that EAGLE's code does not support."""
-    config = head.config
-    rope = config.rope_parameters
-    kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", PLAIN_THETA)
-    return {
-        f"EAGLE's code supports only linear rotary scaling at rope_theta {PLAIN_THETA:g}, this head has {kind} at "
-        f"{theta:g} ({alternative})": kind != "default" and (kind != "linear" or theta != PLAIN_THETA),
-        f"EAGLE's code requires head_dim = hidden_size / num_attention_heads ({alternative})":
-            config.head_dim != config.hidden_size // config.num_attention_heads,
-    }  # fmt: skip
-
-
-def _medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "Medusa's code repeats one residual block per head, but these heads have "
-        f"{config.medusa_num_layers} different ones": not config.shared_lm_head and not _tied(head),
-        "the format has no draft vocabulary (train with draft_vocab_size=None)": config.draft_vocab_size is not None,
-        "with a shared lm_head, the format has one residual block per head": config.shared_lm_head
-        and config.medusa_num_layers != 1,
-    }
-
-
-def _eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "the format has no draft vocabulary (engines read one from another file)": config.draft_vocab_size is not None,
-        "the format has no layernorms": config.layernorms,
-        "the format has no norms of queries and keys": config.qk_norm,
-        "the format has no biases in the output projection and the MLP": config.attention_bias or config.mlp_bias,
-        **_rotary_refusals(head, "vLLM and SGLang support it; there is no other format for EAGLE-1"),
-        "the format has no sliding window": config.sliding_window is not None,
-    }
-
-
-def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "the format has no `norm_before_residual` (speculators has it)": config.norm_before_residual,
-        "the format has no `norm_before_fc` (speculators has it)": config.norm_before_fc,
-        "the format has no `norm_output` (speculators has it)": config.norm_output,
-        "the format has no biases and no norms of queries and keys": config.attention_bias or config.qkv_bias
-        or config.mlp_bias or config.qk_norm or config.bias,
-        "the format has no sliding window (speculators has one)": config.sliding_window is not None,
-    }  # fmt: skip
-
-
-def _eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    ids = head.config.eagle_aux_hidden_state_layer_ids
-    paper = ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
-    return {
-        **_plain_layer_refusals(head),
-        **_rotary_refusals(head, "for vLLM use the format speculators, for SGLang sglang"),
-        "the format has no `fc_norm` (sglang and speculators have it)": head.config.fc_norm,
-        f"its heads must read the layers 2, L/2 and L-3, not {ids} (sglang and speculators read any)": not paper,
-    }
-
-
-def _sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    ids = head.config.eagle_aux_hidden_state_layer_ids
-    return {
-        **_plain_layer_refusals(head),
-        "the format uses the target's embedding, but this head has its own": head.config.own_embedding,
-        "SGLang cannot read the embedding as a layer": bool(ids) and ids[0] == 0,
-    }
-
-
-def _speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "the target must have the hidden size of the head": config.target_hidden_size is not None,
-        "`fc` has no bias": config.bias,
-        "biases of query, key and value require one of the output projection": config.qkv_bias
-        and not config.attention_bias,
-        "norms of queries and keys require Qwen3's layer, whose MLP has no bias": config.qk_norm and config.mlp_bias,
-        "sliding windows require Qwen3's layer, which has norms of queries and keys": config.sliding_window is not None
-        and not config.qk_norm,
-    }
-
-
-def _mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
-    config = head.config
-    return {
-        "the format has no draft vocabulary": config.draft_vocab_size is not None,
-        "the format uses the target's embedding, but this module has its own": config.own_embedding,
-        "the format needs Qwen3's layer, with norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
-        "`input_proj` and the MLP have no bias": config.bias or config.mlp_bias,
-        "biases of query, key and value require one of the output projection": config.qkv_bias
-        and not config.attention_bias,
-        "the format has no sliding window": config.sliding_window is not None,
-    }
-
-
 def _medusa_readers(head: MedusaHeads) -> str:
     loader = "medusa_model_legacy.py" if head.config.shared_lm_head else "medusa_model.py"
-    return (
+    count = head.config.medusa_num_heads
+    missing = (
+        f" Medusa's code always builds {MEDUSA_HEADS} heads: with these {count}, change `medusa_num_heads` in its "
+        "`MedusaConfig` first, or the others draft random tokens."
+    )
+    return (missing.lstrip() + " " if count < MEDUSA_HEADS else "") + (
         f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
         "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
         "(`--model-id` with the path of this directory)."
@@ -331,17 +247,18 @@ def _sglang_readers(head: Eagle3Head) -> str:
 
 FORMATS: dict[str, Format] = {
     "medusa": Format(
-        MedusaHeads, _medusa_refusals, _medusa_config, _medusa_tensors, _medusa_readers, "medusa_lm_head.safetensors"
+        MedusaHeads, refusals.medusa_refusals, _medusa_config, _medusa_tensors, _medusa_readers,
+        "medusa_lm_head.safetensors",
     ),
-    "eagle": Format(EagleHead, _eagle_refusals, _eagle_config, _state, _eagle_readers),
-    "eagle3": Format(Eagle3Head, _eagle3_refusals, _official_config, _with_vocabulary, _eagle3_readers),
+    "eagle": Format(EagleHead, refusals.eagle_refusals, _eagle_config, _state, _eagle_readers),
+    "eagle3": Format(Eagle3Head, refusals.eagle3_refusals, _official_config, _with_vocabulary, _eagle3_readers),
     "speculators": Format(
-        Eagle3Head, _speculators_refusals, _speculators_config, _speculators_tensors, _speculators_readers,
+        Eagle3Head, refusals.speculators_refusals, _speculators_config, _speculators_tensors, _speculators_readers,
         holds=("num_steps",),
     ),
     "speculators-mtp": Format(
-        MtpHead, _mtp_refusals, _mtp_config, _mtp_tensors, _mtp_readers, holds=("num_steps",)
+        MtpHead, refusals.mtp_refusals, _mtp_config, _mtp_tensors, _mtp_readers, holds=("num_steps",)
     ),
-    "sglang": Format(Eagle3Head, _sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
+    "sglang": Format(Eagle3Head, refusals.sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
 }  # fmt: skip
 """The formats of `export_head`, except our own layout."""

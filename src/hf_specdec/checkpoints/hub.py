@@ -18,13 +18,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from hf_specdec.atomic import was_interrupted
+from hf_specdec.checkpoints.adapters import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, AdapterFiles
 from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
+from hf_specdec.checkpoints.layouts import lookup
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.records import Fields
 from hf_specdec.verification.memory import persistent_tensors
 
 CONFIG_NAME = "config.json"
+QUANTISATION_NAME = "hf_quant_config.json"
 INDEX_SUFFIX = ".index.json"
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -50,6 +53,7 @@ class Checkpoint:
     where: str
     fields: Fields
     files: TensorFiles
+    adapter: AdapterFiles | None = None  # of the target, without which the head must not be used
 
 
 @persistent_tensors()
@@ -82,7 +86,7 @@ def load_head(
         force_download=force_download, local_files_only=local_files_only,
     )  # fmt: skip
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
-    head.name_or_path = checkpoint.where
+    head.name_or_path, head.adapter = checkpoint.where, checkpoint.adapter
     if hot_tokens is not None:
         ids = hot_tokens if isinstance(hot_tokens, Tensor) else read_frequent_tokens(Path(hot_tokens))
         head.use_hot_tokens(ids)
@@ -115,6 +119,12 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
             "Use a directory with config.json and weights, or a Hub id.",
         )
     fields = read_json(config)
+    quantised = source.find(QUANTISATION_NAME)
+    if quantised is not None and lookup(read_json(quantised), "quantization.quant_algo|quant_algo"):
+        raise CheckpointFormatError(
+            f"{source.name} is a quantised head ({QUANTISATION_NAME}), which is not supported.",
+            "Use the original weights.",
+        )
     names = (*MEDUSA_FILES, *WEIGHT_FILES) if any(key.startswith("medusa") for key in fields) else WEIGHT_FILES
     for name in names:
         found = source.find(name)
@@ -123,8 +133,23 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
         shards = [found]
         if name.endswith(INDEX_SUFFIX):
             shards = [source.need(shard, found) for shard in shard_names(found)]
-        return Checkpoint(source.name, fields, TensorFiles(shards))
+        return Checkpoint(source.name, fields, TensorFiles(shards), _adapter_in(source))
     raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
+
+
+def _adapter_in(source: _Folder) -> AdapterFiles | None:
+    """Return the target's adapter beside a head; None if there is none."""
+    config = source.find(ADAPTER_CONFIG_NAME)
+    if config is None:
+        return None
+    weights = source.find(ADAPTER_WEIGHTS_NAME)
+    if weights is None:
+        raise CheckpointFormatError(
+            f"{source.name} holds an {ADAPTER_CONFIG_NAME}, so the head belongs to an adapted target, but there is no "
+            f"{ADAPTER_WEIGHTS_NAME}.",
+            "Download or save the adapter's weights next to it.",
+        )
+    return AdapterFiles(source.name, weights)
 
 
 class _Folder:

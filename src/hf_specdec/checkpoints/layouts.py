@@ -37,20 +37,25 @@ class Layout:
     unread: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     layer_config: str = ""  # path of the draft layer's config; "" is the top level
     of_verifier: bool = False  # the layer config is that of the whole target; its first layer type is used
-    layer_offset: int = 0  # added to layer ids to get indices of hidden_states
+    layer_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of layer ids, and what may be added to them
+    final_norm: tuple[bool, ...] = (False, True)  # see `Ambiguity`
+    unsure_of_norm_output: bool = False  # whether `norm_output` may have been written with another meaning
 
 
 def lookup(fields: Fields, path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path of a config.
+    """Return the value at a dotted path of a config; of several paths, separated by "|", the first that exists.
 
     Example: `lookup({"medusa": {"n": 2}}, "medusa.n")` is 2.
     """
-    found: Any = fields
-    for part in path.split("."):
-        if not isinstance(found, dict) or part not in found:
-            return default
-        found = found[part]
-    return found
+    for alternative in path.split("|"):
+        found: Any = fields
+        for part in alternative.split("."):
+            if not isinstance(found, dict) or part not in found:
+                break
+            found = found[part]
+        else:
+            return found
+    return default
 
 
 def _named(pattern: str) -> Callable[[Fields, Names], bool]:
@@ -66,10 +71,6 @@ def _native(kind: str) -> Callable[[Fields, Names], bool]:
 
 
 # ----------------------------------------------------------------------------------------------- draft layers
-
-LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
-"""Fields that a Llama or Qwen3 config and ours have in common."""
 
 ROTARY = r"(.*\.)?rotary_emb\.inv_freq"
 """A buffer that old versions of transformers saved; it is computed from the config."""
@@ -101,30 +102,45 @@ SPECULATORS_EAGLE = Layout(
     unread=(ROTARY, r"lm_head\.weight"),
     layer_config="transformer_layer_config",
 )
+FIRST_LAYER = r"(model\.)?(midlayer|midlayer\.0|layers\.0)\.hidden_norm\.weight"
+
 EAGLE3 = Layout(
     "eagle3",
     Eagle3Config,
-    lambda fields, names: "midlayer.hidden_norm.weight" in names or "layers.0.hidden_norm.weight" in names,
+    _named(FIRST_LAYER),
     "EAGLE (version 3)",
     fields={
-        "eagle_aux_hidden_state_layer_ids": "eagle_config.eagle_aux_hidden_state_layer_ids",
         "norm_before_residual": "norm_before_residual",
-        "fc_norm": "fc_norm",
+        "fc_norm": "fc_norm|use_aux_norm",
+        "norm_before_fc": "eagle_config.norm_before_fc|norm_before_fc",
+        "logit_scale": "logit_scale",
         "target_hidden_size": "target_hidden_size",
         "base_model_name_or_path": "base_model_name_or_path",
     },
-    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False},
+    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False},
     expected={
-        "num_hidden_layers": 1,
-        "norm_output": True,  # means that `norm` precedes the lm_head, which is always the case in our heads
         "eagle_config.use_aux_hidden_state": True,
         "eagle_config.use_input_layernorm_in_first_layer": True,
         "eagle_config.use_last_layernorm": True,
         "eagle_config.use_mtp_layernorm": False,
+        "eagle_config.eh_proj_before_attn": False,
     },
-    renames=((r"layers\.0\.(.*)", r"midlayer.\1"),),
-    unread=(ROTARY, "t2d"),
-    layer_offset=1,
+    renames=(
+        (r"(?:model\.)?(?:midlayer\.0|layers\.0)\.(.*)", r"midlayer.\1"),
+        (r"(?:model\.)?midlayer\.(\d+\..*)", r"layers.\1"),
+        *(
+            (rf"(?:model\.)?aux_norm_{name}\.(.*)", rf"fc_norm.{i}.\1")
+            for i, name in enumerate(("low", "mid", "high"))
+        ),
+        (r"model\.(.*)", r"\1"),
+    ),
+    unread=(ROTARY, r"(model\.)?t2d"),
+    layer_ids=(
+        ("eagle_config.eagle_aux_hidden_state_layer_ids", (1, 0)),
+        ("eagle_aux_hidden_state_layer_ids", (0,)),
+        ("target_layer_ids", (1,)),
+    ),
+    unsure_of_norm_output=True,
 )
 SPECULATORS_EAGLE3 = Layout(
     "speculators-eagle3",
@@ -132,15 +148,14 @@ SPECULATORS_EAGLE3 = Layout(
     _speculators("eagle3"),
     "speculators (vLLM)",
     fields={
-        **{name: name for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_residual", "fc_norm",
-                                   "norm_before_fc", "norm_output")},
+        **{name: name for name in ("norm_before_residual", "fc_norm", "norm_before_fc")},
         "base_model_name_or_path": "speculators_config.verifier.name_or_path",
     },
-    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False, "norm_output": False},
-    expected={"transformer_layer_config.num_hidden_layers": 1},
+    fixed={"norm_before_residual": False, "fc_norm": False, "norm_before_fc": False},
     renames=((r"layers\.0\.(.*)", r"midlayer.\1"),),
     unread=(ROTARY, "t2d", r"verifier_lm_head\.weight", r"verifier_norm\.weight"),
     layer_config="transformer_layer_config",
+    layer_ids=(("eagle_aux_hidden_state_layer_ids", (0,)),),
 )  # fmt: skip
 
 SPECULATORS_MTP = Layout(
@@ -163,8 +178,11 @@ SPECULATORS_MTP = Layout(
 )
 
 
-def _of_specforge(fields: Fields, names: Names) -> bool:
-    return EAGLE3.matches(fields, names) and fields.get("architectures") == ["LlamaForCausalLMEagle3"]
+def _eagle3_of(architecture: str) -> Callable[[Fields, Names], bool]:
+    return lambda fields, names: EAGLE3.matches(fields, names) and fields.get("architectures") == [architecture]
+
+
+_of_specforge = _eagle3_of("LlamaForCausalLMEagle3")
 
 
 def _of_modelopt(fields: Fields, names: Names) -> bool:
@@ -176,9 +194,19 @@ def _for_sglang(fields: Fields, names: Names) -> bool:
     return _of_specforge(fields, names) and "embed_tokens.weight" not in names
 
 
-MODELOPT_EAGLE3 = replace(EAGLE3, name="modelopt-eagle3", matches=_of_modelopt, writers="ModelOpt")
+MODELOPT_EAGLE3 = replace(EAGLE3, name="modelopt-eagle3", matches=_of_modelopt, writers="ModelOpt",
+                          unsure_of_norm_output=False)  # fmt: skip
 SGLANG_EAGLE3 = replace(EAGLE3, name="sglang", matches=_for_sglang, writers="SpecForge's export for SGLang")
 SPECFORGE_EAGLE3 = replace(EAGLE3, name="specforge", matches=_of_specforge, writers="SpecForge")
+NEMO_EAGLE3 = replace(EAGLE3, name="nemo-eagle3", matches=_eagle3_of("LlamaEagle3DraftModel"),
+                      writers="NeMo Automodel", unsure_of_norm_output=False)  # fmt: skip
+DEEPSPEC_EAGLE3 = replace(
+    EAGLE3,
+    name="deepspec-eagle3",
+    matches=_eagle3_of("Qwen3Eagle3Model"),
+    writers="DeepSpec",
+    unsure_of_norm_output=False,
+)
 
 # ----------------------------------------------------------------------------------------------- Medusa
 
@@ -217,6 +245,17 @@ MODELOPT_MEDUSA = replace(
     renames=((r"medusa_heads\.(\d+\..*)", r"heads.\1"),),
 )
 
+VLLM_MEDUSA = replace(
+    MEDUSA_V1,
+    name="vllm-medusa",
+    matches=_named(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight"),
+    writers="vLLM's converter of Medusa heads",
+    renames=(
+        (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"heads.\1.\2.linear.\3"),
+        (r"medusa_heads\.(.*)", r"\1"),
+    ),
+)
+
 WHOLE_MODELS = ("medusa-model", "modelopt-medusa")
 """Layouts that include the target, which may be fine-tuned and must be used with the heads."""
 
@@ -228,21 +267,11 @@ NATIVE = tuple(
 )
 
 LAYOUTS = (
-    *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, SPECULATORS_MTP, MODELOPT_MEDUSA, MEDUSA_MODEL, MEDUSA_V2,
-    MEDUSA_V1, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
+    *NATIVE, SPECULATORS_EAGLE3, SPECULATORS_EAGLE, SPECULATORS_MTP, VLLM_MEDUSA, MODELOPT_MEDUSA,
+    MEDUSA_MODEL, MEDUSA_V2,
+    MEDUSA_V1, NEMO_EAGLE3, DEEPSPEC_EAGLE3, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
 )  # fmt: skip
 """All layouts; the first that matches is used."""
-
-UNREAD_FAMILIES: tuple[tuple[str, Callable[[Fields], bool]], ...] = (
-    ("a speculators checkpoint of another kind (P-EAGLE, DFlash, DSpark, MLP)",
-     lambda fields: "speculators_model_type" in fields
-     and fields["speculators_model_type"] not in ("eagle", "eagle3", "mtp")),
-    ("a P-EAGLE head", lambda fields: fields.get("architectures") == ["PEagleDraftModel"]),
-    ("a DFlash drafter",
-     lambda fields: "dflash_config" in fields or fields.get("architectures") == ["DFlashDraftModel"]),
-    ("an MLP speculator", lambda fields: fields.get("architectures") == ["MLPSpeculatorPreTrainedModel"]),
-)  # fmt: skip
-"""Heads that are recognised but not supported."""
 
 
 def is_head_config(fields: Fields) -> bool:

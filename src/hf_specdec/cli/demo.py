@@ -11,12 +11,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
+from transformers import TextStreamer
 
 from hf_specdec.generation.loading import encode
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
 
 PROMPT = "Explain step by step how to work out how many minutes there are in a week."
+
+
+class _SilentStreamer(TextStreamer):
+    """A text streamer that decodes the tokens but prints nothing."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Do nothing instead of printing the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +55,20 @@ class DemoResult:
 
 
 def run(
-    model: Any, tokenizer: Any, prompt: str, *, method: str, max_new_tokens: int, streamer: BaseStreamer | None = None
+    model: Any, tokenizer: Any, prompt: str, *, method: str, max_new_tokens: int, stream: bool = False
 ) -> DemoResult:
     """Answer a prompt by greedy decoding, first speculatively, then plainly; compare token ids and speeds.
 
-    Before the timed calls, both decode a few tokens, so that one-time work such as compilation is not timed. Only the
-    speculative answer is sent to the streamer.
+    Before the timed calls, both decode a few tokens, so that one-time work such as compilation is not timed.
+
+    Args:
+        model: A model with `SpeculativeGenerationMixin`.
+        tokenizer: Its tokenizer.
+        prompt: The prompt.
+        method: Method of the speculative call.
+        max_new_tokens: Maximum number of tokens of each answer.
+        stream: Print the speculative answer to stdout while it is decoded. The plain answer is then sent to a
+            streamer that prints nothing, so that both times include turning tokens into text.
     """
     inputs = encode(tokenizer, prompt, model.device)
     length = inputs["input_ids"].shape[1]
@@ -65,9 +80,13 @@ def run(
 
     for speculative in (None, method):
         timed(8, speculative=speculative)
-    speculative_ids, speculative_speed = timed(max_new_tokens, speculative=method, streamer=streamer)
+    printing, silent = (
+        kind(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        for kind in (TextStreamer, _SilentStreamer)
+    )
+    speculative_ids, speculative_speed = timed(max_new_tokens, speculative=method, streamer=printing)
     stats: SpeculationStats = model.last_speculation
-    plain_ids, plain_speed = timed(max_new_tokens)
+    plain_ids, plain_speed = timed(max_new_tokens, streamer=silent)
     ends = [1, *(1 + sum(stats.accepted_per_step[0][: i + 1]) for i in range(stats.num_target_forwards))]
     return DemoResult(
         text=tokenizer.decode(speculative_ids, skip_special_tokens=True),

@@ -39,10 +39,9 @@ def demo(
     head = head_for([method], model, drafter)
     console = Console()
     lm, tokenizer = load_model(model, head, dtype)
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if not as_json:
         console.print(f"[bold]{prompt}[/bold]")
-    result = demonstration.run(lm, tokenizer, prompt, method=method, max_new_tokens=max_new_tokens, streamer=streamer)
+    result = demonstration.run(lm, tokenizer, prompt, method=method, max_new_tokens=max_new_tokens, stream=not as_json)
     if as_json:
         typer.echo(json.dumps({**result.to_dict(), "dtype": dtype_of(lm)}))
     else:

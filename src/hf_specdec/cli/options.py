@@ -40,6 +40,17 @@ Precision = Annotated[
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
+HeldOut = Annotated[
+    int | None,
+    typer.Option(min=0, help="Conversations held out for evaluation. Default: 5%, at most 64."),
+]
+NormOutput = Annotated[
+    bool | None,
+    typer.Option(
+        "--norm-output",
+        help="EAGLE-3.1: the next draft step reads the head's normalised output. Needs a reader with the same rule.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 

@@ -18,8 +18,10 @@ from hf_specdec.cli.new_heads import (
     set_draft_vocabulary,
 )
 from hf_specdec.cli.options import (
+    HeldOut,
     Json,
     Model,
+    NormOutput,
     Precision,
     Seed,
     check_writable_directory,
@@ -68,10 +70,6 @@ Vocabulary = Annotated[
 More = Annotated[
     Path | None,
     typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
-]
-HeldOut = Annotated[
-    int | None,
-    typer.Option(min=0, help="Conversations held out for evaluation. Default: 5%, at most 64."),
 ]
 Fields = Annotated[
     Path | None,
@@ -208,6 +206,7 @@ def eagle(
     initial_head: Initial = None,
     random_start: Annotated[bool, typer.Option(help="Start from random weights instead of the target's.")] = False,
     draft_vocab_size: Vocabulary = None,
+    norm_output: NormOutput = None,
     head_fields: Fields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
@@ -226,8 +225,8 @@ def eagle(
     """Train an EAGLE head: version 1, which uses the target's lm_head, or version 3, which has its own."""
     if version == 2:
         raise InvalidConfigError("EAGLE-2 uses EAGLE-1 heads with dynamic trees.", "Use --version 1.")
-    given = {"draft_vocab_size": draft_vocab_size, **read_object(head_fields, "--head-fields")}
-    fields = check_new_head_fields(given, initial_head)
+    given = {"draft_vocab_size": draft_vocab_size, "norm_output": norm_output}
+    fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
     if initial_head is not None and random_start:
         raise InvalidConfigError("--random-start cannot be combined with --initial-head.", "Drop one of them.")
     run = _TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
@@ -332,7 +331,7 @@ def _split_conversations(
     """Read conversations; return those for training, without near-duplicates, and those held out for evaluation.
 
     Raises:
-        InvalidConfigError: No conversations can be read, or holding some out leaves none for training.
+        InvalidConfigError: No conversations can be read, or `held_out` or `drop_seen` leaves none for training.
     """
     conversations = load_conversations(data, model, max_length)
     count = min(len(conversations) // HELD_OUT_EVERY, MAX_HELD_OUT) if held_out is None else held_out
@@ -341,5 +340,10 @@ def _split_conversations(
         raise InvalidConfigError(f"--held-out {count} leaves none of {len(conversations)} conversations to train on.")
     if drop_seen is not None:
         before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen, evaluation)
+        if not kept:
+            raise InvalidConfigError(
+                f"--drop-seen {drop_seen} leaves none of {before} conversations to train on.",
+                "Give a larger fraction, or conversations whose answers repeat less.",
+            )
         print_note(f"Dropped {before - len(kept)} of {before} conversations: over {drop_seen:.0%} repeated elsewhere.")
     return kept, evaluation

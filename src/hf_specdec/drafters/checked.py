@@ -156,9 +156,25 @@ class _CheckedSession(DraftSession):
         return draft if self._on_host else self._without_unchecked(draft)
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Launch the wrapped session's draft, which `propose` checks; tensors that it returns are ignored."""
-        self._do("launch", lambda: self._session.launch(step, budget))
-        return ()
+        """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read.
+
+        Raises:
+            DrafterMismatchError: They are not integer tensors `[B, *]` on the device of the roots.
+        """
+        tensors = self._do("launch", lambda: self._session.launch(step, budget))
+        if not isinstance(tensors, list | tuple) or not all(map(self._can_be_read, tensors)):
+            found = ", ".join(map(_shown, tensors)) if isinstance(tensors, list | tuple) else _shown(tensors)
+            raise DrafterMismatchError(
+                f"{_name(self._drafter, self._part)} launched {found}.",
+                f"launch() must return integer tensors [{len(self._roots)}, *] on {self._roots.device}, or ().",
+            )
+        return tensors
+
+    def _can_be_read(self, values: Any) -> bool:
+        size = self._size(values)
+        if size is None or len(size) != 2 or size[0] != len(self._roots):
+            return False
+        return not values.is_floating_point() and not values.is_complex()
 
     def observe(self, step: Step) -> None:
         self._roots = step.acceptance.next_token

@@ -126,12 +126,12 @@ class EagleDrafter(LayerDrafter):
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> EagleDrafter:
-        """See `Drafter.compiled`; on a device with graphs, whole trees are grown in one graph."""
+        """See `Drafter.compiled`; on a device with graphs, a head of one layer grows whole trees in one graph."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
         layer = CompiledDraftLayer.of(self.head, lm_head) if mode == "inductor" else self.head
         other.program = layer
-        if device.type in GRAPH_BACKENDS:
+        if device.type in GRAPH_BACKENDS and self.head.config.num_hidden_layers == 1:
             other.program = GraphDraftLayer(layer, lm_head, GRAPH_BACKENDS[device.type](device))
         return other
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.checkpoints.layer_mtp import drops_mtp, target_mtp
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
 from hf_specdec.drafters.layer_session import EagleSession, LayerLimits
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
@@ -42,18 +44,22 @@ class MtpDrafter(EagleDrafter):
     method = "mtp"
     default_num_steps, default_top_k = MTP_STEPS, 1
 
-    def __init__(self, head: MtpHead) -> None:
+    def __init__(self, head: MtpHead | LayerMtpHead) -> None:
         super().__init__(head)
 
     @staticmethod
-    def native(model: PreTrainedModel) -> NativeMtpDrafter:
-        """Create a drafter with the MTP modules in the model's own checkpoint; `bind` loads them.
+    def native(model: PreTrainedModel) -> LayerDrafter:
+        """Create a drafter with the MTP modules in the model's own checkpoint.
+
+        Modules that transformers drops when it loads the model (Qwen3-Next, Qwen3.5) are read from the checkpoint now,
+        others by `bind`.
 
         Raises:
-            DrafterMismatchError: The model has no MTP modules.
+            DrafterMismatchError: The model or its checkpoint has no MTP modules.
             UnsupportedModelError: The modules are not plain attention layers, or transformers cannot build them.
+            HeadTensorsError, CheckpointFormatError: See `checkpoints.layer_mtp.target_mtp`.
         """
-        return NativeMtpDrafter(model)
+        return MtpDrafter(target_mtp(model)) if drops_mtp(model) else NativeMtpDrafter(model)
 
 
 class NativeMtpDrafter(LayerDrafter):

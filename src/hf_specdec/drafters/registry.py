@@ -30,6 +30,7 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
+from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.verification.memory import persistent_tensors
@@ -101,7 +102,7 @@ def _add(method: Method) -> Method:
 
 register_drafter("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head))
 register_drafter("medusa", MedusaDrafter, heads=(MedusaHeads,))
-register_drafter("mtp", MtpDrafter, heads=(MtpHead,), native=MtpDrafter.native)
+register_drafter("mtp", MtpDrafter, heads=(MtpHead, LayerMtpHead), native=MtpDrafter.native)
 register_drafter("prompt_lookup", PromptLookupDrafter, aliases=("ngram",))
 register_drafter("token_recycling", TokenRecyclingDrafter)
 register_drafter("last_logits", LastLogitsDrafter)

@@ -6,7 +6,7 @@ Four internal methods of `generate()` are extended; a call without `speculative`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
-from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import decode, options
 from hf_specdec.generation.class_swap import swap_in, swap_out
+from hf_specdec.generation.head_loading import head_drafter
 from hf_specdec.generation.plan import (
     Request,
     controller_of,
@@ -117,9 +116,13 @@ class SpeculativeGenerationMixin:
 
     def load_drafter(
         self, repo_or_path: str | Path | DraftHead, *, name: str | None = None, revision: str | None = None,
-        token: str | bool | None = None, verify: bool | Sequence[Tensor] = False, **kwargs: Any,
+        token: str | bool | None = None, verify: bool | Sequence[Tensor] | None = None,
+        reading: Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
         """Load a head in any supported layout, check it against this model and register it.
+
+        Files of some EAGLE-3 heads can be read in several ways (`heads/readings.py`). Such a head is tried in each
+        way on texts that this model writes, once per head and model, which takes a few seconds.
 
         Args:
             repo_or_path: A local directory, a Hub id, or a loaded head.
@@ -127,27 +130,20 @@ class SpeculativeGenerationMixin:
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
             verify: Try the head on a few prompts and warn if fewer than one in ten first drafted tokens are accepted:
-                prompts of token ids `[1, P]`, or True for prompts that this model generates.
+                prompts of token ids `[1, P]`, or True for prompts that this model generates. False also reads an
+                ambiguous head in the documented way, without trying others.
+            reading: Fixes how an ambiguous head is read, for example `{"layer_offset": 0}`; see `Reading`.
             **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
 
         Raises:
             CheckpointFormatError: The files do not contain a draft head.
-            DrafterMismatchError: The head was made for another model.
-            InvalidConfigError: Loading options were given together with a loaded head.
+            DrafterMismatchError: The head was made for another model, or for this one with an adapter.
+            InvalidConfigError: Loading options were given together with a loaded head, or `reading` is invalid.
         """
-        if isinstance(repo_or_path, DraftHead):
-            given = {**kwargs, **{k: v for k, v in (("revision", revision), ("token", token)) if v is not None}}
-            if given:
-                raise InvalidConfigError(
-                    f"{', '.join(sorted(given))} are options for loading a head, but this "
-                    f"{type(repo_or_path).__name__} is already loaded.",
-                    "Leave them out, or pass its path or Hub id.",
-                )
-            head = repo_or_path
-        else:
-            head = load_head(repo_or_path, revision=revision, token=token, **kwargs)
-        drafter = self.add_drafter(drafter_of(head), name)
-        if verify is not False:
+        model: Any = self
+        options = {"revision": revision, "token": token, **kwargs}
+        drafter = self.add_drafter(head_drafter(model, repo_or_path, reading, verify is not False, options), name)
+        if verify is not None and verify is not False:
             last = state_of(self).last
             try_drafter(self, name or drafter.method, None if verify is True else verify)
             state_of(self).last = last

@@ -24,11 +24,10 @@ from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.compiling import make_runner
-from hf_specdec.verification.features import canonical
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.runners import CaptureError, ExecutionMode, Runner, WeightsVersion
 
@@ -212,8 +211,6 @@ def current_program(
         None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
     """
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
-    depth = int(text_config(model).num_hidden_layers)
-    layers = frozenset(canonical(layer, depth) for layer in layers)
     with COMPILING:
         if any(kept.built_from != built_from for kept in state.programs.values()):
             logger.info("%s has changed since its forward was compiled; the program is dropped.", type(model).__name__)
@@ -222,8 +219,7 @@ def current_program(
         known = state.programs.get(mode)
         if known is not None and known.serves(layers):
             return known.runner
-        others = (layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers)
-        layers |= {canonical(layer, depth) for layer in others}
+        layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
         state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
         return state.programs[mode].runner
 

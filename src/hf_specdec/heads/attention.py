@@ -7,6 +7,7 @@ projections and pass a different function `attend(query, key, value) -> output`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.rotary import rotate
 from hf_specdec.verification import kernels
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,8 +51,6 @@ class DraftAttention(nn.Module):
                 f"num_attention_heads, num_key_value_heads and head_dim must be at least 1, and the first a multiple "
                 f"of the second, got {config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}."
             )
-        if config.num_hidden_layers != 1:
-            raise InvalidConfigError(f"num_hidden_layers must be 1, got {config.num_hidden_layers}.")
         if config.sliding_window is not None and config.sliding_window < 1:
             raise InvalidConfigError(f"sliding_window must be None or at least 1, got {config.sliding_window}.")
         self.head_dim = config.head_dim
@@ -73,7 +73,7 @@ class DraftAttention(nn.Module):
         )
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        query, key = rotate(query, key, rotary)
         output: Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
         return output
 
@@ -84,15 +84,18 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
-    """Return a function that appends the new entries to a one-layer cache and attends to all of its entries.
+    """Return a function that appends the new entries to a cache and attends to all of its entries.
+
+    The function uses the cache's layers in turn: its first call is by the first layer of the draft model.
 
     Args:
-        cache: Any transformers cache.
+        cache: Any transformers cache, with one layer per draft layer.
         mask: `[B, 1, T, S]` bool, True for visible entries; None means causal attention over an empty cache.
     """
+    layers = itertools.count()
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = cache.update(key, value, 0)
+        keys, values = cache.update(key, value, next(layers))
         if mask is None:
             return attend_causally(query, keys, values)
         if not kernels.calls_kernel_directly(query.device):
@@ -122,22 +125,26 @@ class AlignedAttention:
 
     Source: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840), HASS (https://arxiv.org/abs/2408.15766).
 
+    Args:
+        num_layers: Number of draft layers, which call it in turn in every step.
+
     Example: T = 3, step 1: visible entries of step 0 and step 1, by query: 000|100, 100|010, 110|001.
     """
 
-    def __init__(self) -> None:
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+    def __init__(self, num_layers: int = 1) -> None:
+        self._entries: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(num_layers)]
+        self._calls = itertools.count()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend in the next step; keys and values are kept for later steps."""
+        """Attend in a layer's next step; keys and values are kept for later steps."""
         groups = query.shape[1] // key.shape[1]
-        step = len(self._keys)
-        self._keys.append(key.repeat_interleave(groups, dim=1))
-        self._values.append(value.repeat_interleave(groups, dim=1))
+        keys, values = self._entries[next(self._calls) % len(self._entries)]
+        step = len(keys)
+        keys.append(key.repeat_interleave(groups, dim=1))
+        values.append(value.repeat_interleave(groups, dim=1))
         if step == 0:
-            return scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
-        kept = tuple(self._keys), tuple(self._values)
+            return scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
+        kept = tuple(keys), tuple(values)
         blocks = [
             checkpoint(_attend_block, query, begin, *kept, use_reentrant=False)
             for begin in range(0, query.shape[2], QUERY_BLOCK)

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from hf_specdec.atomic import move_into, staging_directory
-from hf_specdec.errors import DrafterMismatchError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
 from hf_specdec.heads.layer import BaseDraftLayer
-from hf_specdec.heads.schema import Rule, checked
+from hf_specdec.heads.readings import Ambiguity, Reading
+from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
 from hf_specdec.heads.vocabulary import HotTokens
 
 NATIVE_LAYOUT = "hf-specdec"
@@ -66,9 +67,22 @@ class CheckedConfig:
         """Create the config as in transformers, from the fields in `rules` only; others are ignored.
 
         Raises:
-            InvalidConfigError: A value has the wrong type or is out of range.
+            InvalidConfigError: A value has the wrong type or is out of range, or another field would change what the
+                head computes.
         """
-        return super().from_dict(checked(config_dict, cls.rules), **kwargs)  # type: ignore[misc]
+        for name, neutral in NEUTRAL.items():
+            if config_dict.get(name) not in neutral:
+                raise InvalidConfigError(f"`{name}` is {shown(config_dict[name])}, which draft heads do not support.")
+        fields, rope = checked(config_dict, cls.rules), config_dict.get("rope_parameters")
+        partial = config_dict.get("partial_rotary_factor")
+        if partial is not None and "rope_parameters" in cls.rules:
+            rope = {
+                "rope_type": "default",
+                **(rope if isinstance(rope, dict) else {}),
+                "partial_rotary_factor": partial,
+            }
+            fields |= checked({"rope_parameters": rope}, cls.rules)
+        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
 
 
 class DraftHead(HotTokens, PreTrainedModel):
@@ -77,11 +91,17 @@ class DraftHead(HotTokens, PreTrainedModel):
     Attributes:
         method: Name for `speculative=`.
         layout: Layout of the checkpoint that it was read from, see `checkpoints/layouts.py`.
+        ambiguity: What the files that the head was read from leave open; None if nothing.
+        reading: How an ambiguous head is read; None until that is decided.
+        adapter: The adapter of the target with which it was trained (`checkpoints.adapters.AdapterFiles`), or None.
     """
 
     base_model_prefix = ""
     method: ClassVar[str]
     layout: str = NATIVE_LAYOUT
+    adapter: Any = None
+    ambiguity: Ambiguity | None = None
+    reading: Reading | None = None
 
     def check_sizes(self, target_config: Any) -> None:
         """Check that the head fits a target, given the config of the target's text decoder.

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
+from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
 from hf_specdec.transformers_private import model_name
 
@@ -129,14 +130,23 @@ def _rotary_of(text_config: Any) -> dict[str, Any] | None:
     return settings if settings and ROPE.holds(settings) else None
 
 
-class EagleLayer(nn.Module):
-    """A Llama decoder layer; without input norm unless `config.layernorms` is set, as in EAGLE's checkpoints."""
+def check_single_layer(config: EagleConfig) -> None:
+    """Raise `InvalidConfigError` if a config asks for several layers; only EAGLE-3 heads can have them."""
+    if config.num_hidden_layers != 1:
+        raise InvalidConfigError(f"`num_hidden_layers` must be 1, got {config.num_hidden_layers}.")
 
-    def __init__(self, config: EagleConfig) -> None:
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer.
+
+    Args:
+        config: Sizes of the layer.
+        norm_input: Whether the input of attention is normalized, which is not the case in EAGLE's checkpoints.
+    """
+
+    def __init__(self, config: EagleConfig, norm_input: bool) -> None:
         super().__init__()
-        self.input_layernorm = (
-            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if config.layernorms else nn.Identity()
-        )
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) if norm_input else nn.Identity()
         self.self_attn = DraftAttention(config, config.hidden_size, bias=config.qkv_bias)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
@@ -162,13 +172,14 @@ class EagleHead(EagleFamilyHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
+        check_single_layer(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
-        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.layers = nn.ModuleList([EagleLayer(config, norm_input=config.layernorms)])
         if config.layernorms:
             self.embedding_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
             self.pre_lm_head_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self._make_embedding()
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
 

@@ -7,18 +7,24 @@ the concatenation of embedding and hidden state, without a second linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.eagle import EagleConfig
+from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.readings import Reading
+from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE3, Rule
+from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import LAST
+from hf_specdec.verification.memory import persistent_tensors
 
 PAPER_LAYERS = ("2", "L/2", "L-3")
 """Hidden states that a head reads if its config names none, for a target with L layers."""
@@ -28,14 +34,21 @@ class Eagle3Config(EagleConfig):
     """Configuration of an EAGLE-3 head: that of EAGLE, with the differences between published variants.
 
     Args:
-        eagle_aux_hidden_state_layer_ids: Ascending indices of the target's `hidden_states` that are read (0 is the
-            embedding, i the output of layer i-1); None for the paper's 2, L/2 and L-3, resolved when the head is
-            loaded for a target with L layers.
+        eagle_aux_hidden_state_layer_ids: Ascending numbers of the hidden states of the target that are read: 0 is the
+            embedding, i the output of the first i layers, before the final norm; a -1 at the end is the last one after
+            the final norm. None for the paper's 2, L/2 and L-3, resolved when the head is loaded for a target with L
+            layers.
         target_hidden_size: Hidden size of the target; None if it is `hidden_size`.
         norm_before_residual: Whether the residual around attention is the normalized hidden state (speculators).
         fc_norm: Whether each hidden state has an RMSNorm before `fc` (EAGLE-3.1).
-        norm_before_fc: Whether one RMSNorm over all hidden states precedes `fc` (speculators); excludes `fc_norm`.
-        norm_output: Whether the next level reads the normalized output (speculators).
+        norm_before_fc: Whether one RMSNorm over all hidden states precedes `fc` (speculators, NVIDIA); excludes
+            `fc_norm`.
+        norm_output: Whether the next level reads the normalized output (EAGLE-3.1, https://arxiv.org/abs/2605.09992).
+        own_lm_head: Whether the head has its own lm_head; otherwise it uses the target's, after its own norm.
+        logit_scale: Factor of the logits.
+        num_hidden_layers: Number of layers.
+        embedding_in_every_layer: Whether layers after the first also read the token embedding (DeepSpec); otherwise
+            they are ordinary decoder layers.
     """
 
     model_type = "hf_specdec_eagle3"
@@ -48,6 +61,9 @@ class Eagle3Config(EagleConfig):
     fc_norm: bool = False
     norm_before_fc: bool = False
     norm_output: bool = False
+    own_lm_head: bool = True
+    logit_scale: float = 1.0
+    embedding_in_every_layer: bool = False
 
     @classmethod
     def for_target(cls, target_config: Any, **overrides: Any) -> Eagle3Config:
@@ -78,6 +94,12 @@ def paper_layers(depth: int) -> list[int]:
     return sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
 
 
+def _are_layers(ids: Sequence[int]) -> bool:
+    """Whether ids are ascending numbers of hidden states; `LAST` may be the last one."""
+    inner = ids[:-1] if ids and ids[-1] == LAST else ids
+    return len(ids) > 0 and sorted(set(inner)) == list(inner) and all(number >= 0 for number in inner)
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads the concatenation of embedding and hidden state."""
 
@@ -104,19 +126,18 @@ class Eagle3Head(EagleFamilyHead):
     """`g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` for verified tokens.
 
     `lm_head(norm(g'[t+1]))` scores the token x[t+2]; the next level uses g' instead of g. Tensor names are those of
-    the published checkpoints (`yuhuili/EAGLE3-*`).
+    the published checkpoints (`yuhuili/EAGLE3-*`); further layers are `layers.1`, `layers.2`, ...
     """
 
-    shares_lm_head = False
     config_class = Eagle3Config
-    _no_split_modules = ("Eagle3Layer",)
+    _no_split_modules = ("Eagle3Layer", "EagleLayer")
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         ids = config.eagle_aux_hidden_state_layer_ids
-        if ids is not None and (not ids or sorted(set(ids)) != list(ids) or ids[0] < 0):
+        if ids is not None and not _are_layers(ids):
             raise InvalidConfigError(
-                f"`eagle_aux_hidden_state_layer_ids` must be ascending indices >= 0, got {ids}.",
+                f"`eagle_aux_hidden_state_layer_ids` must be ascending indices >= 0, or -1 at the end, got {ids}.",
                 "Eagle3Config.for_target(model.config) sets them.",
             )
         if config.fc_norm and config.norm_before_fc:
@@ -135,10 +156,18 @@ class Eagle3Head(EagleFamilyHead):
             self.input_norm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.fc = nn.Linear(width, size, bias=config.bias)
         self.midlayer = Eagle3Layer(config)
+        if config.num_hidden_layers > 1:
+            wide = config.embedding_in_every_layer
+            self.layers = nn.ModuleDict({
+                str(number): Eagle3Layer(config) if wide else EagleLayer(config, norm_input=True)
+                for number in range(1, config.num_hidden_layers)
+            })  # fmt: skip
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.shares_lm_head = not config.own_lm_head
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
         self._make_embedding()
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
 
@@ -151,6 +180,44 @@ class Eagle3Head(EagleFamilyHead):
                 "Call head.resolve_feature_layers(num_hidden_layers of the target).",
             )
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
+
+    def check_sizes(self, target_config: Any) -> None:
+        """See `EagleFamilyHead.check_sizes`; an ambiguous head is read in the documented way, or as by `read_as`."""
+        if self.ambiguity is not None and self.reading is None:
+            self.read_as(self.ambiguity.readings(target_config)[0], target_config)
+        super().check_sizes(target_config)
+
+    def read_as(self, reading: Reading, target_config: Any) -> None:
+        """Choose one of the readings of an ambiguous head.
+
+        Args:
+            reading: The reading.
+            target_config: Config of the target's text decoder.
+        """
+        assert self.ambiguity is not None
+        self.config.norm_output = reading.norm_output
+        layers = self.ambiguity.layers(reading, target_config.num_hidden_layers)
+        if layers is not None:
+            self.config.eagle_aux_hidden_state_layer_ids = layers
+        self.reading = reading
+
+    def new_cache(self, reserve: int) -> TreeCache:
+        """See `BaseDraftLayer`."""
+        return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
+
+    def share_embedding(self, model: PreTrainedModel) -> None:
+        """See `EagleFamilyHead`; also ties the lm_head to the target's embedding if the config says so."""
+        super().share_embedding(model)
+        embedding = model.get_input_embeddings()
+        tied = getattr(model.get_output_embeddings(), "weight", None) is embedding.weight
+        if not self.config.tie_word_embeddings or not self.shares_lm_head or tied:
+            return
+        with persistent_tensors():
+            rows = embedding.weight.detach().to(self.device, self.dtype)
+            ids = self.hot_token_ids
+            self.lm_head = nn.Linear(self.config.hidden_size, 1, bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(rows if ids is None else rows[ids.to(rows.device)], requires_grad=False)
+        self.config.own_lm_head, self.shares_lm_head = True, False
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Use the paper's layers for a target with `depth` layers, if the config names none.
@@ -197,10 +264,23 @@ class Eagle3Head(EagleFamilyHead):
         Returns:
             `[B, T, D]`.
         """
-        output: Tensor = self.midlayer(token_embeddings, hidden, self.rotary_emb(hidden, position_ids), attend)
+        rotary = self.rotary_emb(hidden, position_ids)
+        output: Tensor = self.midlayer(token_embeddings, hidden, rotary, attend)
+        if self.config.num_hidden_layers > 1:
+            read = (token_embeddings,) if self.config.embedding_in_every_layer else ()
+            for layer in self.layers.values():
+                output = layer(*read, output, rotary, attend)
         return self.norm(output) if self.config.norm_output else output
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return the logits `[..., Vd]` for the head's output `[..., D]`; uses the head's own lm_head."""
-        logits: Tensor = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-        return logits
+        """Return the logits `[..., Vd]` for the head's output `[..., D]`.
+
+        Args:
+            hidden: Output of the head.
+            lm_head: The target's lm_head over the draft vocabulary; used if the head has none.
+        """
+        score = lm_head if self.shares_lm_head else self.lm_head
+        if score is None:
+            raise ValueError("This head shares the target's lm_head: pass it.")
+        logits: Tensor = score(hidden if self.config.norm_output else self.norm(hidden))
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale

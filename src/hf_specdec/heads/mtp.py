@@ -13,12 +13,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, attend_causally
 from hf_specdec.heads.base import EagleFamilyHead
-from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.eagle import EagleConfig, EagleLayer, check_single_layer
+from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import MTP, Rule
 
 
@@ -51,6 +52,7 @@ class MtpHead(EagleFamilyHead):
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
+        check_single_layer(config)
         if not config.layernorms:
             raise InvalidConfigError(
                 "An MTP module normalizes its inputs and its output, got layernorms=False.", "Use EagleHead instead."
@@ -59,10 +61,10 @@ class MtpHead(EagleFamilyHead):
         self.enorm = LlamaRMSNorm(size, eps)
         self.hnorm = LlamaRMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=config.bias)
-        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.layers = nn.ModuleList([EagleLayer(config, norm_input=True)])
         self.norm = LlamaRMSNorm(size, eps)
         self._make_embedding()
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = DraftRotaryEmbedding(config)
         self._make_hot_tokens()
         self.post_init()
 

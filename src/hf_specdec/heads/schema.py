@@ -140,7 +140,7 @@ ROTARY: Mapping[str, Rule] = {
     "beta_slow": number(1e-3, 1e6),
     "mscale": number(0, 1e3),
     "mscale_all_dim": number(0, 1e3),
-    "partial_rotary_factor": number(1, 1),  # draft layers rotate all dimensions of a head
+    "partial_rotary_factor": number(1e-3, 1),
     "truncate": TRUTH,
 }
 """Fields of `rope_parameters` and `rope_scaling`; each may be null."""
@@ -198,9 +198,22 @@ EAGLE: Mapping[str, Rule] = {
 
 EAGLE3: Mapping[str, Rule] = {
     **EAGLE,
-    "eagle_aux_hidden_state_layer_ids": list_of(integer(0, 2**16), MAX_PARTS),
+    "num_hidden_layers": integer(1, MAX_PARTS),
+    "eagle_aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
     "target_hidden_size": integer(1, MAX_WIDTH),
-    **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output"), TRUTH),
+    "logit_scale": number(1e-6, 1e6),
+    **dict.fromkeys(
+        (
+            "norm_before_residual",
+            "fc_norm",
+            "norm_before_fc",
+            "norm_output",
+            "own_lm_head",
+            "tie_word_embeddings",
+            "embedding_in_every_layer",
+        ),
+        TRUTH,
+    ),
 }
 
 MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
@@ -215,10 +228,24 @@ MEDUSA: Mapping[str, Rule] = {
     "draft_vocab_size": integer(1, MAX_VOCABULARY),
 }
 
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_multiplier": (None,),
+    "residual_multiplier": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "logits_scaling": (None, 1),
+    "query_pre_attn_scalar": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_chunk_size": (None,),
+    "quantization_config": (None,),
+}
+"""Fields of other models' configs that would change what a layer computes, and the values with which they do not."""
+
 THIRD_PARTY_LAYER: Mapping[str, Rule] = {
     **LAYER,
     "rope_theta": ROTARY["rope_theta"],
     "rope_scaling": ROPE,
+    "partial_rotary_factor": ROTARY["partial_rotary_factor"],
     "layer_types": list_of(TEXT, 1),
     "sliding_window": integer(1, MAX_POSITIONS),
     "use_sliding_window": TRUTH,

@@ -157,10 +157,12 @@ def _init_fc(head: Eagle3Head, model: PreTrainedModel) -> bool:
 
 
 def _copy_lm_head(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    rows, (backbone, _) = head.rows_of(model.get_output_embeddings()), find_backbone(model)
-    if rows.shape != head.lm_head.weight.shape:
-        return False
-    head.lm_head.weight.copy_(rows)
+    backbone, _ = find_backbone(model)
+    if not head.shares_lm_head:
+        rows = head.rows_of(model.get_output_embeddings())
+        if rows.shape != head.lm_head.weight.shape:
+            return False
+        head.lm_head.weight.copy_(rows)
     return _copy_norm(head.norm, getattr(backbone, "norm", None))
 
 
@@ -279,8 +281,8 @@ class EagleObjective(Objective):
         rows = torch.zeros_like(trained, dtype=torch.long)  # [B, T-1] row of `probs`
         rows[trained] = torch.arange(len(probs), device=rows.device)
         positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
-        hidden, attend = self.head.fuse(read), AlignedAttention()
-        total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained, measure)
+        hidden, attend = self.head.fuse(read), AlignedAttention(self.head.config.num_hidden_layers)
+        total, tally = features.new_zeros((), dtype=torch.float32), Tally(trained)
         num_steps = recipe.steps_at(self.progress) if self.training else max(recipe.aligned_steps, MEASURED_STEPS)
         for step in range(num_steps):
             output = self.head(embeddings, hidden, positions, attend)

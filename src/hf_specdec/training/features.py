@@ -196,8 +196,10 @@ def capture_features(
             missing = [row for number, part in enumerate(parts) if not _part(folder, number).exists() for row in part]
             layers = _prepare_folder(folder, index, model, missing)
         training, _ = model.training, model.eval()
-        _capture_parts(model, parts, folder, layers, progress=progress)
-        model.train(training)
+        try:
+            _capture_parts(model, parts, folder, layers, progress=progress)
+        finally:
+            model.train(training)
         state.wait_for_everyone()
     return FeatureStore(folder)
 

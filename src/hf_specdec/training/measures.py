@@ -58,11 +58,9 @@ class Tally:
 
     Args:
         places: Bool tensor with one element per position; only its shape and device are used.
-        ranks: R, number of top drafted tokens to count.
     """
 
-    def __init__(self, places: Tensor, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, places: Tensor) -> None:
         self._right = torch.ones_like(places)  # all tokens drafted so far are correct
         self._greedy = torch.ones_like(places)  # the text so far is the target's greedy choice
         self._rows: list[Tensor] = []

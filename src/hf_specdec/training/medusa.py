@@ -100,7 +100,7 @@ class MedusaObjective(Objective):
             probs = self._target.logits(choosing).softmax(-1) if self.recipe.soft_labels else None
         following = input_ids[:, 1:][loss_mask[:, 1:]]
         tokens = self._draft_ids.to(input_ids.device)[following]
-        total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0], measure)
+        total, tally = features.new_zeros((), dtype=torch.float32), Tally(answers[:, 0])
         for head, drafted in enumerate(logits):
             known = answers[:, head]
             rows = later[known, head]

@@ -21,6 +21,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.training.conversations import Conversation
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.medusa import NO_LABEL, MedusaTrainingConfig, answers_ahead, draft_ids, train_medusa
+from hf_specdec.training.processes import requests_fsdp
 from hf_specdec.training.recipes import MAX_DECAY, check_numbers
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
@@ -82,7 +83,7 @@ def train_medusa2(
         The `peft.PeftModel`; its `merge_and_unload()` returns the target that the heads fit.
 
     Raises:
-        InvalidConfigError: The package `peft` is missing, `arguments` enable FSDP, or see `trainer.fit`.
+        InvalidConfigError: The package `peft` is missing, FSDP is requested for either stage, or see `trainer.fit`.
         DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
     """
     config = config or Medusa2TrainingConfig()
@@ -90,7 +91,7 @@ def train_medusa2(
         from peft import LoraConfig, get_peft_model  # optional dependency
     except ImportError as error:
         raise InvalidConfigError("Medusa-2 needs the package peft.", "pip install 'hf-specdec[training]'.") from error
-    if arguments.fsdp:
+    if any(requests_fsdp(stage) for stage in (arguments, heads_arguments) if stage is not None):
         raise InvalidConfigError(
             "Medusa-2 does not run under FSDP: adapter and heads cannot be gathered from their shards.",
             "Use DDP; the adapter and the heads are small.",
@@ -148,7 +149,7 @@ class Medusa2Objective(Objective):
         known, later = known[places], later[places]
         following = input_ids[:, 1:][answered]
         tokens = self._draft_ids.to(input_ids.device)[following]
-        choosing, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0], measure)
+        choosing, tally = hidden[:, :-1][answered].detach(), Tally(known[:, 0])
         for head, logits in enumerate(drafted):
             here = known[:, head]
             rows = later[here, head]

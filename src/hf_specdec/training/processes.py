@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from transformers import TrainingArguments
 
 PROCESS_TIMEOUT = timedelta(days=7)
 """How long processes wait for each other: one of them may have much more work left than the others."""
@@ -14,3 +16,8 @@ PROCESS_TIMEOUT = timedelta(days=7)
 def processes() -> PartialState:
     """Return rank, device and number of processes; the first call joins the group, with gloo if on the CPU."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=PROCESS_TIMEOUT)
+
+
+def requests_fsdp(arguments: TrainingArguments) -> bool:
+    """Whether FSDP is requested, by the training arguments or by `accelerate launch --use_fsdp`."""
+    return bool(arguments.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")

@@ -11,6 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import TrainerState, TrainingArguments
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
@@ -128,6 +131,20 @@ def reading(checkpoint: str | None) -> Iterator[None]:
             f"{checkpoint} cannot be read: {type(error).__name__}: {error}.",
             "Delete it to resume from the previous checkpoint or, if there is none, to start over.",
         ) from error
+
+
+def fsdp_tensor_names(checkpoint: Path) -> frozenset[str] | None:
+    """Return the names of the tensors in a model checkpoint that FSDP wrote, without loading them.
+
+    None for a `LOCAL_STATE_DICT`, whose files hold flattened parameters without the names of the tensors.
+    """
+    full, sharded = checkpoint / f"{FSDP_MODEL_NAME}.bin", checkpoint / f"{FSDP_MODEL_NAME}_0"
+    if full.exists():
+        return frozenset(torch.load(full, map_location="meta", weights_only=True))
+    if sharded.exists():
+        stored = FileSystemReader(sharded).read_metadata().state_dict_metadata
+        return frozenset(name.removeprefix("model.") for name in stored)
+    return None
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.heads.base import portable_name
 from hf_specdec.transformers_private import model_name
+
+SAMPLED_WEIGHTS = 4096
+"""Number of weights, spread over a parameter, that identify it; hashing four parameters takes about a millisecond."""
 
 
 class Teacher(ABC):
@@ -88,13 +92,20 @@ class ModelTeacher(Teacher):
         self.name = portable_name(name) or Path(name).name
 
     def facts(self) -> dict[str, Any]:
-        """Return the model's name, its dtype and a hash of its first weights."""
-        weights = next(self.model.parameters()).detach().flatten()[:4096].float().cpu()
-        return {
-            "model": self.name,
-            "dtype": str(self.model.dtype),
-            "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
-        }
+        """Return the model's name, its dtype and a hash of some of its weights.
+
+        The hash covers the first, middle and last parameter and the lm_head, except offloaded ones (meta tensors).
+        """
+        parameters = list(self.model.parameters())
+        sampled = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
+        lm_head = self.model.get_output_embeddings()
+        if lm_head is not None:
+            sampled += list(lm_head.parameters())[:1]
+        weights = hashlib.sha256()
+        for parameter in sampled:
+            if not parameter.is_meta:
+                weights.update(_sample(parameter).numpy().tobytes())
+        return {"model": self.name, "dtype": str(self.model.dtype), "weights": weights.hexdigest()[:16]}
 
     def check(self, prompt: list[int]) -> None:
         """Do nothing: a local model needs no check."""
@@ -132,6 +143,12 @@ class ModelTeacher(Teacher):
 def seed_of(label: str) -> int:
     """Derive a 56-bit seed from a label; equal labels give equal seeds in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big")
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Return up to `SAMPLED_WEIGHTS` evenly spaced weights of a parameter in float32, on the CPU."""
+    flat = parameter.detach().flatten()
+    return flat[:: max(len(flat) // SAMPLED_WEIGHTS, 1)][:SAMPLED_WEIGHTS].float().cpu()
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

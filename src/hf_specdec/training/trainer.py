@@ -31,7 +31,15 @@ from hf_specdec.training.features import FeatureStore, TrainingData, collate
 from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
 from hf_specdec.training.modes import check_trainable, training_modes
 from hf_specdec.training.progress import print_line, show_progress
-from hf_specdec.training.runs import RUN_NAME, check_processes, check_same_run, last_checkpoint, reading, run_facts
+from hf_specdec.training.runs import (
+    RUN_NAME,
+    check_processes,
+    check_same_run,
+    fsdp_tensor_names,
+    last_checkpoint,
+    reading,
+    run_facts,
+)
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import text_config
 
@@ -112,6 +120,7 @@ class HeadTrainer(Trainer):
         )  # fmt: skip
         self.progress = show_progress(self)
         self._objective, self._target = objective, target
+        self._tensor_names = frozenset(objective.state_dict())  # before FSDP wraps the objective and renames them
         self._columns = columns_of(data, objective.layers)
         self._held_out_columns = None if held_out is None else columns_of(held_out, objective.layers)
         self._right: Tensor | float = 0.0
@@ -176,22 +185,29 @@ class HeadTrainer(Trainer):
         return super().create_optimizer()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the objective's weights from a checkpoint; under FSDP transformers does, without these checks.
+        """Load the objective's weights from a checkpoint; under FSDP, transformers loads them into `model`.
 
         Raises:
             CheckpointFormatError: The checkpoint cannot be read or holds other tensors.
         """
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
+        checkpoint, tensors = Path(resume_from_checkpoint), dict[str, Tensor]()
         with reading(resume_from_checkpoint):
-            tensors = load_file(Path(resume_from_checkpoint) / "model.safetensors")
-        differing = tensors.keys() ^ self._objective.state_dict().keys()
+            if self.is_fsdp_enabled:
+                names = fsdp_tensor_names(checkpoint)
+            else:
+                tensors = load_file(checkpoint / "model.safetensors")
+                names = frozenset(tensors)
+        # if the names are unknown, torch compares only sizes when it loads the flattened parameters
+        differing = frozenset() if names is None else names ^ self._tensor_names
         if differing:
             raise CheckpointFormatError(
                 f"{resume_from_checkpoint} is a checkpoint of another head: {', '.join(sorted(differing)[:4])} ...",
                 "Use another output directory.",
             )
+        if self.is_fsdp_enabled:
+            with reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         self._objective.load_state_dict(tensors, strict=False)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -213,7 +229,8 @@ class HeadTrainer(Trainer):
         """Return the sampler; to group by length, use `lengths` of the dataset instead of loading all features."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-            return SeededLengthSampler(size, self.train_dataset.lengths, self.args.data_seed or self.args.seed)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return SeededLengthSampler(size, self.train_dataset.lengths, seed)
         sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
         return sampler
 

@@ -1,1 +1,1 @@
-"""The target model seen from the loop: its cache, masks and attention, and the forwards that verify trees."""
+"""The target model: its cache, masks and attention, and the forwards that verify drafted trees."""

@@ -74,11 +74,17 @@ class AttentionContext:
         return self._packed[key]
 
     def dispatch(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Call `attend`, or the function passed to replace it."""
+        """Return the result of `attend`, or of the function that was passed to replace it."""
         return (self._attend or self.attend)(kind, query, key, value, scaling)
 
     def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Attend with queries `[B, H, N, D]` to keys and values `[B, Hkv, S, *]`; return `[B, N, H, Dv]`."""
+        """Attend with queries `[B, H, N, D]` to keys and values `[B, Hkv, S, *]`; return `[B, N, H, Dv]`.
+
+        Args:
+            kind: Layer type, which selects the mask.
+            query, key, value: See above; Hkv divides H.
+            scaling: Scale of the scores; None means `D ** -0.5`.
+        """
         masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
         return attend(query, key, value, masks, scaling)
 
@@ -90,7 +96,13 @@ def tree_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function with transformers' interface: queries `[B, H, N, D]` to outputs `[B, N, H, Dv]`."""
+    """Compute a layer's attention, with transformers' interface.
+
+    Outside of `attending`, and for masks or arguments that it does not know, this calls transformers' `sdpa`.
+
+    Returns:
+        Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
+    """
     context = _CONTEXT.get()
     kind = None if context is None else context.kind(attention_mask)
     unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
@@ -114,10 +126,14 @@ def implementation(config: Any) -> str:
 
 @contextmanager
 def attending(config: Any, context: AttentionContext | None) -> Iterator[None]:
-    """Use this file's attention for one forward in this thread; does nothing if `context` is None.
+    """Use this file's attention in one forward of this thread.
 
-    The name is written to the text configuration, and `REPLACED` is written back afterwards. With several threads in
-    this block a layer may read either name; the results are the same.
+    `NAME` is written to the text configuration, and `REPLACED` is written back afterwards. If several threads are in
+    this block, a layer may read either name; the results are the same.
+
+    Args:
+        config: The model's text configuration; nothing changes if its attention is not `REPLACED`.
+        context: Masks of the forward; None changes nothing.
     """
     if context is None or implementation(config) != REPLACED:
         yield

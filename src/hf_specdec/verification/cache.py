@@ -22,7 +22,12 @@ from hf_specdec.verification.model import CACHE_FIELD
 
 
 class TreeLayer(CacheLayerMixin):
-    """One layer's view of the cache's buffer, with the interface that transformers' attention expects."""
+    """One layer's view of the cache's buffer, with the interface that transformers' attention expects.
+
+    Args:
+        store: Memory of the cache.
+        layout: Expected layout of the layer; None if it is unknown, or if the layer stores no keys and values.
+    """
 
     def __init__(self, store: KeyValueStore, layout: LayerLayout | None) -> None:
         self.store, self.layout = store, layout
@@ -38,12 +43,12 @@ class TreeLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:
-        """`[B, H, capacity, Dk]`."""
+        """Keys `[B, H, capacity, Dk]`, including slots that are not written yet."""
         return self._allocated.keys
 
     @property
     def values(self) -> Tensor:
-        """`[B, H, capacity, Dv]`."""
+        """Values `[B, H, capacity, Dv]`, including slots that are not written yet."""
         return self._allocated.values
 
     @property
@@ -59,9 +64,12 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append T tokens and return views `[B, H, end, D]` of all slots written so far.
+        """Append keys and values `[B, H, T, D]` and return views `[B, H, end, D]` of all slots written so far.
 
         During prefill, a sliding-window layer returns only the keys within the window, like transformers' cache.
+
+        Raises:
+            CacheCapacityError: The cache is full, or there is not enough memory for it to grow.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -138,7 +146,7 @@ class TreeCache(Cache):
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
-        """Return the number of committed tokens of each row, `[B]`; cached on the device: a step uploads nothing."""
+        """Return the number of committed tokens of each row, `[B]` on `device`; cached, so a step uploads nothing."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
             self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
         return self._lengths
@@ -184,7 +192,7 @@ class TreeCache(Cache):
         self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Lengthen all rows by `num_slots`, an upper bound; `lengths` `[B]` are the exact new ones, on the device."""
+        """Add up to `num_slots` tokens to each row; only the device knows the exact new numbers, `lengths` `[B]`."""
         self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
         self._lengths = lengths
         self._rewind()
@@ -195,10 +203,10 @@ class TreeCache(Cache):
         self._rewind()
 
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
-        """Until `commit_all`, let each layer return the same keys as transformers' own cache.
+        """Make each layer return the same keys as transformers' own cache until `commit_all`.
 
-        Some models build full causal masks over caches with windows, so prefill in chunks or after an adopted cache
-        depends on which tokens the cache has dropped.
+        Some models build full causal masks over caches with windows. A prefill in chunks or after an adopted cache
+        then depends on which tokens the cache has dropped.
 
         Args:
             windows: Window of each layer, see `layer_windows`.
@@ -207,7 +215,7 @@ class TreeCache(Cache):
             layer.window = window
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
-        """Keep everything appended in every row; `num_tokens` is unused, since attention layers count their slots."""
+        """Keep everything appended in every row; `num_tokens` is not used, because layers count their slots."""
         self.begin_prompt([None] * len(self.layers))
         end = max(layer.end for layer in self.layers)
         self.lengths, self._lengths = [end] * batch_size, None
@@ -261,7 +269,7 @@ class TreeCache(Cache):
 
 
 def measured_layout(cache: TreeCache) -> CacheLayout:
-    """Return the layout of a cache after a forward."""
+    """Return the layout of a cache after a forward; None for layers that stored no keys and values."""
     return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
 
 

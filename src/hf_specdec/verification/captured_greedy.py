@@ -20,9 +20,9 @@ from hf_specdec.verification.memory import persistent_tensors
 
 
 class CapturedGreedy:
-    """`rules.greedy`, captured for each batch size and tree width.
+    """Greedy acceptance (`rules.greedy`), captured as a graph for each batch size and tree width.
 
-    A lock serializes threads, which share the buffers.
+    All threads use the same buffers, one after another.
 
     Args:
         backend: Graph backend of the device that holds the logits.
@@ -36,7 +36,10 @@ class CapturedGreedy:
         self._ends: dict[RowEnds, int] = {}  # an index for each, used in shape keys
 
     def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-        """See `rules.greedy`; not captured if scores are processed or the tree is wider than any captured width."""
+        """Return the accepted paths, see `rules.greedy`, for logits `[B, N, V]`.
+
+        No graph is used if scores are processed or the tree is wider than any captured width.
+        """
         rows, num_nodes = tree.tokens.shape
         on_device = transcript.decides_on(logits.device) and not transcript.processes_scores
         if not on_device or num_nodes > CAPTURED_WIDTHS[-1]:
@@ -53,7 +56,7 @@ class CapturedGreedy:
 
 
 class _Match(CapturableStep):
-    """The accepted path of each tree, for one batch size and tree width.
+    """Step that finds the accepted path of each tree, for one batch size and tree width.
 
     Args:
         rows, width: Batch size and number of nodes.
@@ -70,7 +73,13 @@ class _Match(CapturableStep):
             self._eos = None if account.eos is None else account.eos.clone()
 
     def fill(self, tree: TokenTree, choices: Tensor, remaining: Tensor) -> None:
-        """Copy a tree, the target's token after each node and the remaining lengths into the buffers."""
+        """Copy the inputs of a step into the buffers.
+
+        Args:
+            tree: The verified tree, with N nodes.
+            choices: `[B, N]` the target's token after each node.
+            remaining: `[B]` number of tokens that each row may still emit.
+        """
         num_nodes = tree.num_nodes
         self._tokens[:, :num_nodes] = tree.tokens
         self._parents[:, :num_nodes] = tree.parents
@@ -89,7 +98,7 @@ class _Match(CapturableStep):
 
 
 def _unpacked(packed: Tensor, path_length: int) -> Cut:
-    """Unpack the output of `_Match`; paths are cut to `path_length`."""
+    """Unpack the output `[B, 3 + 2 * width]` of `_Match`; paths and tokens are cut to `path_length` columns."""
     width = (packed.shape[1] - 3) // 2
     path, tokens = packed[:, 3 : 3 + path_length], packed[:, 3 + width : 3 + width + path_length]
     return Cut(Decision(path, tokens, packed[:, 0]), packed[:, 1], packed[:, 2])

@@ -1,9 +1,9 @@
 """The cache of models that can verify only chains: transformers' dynamic cache with rollback.
 
-For recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All rows have the
-same length, so verifying a chain is plain decoding with several tokens per forward. Attention layers are cropped to
-the accepted tokens. A recurrent state cannot be cropped: it is restored to its value before the chain, and the
-accepted tokens are run again. The counterpart for trees is `cache.py`.
+It supports recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All rows
+have the same length, so verifying a chain is plain decoding with several tokens per forward. Attention layers are
+cropped to the accepted tokens. A recurrent state cannot be cropped: it is restored to its value before the chain, and
+the accepted tokens are run again. The counterpart for trees is `cache.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class ChainCache(DynamicCache):
         return not self._can_cut
 
     def snapshot(self, whole: bool = False) -> None:
-        """Prepare to undo the next chain. Copies only recurrent states: keys and values are not overwritten in place.
+        """Prepare to undo the next chain.
+
+        Only recurrent states are copied, because keys and values are not overwritten in place.
 
         Args:
             whole: Save layers that can be cropped as well, for `rollback`.
@@ -95,7 +97,7 @@ class ChainCache(DynamicCache):
 
 
 def _copy(state: Any) -> Any:
-    """Copy a layer's attributes, including the states that the layer writes in place."""
+    """Copy a layer's attributes, and the tensors in its dicts, which it overwrites in place."""
     return {
         name: {index: part.clone() if isinstance(part, Tensor) else part for index, part in value.items()}
         if isinstance(value, dict)

@@ -22,7 +22,7 @@ from hf_specdec.verification.target import Target
 
 
 class ChainTarget(Target):
-    """Target for models that can verify only chains, as several steps of plain decoding in one forward.
+    """Target for models that can verify only chains: several steps of plain decoding in one forward.
 
     Args:
         model, outputs: See `Target`.
@@ -79,7 +79,12 @@ class ChainTarget(Target):
         return self._forward(tree.tokens[:, known:], known)
 
     def _forward(self, tokens: Tensor, known: int = 0) -> Any:
-        """Run several steps of plain decoding in one forward, with transformers' own masks and positions."""
+        """Run several steps of plain decoding in one forward, with transformers' own masks and positions.
+
+        Args:
+            tokens: `[B, N]`.
+            known: Number of nodes already appended since the last commit.
+        """
         num_nodes, cache, mask = tokens.shape[1], self.cache, None
         start = cache.start + known
         if self.padding is not None:

@@ -18,14 +18,14 @@ from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.runners import CaptureError, CompiledForward, ExecutionMode, ModelForward, Runner
 
 TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
-"""Parents of the trees that both forwards verify in turn; the root and its first child are accepted each time."""
+"""Parents of the trees that both forwards verify in turn; after each, its root and first child (if any) are kept."""
 TEST_PROMPT_LENGTH = 13
-"""Length of the prompt before them; with two rows, the second starts with two padding tokens."""
+"""Number of prompt tokens before the trees; with two rows, the second starts with two padding tokens."""
 
 
 @torch.no_grad()
 def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
-    """Compile or capture the model's verify forward.
+    """Compile or capture the model's verify forward, and check its outputs against the model's.
 
     Args:
         model: The target; it is not modified.
@@ -81,7 +81,9 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int) -> None:
-    """Check that the runner's outputs match those of the model's own forward, on trees after texts of several lengths.
+    """Check that the runner's outputs match those of the model's own forward.
+
+    Both verify `TEST_TREES` after a prompt; with two rows, one of them is padded.
 
     Raises:
         CaptureError: The outputs differ by more than rounding.

@@ -22,24 +22,19 @@ LAST = -1
 class Features:
     """Hidden states of one forward by layer, so that several drafters can share one tap.
 
-    Layers are counted like transformers' `hidden_states`: 0 is the embedding, i the output of decoder layer i-1, and
-    `LAST` (or the number of layers) the output of the final norm.
+    Layer 0 is the embedding, layer i the output of the first i decoder layers, and `LAST` the output of the final
+    norm. The output of all decoder layers is taken before the final norm, unlike the last entry of transformers'
+    `hidden_states`.
     """
 
     states: Mapping[int, Tensor]  # [B, T, D] by layer
-    depth: int  # number of decoder layers
 
     def of(self, layers: Sequence[int]) -> Tensor:
         """Concatenate the hidden states of layers to `[B, T, len(layers) * D]`, on the device of the last one."""
-        chosen = [self.states[canonical(layer, self.depth)] for layer in layers]
+        chosen = [self.states[layer] for layer in layers]
         if len(chosen) == 1:
             return chosen[0]
         return torch.cat([states.to(chosen[-1].device) for states in chosen], dim=-1)
-
-
-def canonical(layer: int, depth: int) -> int:
-    """Normalize a layer index: `depth` becomes `LAST`."""
-    return LAST if layer == depth else layer
 
 
 class FeatureTap:
@@ -63,7 +58,7 @@ class FeatureTap:
                 f"{type(model).__name__} has hidden states 0 to {depth}, the head reads {list(layers)}.",
                 "The head was trained for a deeper model.",
             )
-        self._layers, self._depth = {canonical(layer, depth) for layer in layers}, depth
+        self._layers = set(layers)
         self._thread = threading.get_ident()
         self.clear()
 
@@ -115,4 +110,4 @@ class FeatureTap:
         """Return and discard the stored features; those of a prompt in chunks are concatenated."""
         whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
         self.clear()
-        return Features(whole, self._depth)
+        return Features(whole)

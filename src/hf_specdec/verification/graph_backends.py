@@ -24,7 +24,7 @@ ACCELERATOR_OPTIONS: dict[str, Any] = {"triton.cudagraphs": False}
 
 
 class GraphBackend(Protocol):
-    """Captures graphs on one device."""
+    """Interface of a device's graphs."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the device operations of `run` and return a function that replays them.
@@ -102,7 +102,7 @@ class CudaGraphs:
         return graph
 
     def _recover(self) -> None:
-        """End a failed capture, so that this process can allocate, draw random numbers and capture again."""
+        """End a failed capture, so that this process can allocate memory, draw random numbers and capture again."""
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # raised if torch has ended the capture
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -126,15 +126,17 @@ class NotCapturableError(RuntimeError):
 
 
 class CapturableOnly(TorchDispatchMode):
-    """Raises `NotCapturableError` at operations that a graph cannot contain.
+    """Dispatch mode that raises `NotCapturableError` at operations that a graph cannot contain.
 
     Used before a capture, because a capture that fails on the device is hard to recover from.
     """
 
+    # operations that read values or sizes from the device
     waiting = frozenset({
         "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
         "unique_consecutive", "bincount",
     })  # fmt: skip
+    # operations whose tensors may be on different devices
     copies = frozenset({"_to_copy", "copy_", "index_put_", "index_put", "_index_put_impl_"})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,7 +26,7 @@ from hf_specdec.verification.runners import Runner
 
 
 class GraphForward(Runner):
-    """A verify forward that is captured for each shape.
+    """Runner that captures a verify forward once per shape and replays it.
 
     Only one `generate()` call at a time uses the captured memory. Concurrent calls get a separate cache and run
     without graphs.
@@ -82,7 +82,7 @@ class GraphForward(Runner):
 
 
 class _Verification(CapturableStep):
-    """A verify forward with its masks and positions, for one batch size, width and bucket.
+    """Step that runs a verify forward with its masks and positions, for one batch size, width and bucket.
 
     Args:
         key: Batch size, width and bucket.
@@ -108,7 +108,7 @@ class _Verification(CapturableStep):
         self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
 
     def fill(self, inputs: TreeInputs) -> None:
-        """Copy a tree into the buffers; padding and positions, constant during a call, are copied once."""
+        """Copy a tree into the buffers; padding and positions do not change during a call and are copied once."""
         num_nodes = inputs.tree.num_nodes
         self._tokens[:, :num_nodes] = inputs.tree.tokens
         self._parents[:, :num_nodes] = inputs.tree.parents

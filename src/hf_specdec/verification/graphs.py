@@ -31,7 +31,7 @@ from hf_specdec.verification.one_time import note_one_time_work
 logger = logging.getLogger(__name__)
 
 CAPTURED_WIDTHS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""Nodes per row of captured steps. A tree is padded to the next width; wider trees run without a graph."""
+"""Nodes per row of captured steps. A tree is padded to the next width; trees above the last run without a graph."""
 MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) - 1
 """Maximum number of padding nodes of a tree, which also occupy cache slots."""
 CAPTURE_AFTER = 2
@@ -84,12 +84,12 @@ class KeptMemory:
 
 
 class CapturableStep(ABC):
-    """A step for inputs of one shape: the buffers that it reads and writes.
+    """Base class of steps that can be captured: the buffers that a step for inputs of one shape reads and writes.
 
     Attributes:
         times: Number of runs so far.
-        replay: Replays the captured graph; None if it is not captured.
-        refused: Whether its capture failed.
+        replay: Function that replays the captured graph; None if the step is not captured.
+        refused: Whether its capture failed and is not tried again.
         outputs: Result buffers, shared by shapes whose results have equal sizes.
     """
 
@@ -158,7 +158,10 @@ class Captures:
         return shape
 
     def run(self, shape: CapturableStep) -> Sequence[Tensor]:
-        """Replay a shape, or run it and capture it if it has run often enough; the next run overwrites the outputs."""
+        """Run a shape, by replaying its graph if it is captured, and return its outputs.
+
+        A shape is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run overwrites the outputs.
+        """
         shape.times += 1
         if shape.replay is not None:
             shape.replay()
@@ -206,7 +209,7 @@ class Captures:
 
 
 def width_for(num_nodes: int) -> int:
-    """Return the captured width that a tree is padded to.
+    """Return the captured width that a tree of at most `CAPTURED_WIDTHS[-1]` nodes is padded to.
 
     Example: 16 for 9 to 16 nodes.
     """

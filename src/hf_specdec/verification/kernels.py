@@ -33,7 +33,9 @@ ALIGNMENT = 8
 Otherwise `preprocess_mask` in torch's attention.cpp copies masks in every call, and `check_supported` in
 kernel_forward.h refuses the other inputs."""
 LONG = 1024
-"""Caches of up to this many keys per row are not split (estimate: merging costs four small kernels)."""
+"""Caches of up to this many keys per row, times the batch size, are not split.
+
+Estimated, not measured: merging costs four small kernels, and each batch row one more kernel call."""
 SHORTEST_PART = 128
 """Minimum number of keys in a part."""
 MOST_PARTS = 16
@@ -60,7 +62,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float
     Args:
         query: `[B, H, N, D]`.
         key, value: `[B, G, S, *]`; G divides H.
-        masks: Additive masks of the packed queries.
+        masks: Returns the additive mask of the packed queries for a number of parts.
         scale: Scale of the scores; None means `D ** -0.5`.
     """
     batch, heads, nodes, dim = query.shape
@@ -121,7 +123,7 @@ def calls_kernel_directly(device: torch.device) -> bool:
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-    """Return the kernel for packed queries, or None to let SDPA choose."""
+    """Return the kernel for packed queries `[B, G, M, D]`, keys and values `[B, G, S, *]`; None to let SDPA choose."""
     device, dtype = query.device, query.dtype
     if not calls_kernel_directly(device):
         return None
@@ -165,7 +167,11 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernel computes correct results for these head sizes; tried once, which synchronizes the device."""
+    """Whether the kernel computes correct results for these head sizes; tried once, which synchronizes the device.
+
+    Raises:
+        torch.OutOfMemoryError: The trial run does not fit in memory; the next call tries again.
+    """
     note_one_time_work()
     if dtype not in TOLERANCE:
         reason = "the memory-efficient kernel does not support this dtype"
@@ -217,7 +223,7 @@ def _numbers(shape: tuple[int, ...], offset: int) -> Tensor:
 def exact_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with plain matrix products, see `Kernel`; the reference for the trial run."""
+    """Compute attention with plain matrix products, as the reference for the trial run; see `Kernel`."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask

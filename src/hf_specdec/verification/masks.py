@@ -19,7 +19,9 @@ from hf_specdec.transformers_private import attention_name
 from hf_specdec.trees.tree import TokenTree
 
 LayerKind = Literal["full", "sliding", "chunked"]
+"""Earlier slots that a layer attends to: all, the last ones within a window, or those of the same chunk."""
 Masks = Tensor | dict[str, Tensor]
+"""Mask `[B, 1, N, S]` of all layers, or one such mask per layer type."""
 
 LAYER_KINDS: Mapping[str, LayerKind] = {
     "full_attention": "full",
@@ -62,7 +64,7 @@ class PromptPadding:
 
     @classmethod
     def of(cls, attention_mask: Tensor | None) -> PromptPadding | None:
-        """Create from a prompt's attention mask `[B, P]`; None if there is no mask or no padding in it."""
+        """Create from a prompt's attention mask `[B, P]`; return None without a mask or without padding in it."""
         if attention_mask is None or bool((attention_mask != 0).all()):
             return None
         return cls.where(attention_mask != 0)
@@ -78,7 +80,9 @@ class PromptPadding:
         return self.where(self.valid[:, self.valid.shape[1] - num_slots :])
 
     def extended_to(self, num_slots: int) -> PromptPadding:
-        """Prepend token slots up to `num_slots`, for virtual tokens (prompt tuning), which the mask does not cover.
+        """Prepend slots of tokens until there are `num_slots`.
+
+        Prompt tuning puts virtual tokens before the prompt, which the attention mask does not cover.
 
         Raises:
             UnsupportedGenerationError: The mask covers more than `num_slots` slots.
@@ -104,7 +108,13 @@ class Positions:
 
     @classmethod
     def of(cls, prompt_ids: Tensor | None, num_slots: int, device: torch.device) -> Positions:
-        """Create from the prompt's position ids; if None, positions are slot indices."""
+        """Create from the prompt's position ids; if they are None, positions are slot indices.
+
+        Args:
+            prompt_ids: `[..., B or 1, P]`, or None.
+            num_slots: Slots of the prompt, including padding.
+            device: Device of the positions if `prompt_ids` is None.
+        """
         if prompt_ids is None:
             return cls(torch.tensor([num_slots - 1], dtype=torch.long, device=device), num_slots)
         return cls(prompt_ids[..., -1], num_slots)

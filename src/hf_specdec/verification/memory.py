@@ -42,7 +42,10 @@ def bucket_of(length: int) -> int:
 
 
 def kept_rows(batch_size: int) -> int:
-    """Round a batch size up to a power of two, so that kept memory is rarely reallocated for another batch size."""
+    """Round a batch size up to a power of two, so that kept memory is rarely reallocated for another batch size.
+
+    Example: 4 for 3 rows.
+    """
     return 1 << max(batch_size - 1, 0).bit_length()
 
 
@@ -85,7 +88,15 @@ class Share:
 class KeyValueBuffer:
     """Keys `[n, B, H, S, Dk]` and values `[n, B, H, S, Dv]` of n layers of the same shape.
 
-    Memory kept between calls has `rows` rows, of which the first B are used.
+    Args:
+        num_layers: n.
+        capacity: S.
+        key_states, value_states: `[B, H, T, Dk]` and `[B, H, T, Dv]` of a layer, which determine shape and dtype.
+        rows: Rows to allocate, of which the first B are used; None allocates B.
+        is_persistent: See `KeyValueStore`.
+
+    Raises:
+        CacheCapacityError: Not enough memory.
     """
 
     def __init__(
@@ -125,7 +136,7 @@ class KeyValueBuffer:
         return rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
 
     def take(self, rows: int) -> Share:
-        """Return the share of the next free layer, for a batch of `rows` rows."""
+        """Return the memory of the next free layer, for a batch of `rows` rows."""
         if rows != self._rows:
             self._rows = rows
             self._update_shares()
@@ -133,7 +144,11 @@ class KeyValueBuffer:
         return self.shares[self.num_taken - 1]
 
     def resize(self, capacity: int) -> None:
-        """Reallocate with another capacity; if that fails, the buffer is unchanged."""
+        """Reallocate with another capacity, and copy the slots that fit.
+
+        Raises:
+            CacheCapacityError: Not enough memory; the buffer is unchanged.
+        """
         moved = []
         for states in self._memory:
             num_layers, rows = states.shape[:2]
@@ -157,14 +172,15 @@ class KeyValueBuffer:
         self._memory = ()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots within their rows, for all layers at once; indexing copies the sources, so ranges may overlap.
+        """Copy slots within their rows, in all layers at once; sources and targets may overlap.
 
         Args:
             sources, targets: `[B, P]` slots; equal entries leave a slot unchanged.
         """
         rows = torch.arange(sources.shape[0], device=sources.device)[:, None]
         for states in (self.keys, self.values):
-            # with advanced indices on both sides of a slice, both sides are [B, P, n, H, D]
+            # advanced indices on both sides of a slice make [B, P, n, H, D]; the right side is copied before the
+            # assignment, so that overlapping ranges are safe
             states[:, rows, :, targets] = states[:, rows, :, sources]
 
     def _update_shares(self) -> None:
@@ -206,7 +222,7 @@ class KeyValueStore:
             NaN would spread. Such memory is kept between calls.
 
     Attributes:
-        moves: Number of reallocations.
+        moves: Number of times that existing buffers were reallocated or freed, which invalidates captured graphs.
     """
 
     def __init__(
@@ -225,7 +241,11 @@ class KeyValueStore:
             buffer.reopen()
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
-        """Allocate the memory of one layer, in the buffer for `layout` if its keys and values match that layout."""
+        """Allocate the memory of one layer, in the buffer for `layout` if its keys and values match that layout.
+
+        Raises:
+            CacheCapacityError: The limit or the available memory does not suffice.
+        """
         rows = len(key_states)
         if self.buffers and (
             self.buffers[0].dtype != key_states.dtype or not all(buffer.has_rows(rows) for buffer in self.buffers)

@@ -95,6 +95,8 @@ def lm_head_rows(model: PreTrainedModel, token_ids: Tensor | None) -> nn.Module:
 
 
 class _SelectedLogits(nn.Module):
+    """An lm_head whose logits are computed for all tokens and then selected: `[..., D]` to `[..., Vd]`."""
+
     def __init__(self, lm_head: nn.Module, token_ids: Tensor) -> None:
         super().__init__()
         self.lm_head, self.token_ids = lm_head, token_ids

@@ -89,7 +89,10 @@ def check_plain_generate(model: PreTrainedModel) -> None:
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> Tensor:
-    """Return ids `[count]` of text tokens, without those that the configuration names as special (image, pad, ...)."""
+    """Return ids `[count]` of text tokens, as far as possible without special tokens.
+
+    Special tokens (image, pad, ...) are those that the configuration names in fields such as `pad_token_id`.
+    """
     special: set[int] = set()
     for config in (model.config, text_config(model)):
         for name, value in vars(config).items():

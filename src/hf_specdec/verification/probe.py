@@ -111,13 +111,13 @@ def why_chains_only(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
-    """Gate, then probe: verify a small tree, or else a chain, with the real model and compare with plain decoding.
+    """Gate, then verify a small tree, or a chain if that fails, and compare the logits with plain decoding's.
 
-    Costs seven forwards (eight in half precision) of at most 17 tokens in two to six rows; as many again without
-    `verification/attention.py` if that fails, and for a chain if the tree fails. Does not modify the model.
+    Costs seven forwards of at most 17 tokens in 2 to 8 rows (eight in 6 to 24 rows if arithmetic is inexact); about as
+    many again without `verification/attention.py` if that fails, and again for a chain. Does not modify the model.
 
     Raises:
-        UnsupportedModelError: A forward fails, or its logits differ; the message contains the reason.
+        UnsupportedModelError: The model can verify neither; the message contains the reasons.
     """
     gate(model)
     config, fingerprint = text_config(model), Fingerprint.of(model)
@@ -148,13 +148,13 @@ FAILURES = (
 )  # fmt: skip
 """Exceptions that a forward raises if it cannot run the probe's inputs."""
 PROBE_TEXTS = 3
-"""Number of prompts without padding, and of prompts with left padding, in half precision (one of each otherwise)."""
+"""Number of prompts without padding and of prompts with left padding, if arithmetic is inexact (else one of each)."""
 PROBE_PADDING = 3
 """Left padding in tokens."""
 
 
 def _probe(target: Target, parents: list[int]) -> None:
-    """Prefill, verify four nodes, commit the root and its first child, verify one more node; compare all logits."""
+    """Prefill, verify four nodes, commit the root and its first child, verify one more; check all logits."""
     model = target.model
     device, config = execution_device(model), text_config(model)
     exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
@@ -188,7 +188,7 @@ def _probe(target: Target, parents: list[int]) -> None:
 
 
 def _first_child_kept(tokens: Tensor) -> Acceptance:
-    """Accept the root and its first child in every row of a tree's tokens `[B, N]`."""
+    """Return an acceptance that keeps the root and its first child in every row of a tree's tokens `[B, N]`."""
     path = torch.tensor([[0, 1]] * len(tokens), dtype=torch.long, device=tokens.device)
     kept, rows = tokens[:, 1:3], ((0, 1),) * len(tokens)
     return Acceptance(path, kept, kept[:, 1], rows, rows, (tokens.shape[1] - 1,) * len(tokens))
@@ -203,7 +203,7 @@ Largest multiple measured in bf16 and fp16 over 43 architectures: 1.6."""
 
 
 def _compare(actual: Tensor, expected: Tensor, tolerance: float, place: str) -> None:
-    """Compare logits `[B, V]` with plain decoding's; the second half of the rows is padded.
+    """Raise `_CannotVerifyError` if logits `[B, V]` differ from plain decoding's; the second half of rows is padded.
 
     The median row of each half decides, because some texts are ten times as sensitive to rounding as others.
     """
@@ -232,7 +232,7 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
-    """Return the model inputs that `generate()` prepares for the first forward."""
+    """Return the inputs that `generate()` prepares for the first forward, from a mask `[B, P]` and a cache, if any."""
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
     if cache is not None:
         inputs[cache_argument(model)] = cache
@@ -302,7 +302,7 @@ def reproducible(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Run two tokens and check that hooks capture hidden states of the expected shape for a drafter.
+    """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers.
 
     Raises:
         DrafterMismatchError: The model has fewer layers.

@@ -40,11 +40,13 @@ TARGET_EXAMPLE_SHAPE = (2, 12)
 
 
 ExecutionMode = Literal["inductor", "cuda_graph"]
-"""How a forward runs if not eagerly: compiled by inductor (also captured if the device has graphs), or captured."""
+"""How a forward runs if not eagerly.
+
+`"inductor"` compiles it, and captures the result if the device has graphs; `"cuda_graph"` captures it uncompiled."""
 
 
 class Runner(ABC):
-    """A way to run a verify forward.
+    """Base class of the ways to run a verify forward.
 
     Attributes:
         layers: Layers whose hidden states it returns, see `Features`.
@@ -66,7 +68,7 @@ class Runner(ABC):
         """
 
     def verify(self, inputs: TreeInputs, cache: Cache) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the forward over a tree; returns the same as `__call__`."""
+        """Run the forward over a tree, with its masks and positions, and return the same as `__call__`."""
         tree = inputs.tree
         ancestors = tree.ancestor_mask()
         masks = tree_masks(inputs.layout, ancestors, inputs.lengths, inputs.start, inputs.padding, inputs.dtype)
@@ -177,7 +179,8 @@ class CompiledForward(Runner):
     """A verify forward compiled by inductor, for any batch size and number of nodes.
 
     Args:
-        run: Function from tokens, positions and the number of tokens before them to logits and hidden states.
+        run: Function of tokens `[B, N]`, positions `[B, N]` and the number of slots before them (a scalar tensor);
+            returns logits and hidden states, see `Runner`.
         layers: Layers of the returned hidden states, in order.
     """
 
@@ -215,12 +218,24 @@ class CompiledForward(Runner):
 
 
 _RUNNING: ContextVar[tuple[AttentionContext, Cache] | None] = ContextVar("running", default=None)
+"""Masks and cache of the compiled forward that runs in this thread."""
 
 
 def _append_and_attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
-    """Append to the running generation's cache and attend; the custom operation of compiled forwards."""
+    """Append to the cache of the running forward and attend; implements the custom operation of compiled forwards.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value: `[B, Hkv, N, *]` of the new nodes.
+        layer: Index of the layer.
+        kind: Layer type.
+        scaling: Scale of the scores; None means `D ** -0.5`.
+
+    Returns:
+        `[B, N, H, Dv]`.
+    """
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
@@ -282,7 +297,7 @@ class _TracedLayer(CacheLayerMixin):
 
 
 def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Tensor, Tensor, Tensor], list[Tensor]]:
-    """Return the function to trace: from tokens, positions and the number of tokens before them to logits and states.
+    """Return the function to trace, see `CompiledForward`.
 
     Raises:
         CaptureError: See `CompiledForward.of`.

@@ -109,7 +109,7 @@ class Target(ABC):
 
     @abstractmethod
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
-        """Extend all rows of the cache to the same length: shorter rows get padding, as in plain `generate()`.
+        """Extend all rows of the cache to the same length with padding, as in plain `generate()`.
 
         Args:
             new_tokens: Emitted tokens of each row. Afterwards all rows are as long as the longest one without its last
@@ -119,7 +119,7 @@ class Target(ABC):
 
     @abstractmethod
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        """Run the model over all nodes except the first `known`."""
+        """Run the model over all nodes except the first `known`; return outputs with `logits` `[B, N - known, V]`."""
 
     def with_model(self, model: PreTrainedModel) -> Target:
         """Return a view of this target, with the same cache, that drafts with a part of the model."""

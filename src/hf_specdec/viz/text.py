@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 from hf_specdec.reporting.palette import PALETTE
@@ -23,17 +24,19 @@ def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that one step added, and the number of tokens that the step emitted."""
+    """Text that one step added."""
 
     text: str
-    num_tokens: int
+    num_tokens: int  # emitted by the step
+    step: int  # counted from 1; 0 for the prefill
 
 
 @dataclass(frozen=True, slots=True)
 class ColoredText:
-    """Text in one piece per step; notebooks show it in colour, and `str()` always contains ANSI colour codes.
+    """Text in pieces; notebooks show it in colour, and `str()` always contains ANSI colour codes.
 
-    Pieces of one token are not coloured: plain decoding also emits one token per step.
+    There is one piece per step that added text. Pieces of one token are not coloured: plain decoding also emits one
+    token per step.
     """
 
     pieces: tuple[Piece, ...]
@@ -53,12 +56,12 @@ class ColoredText:
 
     def _repr_html_(self) -> str:
         parts, number = [], 0
-        for step, piece in enumerate(self.pieces):
+        for piece in self.pieces:
             text = html.escape(piece.text)
             if piece.num_tokens > 1:
                 color = PALETTE[number % len(PALETTE)]
                 style = f"background:{color}40;border-bottom:2px solid {color};border-radius:2px"
-                text = f'<span style="{style}" title="step {step}: {piece.num_tokens} tokens">{text}</span>'
+                text = f'<span style="{style}" title="step {piece.step}: {piece.num_tokens} tokens">{text}</span>'
                 number += 1
             parts.append(text)
         return f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
@@ -73,16 +76,29 @@ def colored_text(trace: Sequence[TracedStep], tokenizer: Any, *, row: int = 0) -
         row: Index of the sequence in the batch.
     """
     steps = [step.rows[row] for step in trace]
-    tokens = steps[0].tokens[:1] if steps else []  # the first step's root was emitted by the prefill
-    pieces, text = [Piece("", 0)], ""
-    for emitted in (tokens, *(step.emitted for step in steps)):
-        if emitted is not tokens:
-            tokens = [*tokens, *emitted]
-        # decode the whole text: the text of a token depends on the tokens before it
-        longer = str(tokenizer.decode(tokens, skip_special_tokens=True))
-        if longer.endswith("�"):  # an incomplete character: it belongs to the step that completes it
-            longer = longer[:-1]
-        new = longer[len(text) :] if longer.startswith(text) else ""
-        pieces.append(Piece(new, len(emitted)))
-        text = longer if longer.startswith(text) else text
+    tokens = list(steps[0].tokens[:1]) if steps else []  # the first step's root was emitted by the prefill
+    counts = [len(tokens), *(len(step.emitted) for step in steps)]
+    tokens += [token for step in steps for token in step.emitted]
+    text, begin, pieces = _decode(tokenizer, tokens), 0, []
+    for step, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        # decode from the start: the text of a token depends on the tokens before it
+        longest = _agreement(_decode(tokenizer, tokens[:end]), text, begin)
+        pieces.append(Piece(text[begin:longest], count, step))
+        begin = longest
     return ColoredText(tuple(piece for piece in pieces if piece.text))
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _agreement(decoded: str, text: str, begin: int) -> int:
+    """Return how far the text of the first tokens agrees with the whole text, at least `begin`.
+
+    They differ if the tokens end within a character, which then belongs to the step that completes it, or if the
+    tokenizer changes the end of a text when more tokens follow.
+    """
+    if not decoded.startswith(text[:begin]):
+        return begin
+    pairs = zip(decoded[begin:], text[begin:], strict=False)
+    return begin + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

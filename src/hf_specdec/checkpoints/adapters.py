@@ -1,0 +1,69 @@
+"""The adapter of a target for which a head was trained, as ModelOpt stores it beside co-trained heads.
+
+Source: the export of `eagle_base_lora` in ModelOpt (`modelopt/torch/export/plugins/hf_spec_export.py`), in peft's
+format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.checkpoints.files import TensorFiles
+from hf_specdec.errors import CheckpointFormatError, DrafterMismatchError
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
+
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter."""
+
+    where: str  # directory or repository, for `load_adapter`
+    weights: Path
+
+
+def check_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
+    """Check that a model has an adapter's weights.
+
+    Raises:
+        DrafterMismatchError: The adapter is not loaded into the model, or another one is.
+        CheckpointFormatError: The adapter has no tensors.
+    """
+    stored = TensorFiles([adapter.weights])
+    names = sorted(stored.shapes)
+    if not names:
+        raise CheckpointFormatError(f"{adapter.weights} holds no tensors.")
+    loaded = dict(_loaded(model))
+    values = stored.read(names)
+    absent = [name for name in names if not _equal(loaded.get(name.removeprefix(PEFT_PREFIX)), values[name])]
+    if absent:
+        state = "it is not loaded" if len(absent) == len(names) else f"{len(absent)} of its tensors differ"
+        raise DrafterMismatchError(
+            f"The head {adapter.where} was trained together with an adapter of its target, and {state} in this "
+            f"{type(model).__name__}.",
+            f"First load it, without merging: model.load_adapter({adapter.where!r}).",
+        )
+
+
+def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of all adapters by their names in peft's files."""
+    for name, parameter in model.named_parameters():
+        stripped = re.sub(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.[^.]+", r".\1", name)
+        if stripped != name:
+            yield stripped.removeprefix(PEFT_PREFIX), parameter
+
+
+def _equal(loaded: Tensor | None, stored: Tensor) -> bool:
+    if loaded is None or loaded.shape != stored.shape:
+        return False
+    return torch.equal(loaded.detach().cpu(), stored.to(loaded.dtype))

@@ -1,0 +1,179 @@
+"""Read MTP modules that are built from the target's layer: from the target's own checkpoint, or from speculators.
+
+transformers ignores the `mtp.*` tensors of Qwen3-Next and Qwen3.5 when it loads these models.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from hf_specdec.checkpoints.files import MAX_INDEX_BYTES, TensorFiles, listed, read_json, shard_names
+from hf_specdec.checkpoints.tensors import copy_checked, in_one_dtype
+from hf_specdec.errors import (
+    CheckpointFormatError,
+    DrafterMismatchError,
+    HeadTensorsError,
+    InvalidConfigError,
+    UnsupportedModelError,
+)
+from hf_specdec.heads.layer_mtp import (
+    LAYER_TYPES,
+    SPECULATORS_NAMES,
+    TENSOR_NAMES,
+    LayerMtpConfig,
+    LayerMtpHead,
+    experts_joined,
+    renamed,
+)
+from hf_specdec.records import Fields
+from hf_specdec.transformers_private import model_name, unexpected_keys
+from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.model import text_config
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+ALTERNATIVES = "Load an MTP module that was trained for it (model.load_drafter(...)), or choose another method."
+
+
+def drops_mtp(model: PreTrainedModel) -> bool:
+    """Whether transformers drops MTP tensors of this model's checkpoints, and its own MTP code cannot read them."""
+    text = text_config(model)
+    patterns = unexpected_keys(model) or ()
+    ignored = any(re.match(pattern, "mtp.fc.weight") for pattern in patterns)
+    return ignored and getattr(text, "num_mtp_layers", None) is None and text.model_type in LAYER_TYPES
+
+
+@persistent_tensors()
+def target_mtp(model: PreTrainedModel) -> LayerMtpHead:
+    """Read the MTP module in a target's own checkpoint, a local directory or a repository in the Hub cache.
+
+    Raises:
+        DrafterMismatchError: The model was not loaded from a checkpoint with safetensors, or that has no MTP module.
+        UnsupportedModelError: The checkpoint has several modules.
+        HeadTensorsError, CheckpointFormatError: Tensors are missing, unknown, or have wrong shapes, dtypes or values.
+    """
+    name, where = model_name(model.config), type(model).__name__
+    if not name:
+        raise DrafterMismatchError(
+            f"This {where} was not loaded from a checkpoint, so its MTP module cannot be read.",
+            f"Load it with from_pretrained(). {ALTERNATIVES}",
+        )
+    files = _target_files(name, getattr(model.config, "_commit_hash", None))
+    names = {stored: stored.removeprefix("mtp.") for stored in files.shapes if stored.startswith("mtp.")}
+    if not names:
+        raise DrafterMismatchError(f"The checkpoint of {where}, {name}, has no MTP module (mtp.*).", ALTERNATIVES)
+    if any(re.match(r"layers\.[1-9]", rest) for rest in names.values()):
+        raise UnsupportedModelError(f"The checkpoint {name} has several MTP layers; one is supported.", ALTERNATIVES)
+    config = LayerMtpConfig(text_config(model).to_dict(), name)
+    return _head(config, files, {stored: renamed(rest, TENSOR_NAMES) for stored, rest in names.items()}, name)
+
+
+def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> LayerMtpHead:
+    """Read a module that speculators (type `mtp`) stores for a target with one of `LAYER_TYPES`.
+
+    Args:
+        fields: The checkpoint's config.
+        files: Its tensors.
+        where: Its name, for error messages.
+
+    Raises:
+        HeadTensorsError, CheckpointFormatError: See `target_mtp`.
+    """
+    if fields.get("num_nextn_predict_layers", 1) != 1:
+        raise CheckpointFormatError(f"{where}: `num_nextn_predict_layers` must be 1.")
+    verifier: Any = (fields.get("speculators_config") or {}).get("verifier") or {}
+    config = LayerMtpConfig(fields["transformer_layer_config"], verifier.get("name_or_path"))
+    prefix = "mtp_layers.0."
+    unread = ("lm_head.weight", "verifier_lm_head.weight", "embed_tokens.weight")
+    names = {
+        stored: renamed(stored.removeprefix(prefix), SPECULATORS_NAMES) if stored.startswith(prefix) else stored
+        for stored in files.shapes
+        if stored not in unread
+    }
+    head = _head(config, files, names, where)
+    head.layout = "speculators-mtp"
+    return head
+
+
+def _target_files(name: str, revision: str | None) -> TensorFiles:
+    """Open the files of a target's checkpoint that hold MTP tensors."""
+    index = _find(name, INDEX, revision)
+    if index is None:
+        whole = _find(name, WEIGHTS, revision)
+        if whole is None:
+            raise DrafterMismatchError(
+                f"There are no safetensors in {name} to read its MTP module from.", ALTERNATIVES
+            )
+        return TensorFiles([whole])
+    shards, mapping = shard_names(index), read_json(index, MAX_INDEX_BYTES)["weight_map"]
+    wanted = {mapping[stored] for stored in mapping if stored.startswith("mtp.")}
+    found = [(shard, _find(name, shard, revision)) for shard in shards if shard in wanted]
+    missing = [shard for shard, path in found if path is None]
+    if missing:
+        raise DrafterMismatchError(
+            f"{name} lacks {listed(missing)}, which its index names.", "Download it completely."
+        )
+    return TensorFiles([path for _, path in found if path is not None])
+
+
+def _find(name: str, file: str, revision: str | None) -> Path | None:
+    """Return the path of a file of a checkpoint; None if it does not exist."""
+    folder = Path(name)
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    try:
+        found = cached_file(name, file, revision=revision)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], where: str) -> LayerMtpHead:
+    """Create a module and load its tensors, after comparing their names and shapes.
+
+    Args:
+        config: Its config.
+        files: The files.
+        names: Our tensor names by those in the files.
+        where: Name of the checkpoint, for error messages.
+    """
+    head = _on_meta(config, where)
+    stored = experts_joined({
+        ours: torch.empty(files.shapes[name], dtype=torch.float32, device="meta") for name, ours in names.items()
+    })  # fmt: skip
+    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    problems = {
+        "missing tensors": sorted(wanted.keys() - shapes.keys()),
+        "unknown tensors": sorted(shapes.keys() - wanted.keys()),
+        "wrong shapes": [f"{name} {shapes[name]} instead of {size}" for name, size in sorted(wanted.items())
+                         if shapes.get(name, size) != size],
+    }  # fmt: skip
+    text = "; ".join(f"{kind}: {listed(found)}" for kind, found in problems.items() if found)
+    if text:
+        raise HeadTensorsError(f"{where}: the tensors of the MTP module do not match its config. {text}.")
+    values = files.read(names)
+    tensors: dict[str, Tensor] = {ours: copy_checked(name, values[name], where) for name, ours in names.items()}
+    tensors, dtype = in_one_dtype(experts_joined(tensors))
+    head.load_state_dict(tensors, assign=True)
+    head.reset_rotary()
+    head.config.dtype, head.name_or_path = dtype, where
+    return head.eval()
+
+
+def _on_meta(config: LayerMtpConfig, where: str) -> LayerMtpHead:
+    try:
+        with torch.device("meta"):
+            return LayerMtpHead(config)
+    except InvalidConfigError as error:
+        raise CheckpointFormatError(f"{where}: {error}") from error
+    except Exception as error:  # transformers' validation and torch raise many types
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointFormatError(f"{where}: its config is invalid: {type(error).__name__}: {reason}.") from error

@@ -1,0 +1,71 @@
+"""Load a head for a target: check that it belongs to the target, and decide how an ambiguous one is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specdec.checkpoints.adapters import check_adapter
+from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.registry import drafter_of
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.reading_trial import choose_reading
+from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.readings import checked_reading
+from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.model import text_config
+
+
+def head_drafter(
+    model: PreTrainedModel, source: str | Path | DraftHead, reading: Mapping[str, Any] | None, tries_readings: bool,
+    options: Mapping[str, Any],
+) -> Drafter:  # fmt: skip
+    """Load a head and return its drafter, bound to the target if the head is ambiguous.
+
+    Args:
+        model: The target.
+        source: A directory, a Hub id, or a loaded head.
+        reading: Fields of a `Reading` that the caller sets; None for none.
+        tries_readings: Whether an ambiguous head is tried in each reading; otherwise the documented one is used.
+        options: Arguments of `load_head`; None stands for the default.
+
+    Raises:
+        CheckpointFormatError, DrafterMismatchError: See `load_drafter`.
+        InvalidConfigError: `reading` is invalid or the head is not ambiguous, or options were given for a loaded head.
+    """
+    wanted = checked_reading(reading or {})
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(source, DraftHead):
+        if given:
+            raise InvalidConfigError(
+                f"{', '.join(sorted(given))} are options for loading a head, but this {type(source).__name__} is "
+                "already loaded.",
+                "Leave them out, or pass its path or Hub id.",
+            )
+        head: Any = source
+    else:
+        head = load_head(source, **given)
+    if head.adapter is not None:
+        check_adapter(model, head.adapter)
+    drafter = drafter_of(head)
+    if head.ambiguity is None:
+        if wanted:
+            raise InvalidConfigError(
+                f"`reading` is given, but a {type(head).__name__} in the layout {head.layout} has only one reading.",
+                "Leave it out.",
+            )
+        return drafter
+    config = text_config(model)
+    if head.reading is not None and not wanted:
+        return drafter
+    readings = head.ambiguity.chosen(config, wanted)
+    head.read_as(readings[0], config)
+    if len(readings) > 1 and tries_readings:
+        with persistent_tensors():
+            drafter.bind(model)
+        head.read_as(choose_reading(model, head, readings), config)
+    return drafter

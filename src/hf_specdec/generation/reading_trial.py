@@ -1,0 +1,156 @@
+"""Try an ambiguous head in each of its readings, and keep the one whose drafts the target accepts most often.
+
+The target writes a few texts. On these, every reading drafts after every token, as the head would in generation; the
+measure is the expected number of accepted tokens per draft with lossless sampling (https://arxiv.org/abs/2211.17192),
+which needs far fewer tokens than counting accepted ones. The result is kept on disk for each head and target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.atomic import write_text
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.trial_texts import TrialText, write_texts
+from hf_specdec.heads.attention import AlignedAttention
+from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.readings import Reading
+from hf_specdec.records import read_object
+from hf_specdec.verification.features import Features, FeatureTap
+from hf_specdec.verification.model import lm_head_rows, text_config
+
+logger = logging.getLogger(__name__)
+
+DRAFT_STEPS = 6
+"""Length of the drafts; what a head recycles shows from the second token on."""
+MARGIN = 1.01
+"""How many times the accepted tokens of the first reading another one needs; less is within the noise of the texts."""
+VERSION = 1
+"""Version of the kept results."""
+SAMPLED_VALUES = 64
+"""Values at each end of a tensor that identify it."""
+
+
+@torch.no_grad()
+def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading]) -> Reading:
+    """Return the reading with the most accepted tokens, or the first if none is clearly better.
+
+    Does not change the random state of the process.
+
+    Args:
+        model: The target, on its device.
+        head: An EAGLE-3 head, bound to the target. It is left in the last reading that was tried.
+        readings: Possible readings, the documented one first.
+    """
+    kept = _kept_file(model, head, readings)
+    known = _read(kept, readings)
+    if known is not None:
+        return known
+    config, texts = text_config(model), write_texts(model)
+    layers = set()
+    for reading in readings:
+        head.read_as(reading, config)
+        layers.update(head.feature_layers)
+    lengths = dict.fromkeys(readings, 0.0)
+    for text in texts:
+        with FeatureTap(model, sorted(layers)) as tap:
+            logits = model(input_ids=text.token_ids).logits
+        features = tap.take()
+        for reading in readings:
+            head.read_as(reading, config)
+            lengths[reading] += _accepted_tokens(model, head, text, features, logits) / len(texts)
+    best = max(readings, key=lambda reading: lengths[reading])
+    if lengths[best] < MARGIN * lengths[readings[0]]:
+        best = readings[0]
+    figures = "; ".join(f"{reading}: {length:.2f}" for reading, length in lengths.items())
+    logger.log(
+        logging.INFO if best == readings[0] else logging.WARNING,
+        "%s allows %d readings. Accepted tokens per draft of %d: %s. Chosen: %s. "
+        "load_drafter(..., reading={...}) sets it.",
+        head.name_or_path or type(head).__name__, len(readings), DRAFT_STEPS, figures, best,
+    )  # fmt: skip
+    _write(kept, best, lengths)
+    return best
+
+
+def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, features: Features, logits: Tensor) -> float:
+    """Return the expected number of accepted tokens of a draft, averaged over all places in a continuation.
+
+    Args:
+        model: The target.
+        head: The head.
+        text: The text.
+        features: The target's hidden states at the text.
+        logits: `[1, T, V]` of the target.
+    """
+    ids, device = head.hot_token_ids, head.device
+    probs = logits.float().softmax(-1).to(device)
+    probs = probs if ids is None else probs[:, :, ids]
+    lm_head = lm_head_rows(model, ids) if head.shares_lm_head else None
+    embeddings = head.embedding_for(model)(text.token_ids[:, 1:]).to(device, head.dtype)
+    hidden = head.fuse(features.of(head.feature_layers)[:, :-1].to(device, head.dtype))
+    attend = AlignedAttention(head.config.num_hidden_layers)
+    positions = torch.arange(hidden.shape[1], device=device)[None]
+    first = max(text.prompt_length - 2, 0)  # entry t predicts the token after t + 1
+    starts = hidden.shape[1] - DRAFT_STEPS + 1 - first
+    reached, total = torch.ones(starts, dtype=torch.float32, device=device), 0.0
+    for step in range(DRAFT_STEPS):
+        output = head(embeddings, hidden, positions, attend)
+        drafted = head.score(output, lm_head).float().softmax(-1)
+        overlap = torch.minimum(drafted, probs[:, 1:]).sum(-1)[0, first:]
+        reached = reached * overlap[step : step + starts]
+        total += float(reached.mean())
+        hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
+    return total
+
+
+# ----------------------------------------------------------------------------------------------- kept results
+
+
+def _kept_file(model: PreTrainedModel, head: DraftHead, readings: Sequence[Reading]) -> Path:
+    """Return the file with the result for this head, target and choice."""
+    digest = hashlib.sha256(json.dumps([VERSION, [str(reading) for reading in readings]]).encode())
+    for module in (head, model):
+        digest.update(module.config.to_json_string(use_diff=False).encode() if module is model else b"head")
+        for part in _identity(module):
+            digest.update(part)
+    return Path(constants.HF_HOME) / "hf-specdec" / "readings" / f"{digest.hexdigest()[:40]}.json"
+
+
+def _identity(module: nn.Module) -> Iterator[bytes]:
+    """Yield what identifies a module's weights: names, shapes and some values of its tensors."""
+    for name, tensor in module.state_dict().items():
+        flat = tensor.detach().flatten()
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+        if not tensor.is_meta and flat.numel():
+            ends = torch.cat([flat[:SAMPLED_VALUES], flat[-SAMPLED_VALUES:]])
+            yield ends.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _read(file: Path, readings: Sequence[Reading]) -> Reading | None:
+    """Return a kept result; None if there is none, or if the file is invalid."""
+    if not file.is_file():
+        return None
+    try:
+        chosen = read_object(file).get("reading")
+    except InvalidConfigError:
+        return None
+    return next((reading for reading in readings if str(reading) == chosen), None)
+
+
+def _write(file: Path, best: Reading, lengths: dict[Reading, float]) -> None:
+    content = {"reading": str(best), "accepted_tokens": {str(key): round(value, 4) for key, value in lengths.items()}}
+    try:
+        write_text(file, json.dumps(content, indent=1))
+    except InvalidConfigError as error:
+        logger.warning("The chosen reading is not kept for the next time: %s", error)

@@ -1,0 +1,180 @@
+"""An MTP module that is built from a transformers decoder layer: the `mtp.*` tensors of Qwen3-Next and Qwen3.5.
+
+transformers drops these tensors when it loads the model. The module is the target's own full-attention layer, with
+norms of both inputs and of the output. One module is applied repeatedly to its own output.
+
+Sources: `qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM, which read the same tensors; speculators' type `mtp`, which
+stores them under other names; DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.2.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, Cache, DynamicCache, PreTrainedConfig
+from transformers.modeling_layers import MtpLayer
+
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.heads.attention import Attend
+from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.transformers_private import set_attention_name
+from hf_specdec.verification.model import CACHE_FIELD
+
+LAYER_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Values of `model_type` of the text configs whose layers are supported."""
+
+
+class LayerMtpConfig(PreTrainedConfig):
+    """Configuration of a module: the text config of its target.
+
+    Args:
+        layer: The text config as a dictionary, with one of `LAYER_TYPES` as `model_type`.
+        base_model_name_or_path: The target.
+    """
+
+    model_type = "hf_specdec_layer_mtp"
+    tree = "dynamic"
+    num_steps = top_k = num_draft_tokens = draft_vocab_size = sliding_window = recipe = tau = None
+    num_hidden_layers, own_embedding = 1, False
+
+    def __init__(
+        self, layer: dict[str, Any] | None = None, base_model_name_or_path: str | None = None, **kwargs: Any
+    ) -> None:
+        self.layer = dict(layer or {})
+        self.base_model_name_or_path = base_model_name_or_path
+        self.hidden_size, self.vocab_size = self.layer.get("hidden_size"), self.layer.get("vocab_size")
+        super().__init__(**kwargs)
+
+    def layer_config(self) -> Any:
+        """Return transformers' config of one full-attention layer.
+
+        Raises:
+            InvalidConfigError: The model type is not supported.
+        """
+        kind = self.layer.get("model_type")
+        if kind not in LAYER_TYPES:
+            raise InvalidConfigError(
+                f"MTP modules of {str(kind)[:80]!r} are not supported.", f"Supported: {', '.join(LAYER_TYPES)}."
+            )
+        fields = {name: value for name, value in self.layer.items() if name != "model_type"}
+        config = CONFIG_MAPPING[kind](**{**fields, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+        if hasattr(config, "mlp_only_layers"):
+            config.mlp_only_layers = []
+        set_attention_name(config, "sdpa")
+        return config
+
+
+class LayerMtpHead(EagleFamilyHead):
+    """`h'[t+1] = post_norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, as in `MtpHead`.
+
+    The target's last hidden states h are taken after its final norm. Norms and layer are the target's own classes.
+    """
+
+    method = "mtp"
+    shares_lm_head = True
+    config_class = LayerMtpConfig
+
+    def __init__(self, config: LayerMtpConfig) -> None:
+        super().__init__(config)
+        layer = config.layer_config()
+        with torch.device("meta"):
+            model: Any = MODEL_MAPPING[type(layer)](copy.deepcopy(layer))
+        self.module = MtpLayer(layer, type(model.layers[0]), type(model.norm), 0)
+        self.rotary_emb = type(model.rotary_emb)(layer)
+        self._rotary_class, self._layer_config = type(model.rotary_emb), layer
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: the weights are loaded."""
+
+    def reset_rotary(self) -> None:
+        """Compute the rotary frequencies, which are not stored in checkpoints."""
+        with torch.device("cpu"):
+            self.rotary_emb = self._rotary_class(self._layer_config)
+
+    def read(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
+    ) -> Tensor:
+        """See `EagleFamilyHead.read`."""
+        length = hidden.shape[1]
+        if mask is None:
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
+        output: Tensor = self.module(
+            token_embeddings,
+            hidden,
+            position_embeddings=self.rotary_emb(token_embeddings, position_ids=position_ids),
+            attention_mask=mask,
+            position_ids=position_ids,
+            **{CACHE_FIELD: cache},
+        )
+        return output
+
+    def forward(
+        self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend | None = None
+    ) -> Tensor:
+        """Predict the next hidden states of a whole text with causal attention; see `MtpHead.forward`."""
+        if attend is not None:
+            raise NotImplementedError("The attention of a transformers layer cannot be replaced: use `read`.")
+        return self.read(token_embeddings, hidden, position_ids, DynamicCache(), None)
+
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """Return the logits `[..., V]` for the module's output `[..., D]`, by the target's lm_head."""
+        if lm_head is None:
+            raise ValueError("An MTP module shares the target's lm_head: pass it.")
+        return lm_head(hidden)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `CheckpointFormatError`: the module is stored in the checkpoint that it was read from."""
+        raise CheckpointFormatError(
+            "This MTP module cannot be saved: there is no layout for it alone.",
+            f"Use the checkpoint that it was read from: {self.name_or_path or 'unknown'}.",
+        )
+
+
+TENSOR_NAMES = {
+    "fc.": "eh_proj.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "norm.": "post_norm.",
+    "layers.0.": "mtp_block.",
+}
+"""Names of `MtpLayer` by those in the target's checkpoint, after the prefix `mtp.`."""
+
+SPECULATORS_NAMES = {
+    "input_proj.": "eh_proj.",
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "final_layernorm.": "post_norm.",
+    "": "mtp_block.",
+}
+"""Names of `MtpLayer` by those of speculators, after the prefix `mtp_layers.0.`."""
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """Return the name in `LayerMtpHead` of a stored tensor, whose prefix is removed."""
+    old = next((old for old in names if name.startswith(old)), None)
+    return name if old is None else f"module.{names[old]}{name[len(old) :]}"
+
+
+def experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Join experts that are stored one by one to the two tensors of transformers' expert layers.
+
+    Args:
+        tensors: By name; `...experts.{e}.gate_proj.weight [I, H]`, `up_proj`, and `down_proj [H, I]` become
+            `...experts.gate_up_proj [E, 2I, H]` and `...experts.down_proj [E, H, I]`. Incomplete sets stay as
+            they are.
+    """
+    prefix = next((name.split(".experts.")[0] + ".experts." for name in tensors if ".experts.0." in name), None)
+    if prefix is None:
+        return tensors
+    count = len({name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)})
+    names = {part: [f"{prefix}{e}.{part}_proj.weight" for e in range(count)] for part in ("gate", "up", "down")}
+    if any(name not in tensors for part in names.values() for name in part):
+        return tensors
+    joined = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    gate, up, down = (torch.stack([tensors[name] for name in names[part]]) for part in ("gate", "up", "down"))
+    return {**joined, f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}

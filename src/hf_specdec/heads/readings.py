@@ -1,0 +1,125 @@
+"""The readings of an EAGLE-3 head whose files do not determine what its layers read.
+
+Three things differ between writers without a trace in the files: whether layer ids count layers or are indices of
+`hidden_states`, whether the state after the last layer is taken before or after the final norm, and, for heads that
+SpecForge wrote between its pull requests 568 and 879, whether `norm_output` changes what the next draft step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.verification.features import LAST
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One reading of a head's files.
+
+    Attributes:
+        norm_output: Whether the next draft step reads the head's normalized output.
+        layer_offset: What is added to the stored layer ids to get numbers of layers: 1 if an id is the index of a
+            layer, 0 if it counts layers.
+        final_norm: Whether the state after the last layer is taken after the target's final norm.
+    """
+
+    norm_output: bool = False
+    layer_offset: int = 0
+    final_norm: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True, slots=True)
+class Ambiguity:
+    """The possible readings of a head's files."""
+
+    layer_ids: tuple[int, ...] | None  # ascending, as stored; None for the paper's layers
+    layer_offsets: tuple[int, ...] = (0,)  # possible values, the most common one first
+    norm_output: tuple[bool, ...] = (False,)  # possible values, the documented one first
+    final_norm: tuple[bool, ...] = (False, True)  # possible values if the last layer is read, the usual one first
+
+    def readings(self, target_config: Any) -> tuple[Reading, ...]:
+        """Return all readings that are possible for a target; the first is the one to use without a trial.
+
+        Args:
+            target_config: Config of the target's text decoder.
+
+        Raises:
+            DrafterMismatchError: The target has fewer layers than the head reads.
+        """
+        depth, offsets = target_config.num_hidden_layers, self.layer_offsets
+        if str(getattr(target_config, "model_type", "")).startswith("gpt_oss"):  # SGLang adds nothing for these
+            offsets = tuple(sorted(offsets))
+        ids = self.layer_ids or ()
+        found = [
+            Reading(norm_output, offset, final_norm)
+            for norm_output in self.norm_output
+            for offset in offsets
+            if not ids or (ids[0] + offset >= 0 and ids[-1] + offset <= depth)
+            for final_norm in (self.final_norm if ids and ids[-1] + offset == depth else (False,))
+        ]
+        if not found:
+            raise DrafterMismatchError(
+                f"The head reads the layers {list(ids)}, the target has only {depth}.",
+                "Use it with the model that it was trained for.",
+            )
+        return tuple(found)
+
+    def chosen(self, target_config: Any, given: Mapping[str, Any]) -> tuple[Reading, ...]:
+        """Return the readings that agree with the values that a user has given.
+
+        A given value is used even if the files suggest another one.
+
+        Raises:
+            InvalidConfigError: A name or value is invalid.
+            DrafterMismatchError: See `readings`.
+        """
+        wanted = checked_reading(given)
+        forced = replace(
+            self,
+            layer_offsets=(wanted["layer_offset"],) if "layer_offset" in wanted else self.layer_offsets,
+            norm_output=(wanted["norm_output"],) if "norm_output" in wanted else self.norm_output,
+        )
+        found = forced.readings(target_config)
+        return tuple(dict.fromkeys(replace(reading, **wanted) for reading in found))
+
+    def layers(self, reading: Reading, depth: int) -> list[int] | None:
+        """Return the hidden states to read, numbered as in `verification.features`; None for the paper's.
+
+        Args:
+            reading: The reading.
+            depth: Number of the target's layers.
+        """
+        if self.layer_ids is None:
+            return None
+        numbers = [number + reading.layer_offset for number in self.layer_ids]
+        return [LAST if reading.final_norm and number == depth else number for number in numbers]
+
+
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "norm_output": (False, True), "layer_offset": (0, 1), "final_norm": (False, True),
+}  # fmt: skip
+"""Valid values of a `Reading`'s fields."""
+
+
+def checked_reading(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a partial reading.
+
+    Raises:
+        InvalidConfigError: `given` is not a mapping, or a name or value is invalid.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidConfigError(
+            f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(VALUES)}."
+        )
+    for name, value in given.items():
+        if name not in VALUES or type(value) is not type(VALUES[name][0]) or value not in VALUES[name]:
+            raise InvalidConfigError(
+                f"`reading` has the invalid entry {name!r}: {value!r}.", f"Possible values: {dict(VALUES)}."
+            )
+    return dict(given)
