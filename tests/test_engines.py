@@ -95,3 +95,23 @@ def compare_with_speculators(folder: Path) -> int:
             torch.testing.assert_close(head.score(output)[:, step:], expected, atol=2e-4, rtol=1e-4, msg=str(variant))
             hidden = torch.cat([hidden[:, :1], output[:, :-1]], dim=1)
     return len(variants)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
+@torch.no_grad()
+def test_mtp_modules_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
+    zoo.build("llama").save_pretrained(tmp_path / "target")
+    script = Path(__file__).parent / "engines" / "speculators_mtp.py"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = [str(PYTHON), script, tmp_path / "target", tmp_path / "out"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kind in ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        head, given = load_head(tmp_path / "out" / kind), load_file(tmp_path / "out" / f"{kind}.safetensors")
+        expected = given["logits"]
+        width = expected.shape[1]
+        embeddings = given["embedding"][given["tokens"][:, 1 : 1 + width]]
+        output = head(embeddings, given["hidden"][:, :width], torch.arange(width)[None])
+        logits = head.score(output, lambda hidden, rows=given["lm_head"]: hidden @ rows.T)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=kind)

@@ -20,8 +20,9 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 target, out = sys.argv[1], Path(sys.argv[2])
 verifier = AutoConfig.from_pretrained(target)
-SIZES = {"vocab_size": verifier.vocab_size, "hidden_size": verifier.hidden_size, "intermediate_size": 48, "head_dim": 8,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {"vocab_size": verifier.vocab_size, "hidden_size": verifier.hidden_size, "intermediate_size": 48,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+         "max_position_embeddings": 128}  # fmt: skip
 LENGTH, DRAFT = 12, 24
 
 torch.manual_seed(0)

@@ -83,6 +83,7 @@ class LayerMtpHead(EagleFamilyHead):
         layer = config.layer_config()
         with torch.device("meta"):
             model: Any = MODEL_MAPPING[type(layer)](copy.deepcopy(layer))
+        layer = model.config  # with the implementations of attention and experts that transformers chose
         self.module = MtpLayer(layer, type(model.layers[0]), type(model.norm), 0)
         self.rotary_emb = type(model.rotary_emb)(layer)
         self._rotary_class, self._layer_config = type(model.rotary_emb), layer
