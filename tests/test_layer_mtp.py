@@ -126,9 +126,9 @@ def test_the_same_module_as_speculators_stores_it(kind: str, tmp_path: Path) -> 
     ("change", "error", "message"),
     [
         (lambda t: {k: v for k, v in t.items() if k != "mtp.norm.weight"}, HeadTensorsError,
-         "missing tensors: module.post_norm.weight"),
-        (lambda t: {**t, "mtp.extra.weight": torch.zeros(2)}, HeadTensorsError, "unknown tensors: extra.weight"),
-        (lambda t: {**t, "mtp.fc.weight": torch.zeros(32, 32)}, HeadTensorsError, "wrong shapes: module.eh_proj"),
+         "missing tensors: post_norm.weight"),
+        (lambda t: {**t, "mtp.extra.weight": torch.zeros(2)}, HeadTensorsError, "unknown tensors: mtp.extra.weight"),
+        (lambda t: {**t, "mtp.fc.weight": torch.zeros(32, 32)}, HeadTensorsError, "wrong shapes: mtp.fc.weight"),
         (lambda t: {**t, "mtp.layers.1.input_layernorm.weight": torch.zeros(32)}, UnsupportedModelError,
          "several MTP layers"),
         (lambda t: {k: v for k, v in t.items() if not k.startswith("mtp.")}, DrafterMismatchError,
@@ -152,6 +152,23 @@ def test_a_model_that_was_not_loaded(tmp_path: Path) -> None:
     model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_config(config))
     with pytest.raises(DrafterMismatchError, match="was not loaded from a checkpoint"):
         model.generate(torch.arange(3, 9)[None], max_new_tokens=4, speculative="mtp")
+
+
+def test_a_config_that_counts_no_modules(tmp_path: Path) -> None:
+    layer_mtp.save("qwen3_5_text", tmp_path)
+    model = loaded(tmp_path)
+    model.config.mtp_num_hidden_layers = 0
+    with pytest.raises(DrafterMismatchError, match="mtp_num_hidden_layers is 0"):
+        model.generate(torch.arange(3, 9)[None], max_new_tokens=4, speculative="mtp")
+
+
+def test_a_config_cannot_swap_the_inputs(tmp_path: Path) -> None:
+    tensors = layer_mtp.speculators_checkpoint("qwen3_next", tmp_path / "head")
+    layer_mtp.save("qwen3_next", tmp_path / "target")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config["transformer_layer_config"]["mtp_hidden_states_first"] = True
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    assert_as_reference(load_head(tmp_path / "head"), loaded(tmp_path / "target"), tensors)
 
 
 def test_an_index_that_names_other_places(tmp_path: Path) -> None:

@@ -122,6 +122,11 @@ def model_name(config: PreTrainedConfig) -> str:
     return getattr(config, "_name_or_path", None) or ""
 
 
+def commit_hash(config: PreTrainedConfig) -> str | None:
+    """Return the commit on the Hub from which the config was read; None if unknown (always, since 5.23)."""
+    return getattr(config, "_commit_hash", None)
+
+
 def set_model_name(config: PreTrainedConfig, name: str) -> None:
     """Set the path or Hub id that `model_name` returns."""
     config._name_or_path = name

@@ -33,7 +33,7 @@ from hf_specdec.heads.layer_mtp import (
     renamed,
 )
 from hf_specdec.records import Fields
-from hf_specdec.transformers_private import model_name, unexpected_keys
+from hf_specdec.transformers_private import commit_hash, model_name, unexpected_keys
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import text_config
 
@@ -65,14 +65,17 @@ def target_mtp(model: PreTrainedModel) -> LayerMtpHead:
             f"This {where} was not loaded from a checkpoint, so its MTP module cannot be read.",
             f"Load it with from_pretrained(). {ALTERNATIVES}",
         )
-    files = _target_files(name, getattr(model.config, "_commit_hash", None))
+    text = text_config(model)
+    if getattr(text, "mtp_num_hidden_layers", 1) == 0:
+        raise DrafterMismatchError(f"{where} has no MTP module: its mtp_num_hidden_layers is 0.", ALTERNATIVES)
+    files = _target_files(name, commit_hash(model.config))
     names = {stored: stored.removeprefix("mtp.") for stored in files.shapes if stored.startswith("mtp.")}
     if not names:
         raise DrafterMismatchError(f"The checkpoint of {where}, {name}, has no MTP module (mtp.*).", ALTERNATIVES)
     if any(re.match(r"layers\.[1-9]", rest) for rest in names.values()):
         raise UnsupportedModelError(f"The checkpoint {name} has several MTP layers; one is supported.", ALTERNATIVES)
-    config = LayerMtpConfig(text_config(model).to_dict(), name)
-    return _head(config, files, {stored: renamed(rest, TENSOR_NAMES) for stored, rest in names.items()}, name)
+    ours = {stored: renamed(rest, TENSOR_NAMES) for stored, rest in names.items()}
+    return _head(LayerMtpConfig(text.to_dict(), name), files, ours, name)
 
 
 def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> LayerMtpHead:
@@ -104,14 +107,12 @@ def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> Lay
 
 def _target_files(name: str, revision: str | None) -> TensorFiles:
     """Open the files of a target's checkpoint that hold MTP tensors."""
+    whole = _find(name, WEIGHTS, revision)
+    if whole is not None:
+        return TensorFiles([whole])
     index = _find(name, INDEX, revision)
     if index is None:
-        whole = _find(name, WEIGHTS, revision)
-        if whole is None:
-            raise DrafterMismatchError(
-                f"There are no safetensors in {name} to read its MTP module from.", ALTERNATIVES
-            )
-        return TensorFiles([whole])
+        raise DrafterMismatchError(f"There are no safetensors in {name} to read its MTP module from.", ALTERNATIVES)
     shards, mapping = shard_names(index), read_json(index, MAX_INDEX_BYTES)["weight_map"]
     wanted = {mapping[stored] for stored in mapping if stored.startswith("mtp.")}
     found = [(shard, _find(name, shard, revision)) for shard in shards if shard in wanted]
@@ -150,11 +151,12 @@ def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], whe
     })  # fmt: skip
     wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    in_files = {ours: name for name, ours in names.items()}
     problems = {
-        "missing tensors": sorted(wanted.keys() - shapes.keys()),
-        "unknown tensors": sorted(shapes.keys() - wanted.keys()),
-        "wrong shapes": [f"{name} {shapes[name]} instead of {size}" for name, size in sorted(wanted.items())
-                         if shapes.get(name, size) != size],
+        "missing tensors": sorted(name.removeprefix("module.") for name in wanted.keys() - shapes.keys()),
+        "unknown tensors": sorted(in_files.get(name, name) for name in shapes.keys() - wanted.keys()),
+        "wrong shapes": [f"{in_files.get(name, name)} {shapes[name]} instead of {size}"
+                         for name, size in sorted(wanted.items()) if shapes.get(name, size) != size],
     }  # fmt: skip
     text = "; ".join(f"{kind}: {listed(found)}" for kind, found in problems.items() if found)
     if text:

@@ -103,6 +103,25 @@ class DraftHead(HotTokens, PreTrainedModel):
     ambiguity: Ambiguity | None = None
     reading: Reading | None = None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and cast as PyTorch does, but keep the dtype of rotary frequencies.
+
+        In bfloat16 they are rounded: the fastest of them then turns by up to 1.2 rad too much or too little in 1,000
+        tokens.
+        """
+        exact = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if name.endswith("inv_freq") and buffer is not None and not buffer.is_meta
+        ]
+        super()._apply(fn, recurse)
+        for module, name, buffer in exact:
+            moved = module._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                module._buffers[name] = buffer.to(moved.device)
+        return self
+
     def check_sizes(self, target_config: Any) -> None:
         """Check that the head fits a target, given the config of the target's text decoder.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, Cache, DynamicCache, PreTrainedConfig
 from transformers.modeling_layers import MtpLayer
 
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError
 from hf_specdec.heads.attention import Attend
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.transformers_private import set_attention_name
@@ -60,7 +60,8 @@ class LayerMtpConfig(PreTrainedConfig):
             raise InvalidConfigError(
                 f"MTP modules of {str(kind)[:80]!r} are not supported.", f"Supported: {', '.join(LAYER_TYPES)}."
             )
-        fields = {name: value for name, value in self.layer.items() if name != "model_type"}
+        dropped = ("model_type", "mtp_hidden_states_first")  # the second would make `MtpLayer` swap its inputs
+        fields = {name: value for name, value in self.layer.items() if name not in dropped}
         config = CONFIG_MAPPING[kind](**{**fields, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
         if hasattr(config, "mlp_only_layers"):
             config.mlp_only_layers = []
@@ -104,10 +105,12 @@ class LayerMtpHead(EagleFamilyHead):
         length = hidden.shape[1]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
+        # time, height and width, which are equal in texts; transformers 5.17 adds the dimension outside this class
+        axes = position_ids.expand(3, -1, -1) if hasattr(self.rotary_emb, "mrope_section") else position_ids
         output: Tensor = self.module(
             token_embeddings,
             hidden,
-            position_embeddings=self.rotary_emb(token_embeddings, position_ids=position_ids),
+            position_embeddings=self.rotary_emb(token_embeddings, position_ids=axes),
             attention_mask=mask,
             position_ids=position_ids,
             **{CACHE_FIELD: cache},
@@ -166,16 +169,24 @@ def experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         tensors: By name; `...experts.{e}.gate_proj.weight [I, H]`, `up_proj`, and `down_proj [H, I]` become
-            `...experts.gate_up_proj [E, 2I, H]` and `...experts.down_proj [E, H, I]`. Incomplete sets stay as
-            they are.
+            `...experts.gate_up_proj [E, 2I, H]` and `...experts.down_proj [E, H, I]`.
+
+    Raises:
+        HeadTensorsError: A tensor is missing, or has another shape than those of the other experts.
     """
     prefix = next((name.split(".experts.")[0] + ".experts." for name in tensors if ".experts.0." in name), None)
     if prefix is None:
         return tensors
     count = len({name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)})
     names = {part: [f"{prefix}{e}.{part}_proj.weight" for e in range(count)] for part in ("gate", "up", "down")}
-    if any(name not in tensors for part in names.values() for name in part):
-        return tensors
+    missing = [name for part in names.values() for name in part if name not in tensors]
+    if missing:
+        raise HeadTensorsError(f"Experts are incomplete: {missing[0]} is missing, there are {count} experts.")
+    for first, *others in names.values():
+        odd = next((name for name in others if tensors[name].shape != tensors[first].shape), None)
+        if odd is not None:
+            sizes = [f"{name} has {tuple(tensors[name].shape)}" for name in (odd, first)]
+            raise HeadTensorsError(f"Experts differ in shape: {', '.join(sizes)}.")
     joined = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
     gate, up, down = (torch.stack([tensors[name] for name in names[part]]) for part in ("gate", "up", "down"))
     return {**joined, f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}

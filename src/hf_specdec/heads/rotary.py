@@ -31,9 +31,9 @@ class DraftRotaryEmbedding(LlamaRotaryEmbedding):
         super().__init__(config)
 
     @staticmethod
-    def compute_default_rope_parameters(config: Any, **kwargs: Any) -> tuple[Tensor, float]:
+    def compute_default_rope_parameters(config: Any, device: Any = None, **_: Any) -> tuple[Tensor, float]:
         """Return the frequencies `[rotated dimensions / 2]` and the scaling of sines and cosines, which is 1."""
-        size, device = rotated_size(config), kwargs.get("device")
+        size = rotated_size(config)
         exponents = torch.arange(0, size, 2, dtype=torch.float, device=device) / size
         return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
