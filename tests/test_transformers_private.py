@@ -57,6 +57,12 @@ def test_generation() -> None:
         assert private.is_derived(config) == derived
     inputs = model.prepare_inputs_for_generation(torch.ones(1, 3, dtype=torch.long), use_cache=True)
     outputs = model(torch.ones(1, 3, dtype=torch.long), use_cache=True)
+    ids = torch.ones(1, 3, dtype=torch.long)
+    prefilled = private.prefill(model, ids, GenerationConfig(), {"use_cache": True})
+    assert torch.equal(prefilled.logits[:, -1], outputs.logits[:, -1])
+    compiling = transformers.CompileConfig()
+    private.compile_on_all_devices(compiling)
+    assert compiling._compile_all_devices is True
     mask = {"attention_mask": torch.ones(1, 3, dtype=torch.long)}
     assert private.updated_kwargs(model, outputs, mask | {"use_cache": True})["attention_mask"].shape == (1, 4)
     assert inputs is not None

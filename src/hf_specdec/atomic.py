@@ -66,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def staging_directory(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory on the same disk as `folder`, and delete it after the block.
+    """Yield a temporary directory next to `folder` (on the same disk), and delete it after the block.
 
     Removes temporary directories that dead processes left for the same folder.
 
@@ -74,7 +74,7 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         folder: Final directory of the files (see `move_into`); its parent is created if missing.
 
     Raises:
-        InvalidConfigError: The directory cannot be written.
+        InvalidConfigError: `folder` is a file, or the temporary directory cannot be created.
     """
     with _writing(folder):
         folder = folder.absolute()

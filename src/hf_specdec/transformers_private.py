@@ -17,7 +17,10 @@ EXTENDED_METHODS = (
 )  # fmt: skip
 """Methods of `GenerationMixin` that `generation/mixin.py` extends."""
 
-TRAINER_METHODS = ("_prepare_inputs", "_get_train_sampler")
+TRAINER_METHODS = (
+    "_prepare_inputs", "_get_train_sampler", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_load_rng_state", "_load_scaler",
+)  # fmt: skip
 """Methods of `Trainer` that `training/trainer.py` calls or extends."""
 
 
@@ -52,6 +55,16 @@ def is_derived(config: GenerationConfig) -> bool:
 def set_derived(config: GenerationConfig, derived: bool) -> None:
     """Mark a generation config as derived from the model's config or not, see `is_derived`."""
     config._from_model_config = derived
+
+
+def prefill(model: PreTrainedModel, prompt: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
+    """Run the forward over the prompt, in chunks if the generation config says so, and return its outputs."""
+    return model._prefill(prompt, config, kwargs, is_first_iteration=True)
+
+
+def compile_on_all_devices(config: Any) -> None:
+    """Make transformers use a `CompileConfig` on devices on which it ignores it by default."""
+    config._compile_all_devices = True
 
 
 def updated_kwargs(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def unexpected_keys(model: PreTrainedModel) -> Any:
 
 
 def dispatch_hook(module: Any) -> Any:
-    """Return the hook with which accelerate moves a module's weights; None if there is none."""
+    """Return accelerate's hook of a module, which loads offloaded weights or moves inputs; None if there is none."""
     return getattr(module, "_hf_hook", None)
 
 

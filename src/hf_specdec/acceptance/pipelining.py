@@ -70,9 +70,9 @@ class Transfer:
 
 
 class Stopwatch:
-    """Context manager that measures how long the work launched in its block runs on a device.
+    """Context manager that measures the device time of the work launched in its block; `take` returns it.
 
-    On a device without events, it measures the time that the host spends in the block.
+    On a device without events, it measures the host time of the block.
 
     Args:
         device: Device that runs the work.

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import CompileConfig
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.transformers_private import compile_on_all_devices
 
 ASSISTED, COMPILED = "transformers_assisted", "plain_static_compiled"
 
@@ -77,7 +78,7 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
 def _compile_config(model: Any) -> CompileConfig:
     """Return the settings for transformers to compile the forward: device graphs, or torch's default mode on a CPU."""
     config = CompileConfig(mode="default" if model.device.type == "cpu" else "reduce-overhead")
-    config._compile_all_devices = True  # private; else transformers ignores the settings on some devices
+    compile_on_all_devices(config)
     return config
 
 

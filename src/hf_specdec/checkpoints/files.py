@@ -1,6 +1,7 @@
 """Read the files of an untrusted checkpoint: JSON, safetensors, and `torch.save` files.
 
-No code of a checkpoint is run, pipes and devices are refused, and memory use is limited by the size of the files.
+No code of a checkpoint is run, only regular files are opened (no named pipes or device files), and memory use is
+limited by the size of the files.
 """
 
 from __future__ import annotations

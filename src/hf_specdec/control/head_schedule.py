@@ -133,11 +133,14 @@ class HeadSchedule:
         self.level_seconds = _average_time(known, per_level, HEAD_SMOOTHING) if known else per_level
 
     def choose(self, without: Width, rows: int) -> QueryStats | None:
-        """Return the statistics of the depth to query in this step; None: do not query.
+        """Choose the depth to query in this step, and update waiting times and pauses; call at most once per step.
 
         Args:
             without: The best width without the head.
             rows: Active rows.
+
+        Returns:
+            The statistics of that depth; None: do not query.
         """
         for option in self.options:
             option.waited += 1

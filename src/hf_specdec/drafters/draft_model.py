@@ -307,7 +307,12 @@ class _DraftModelSession(DraftSession):
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """Return the `top_k` likeliest children of each of K nodes, given the logits `[R, K, V]` after them."""
+        """Return the `Level` of K nodes: their `top_k` likeliest children in the target's vocabulary.
+
+        Args:
+            logits: `[R, K, V]` of the assistant after the nodes.
+            top_k: Children per node.
+        """
         # rounding could give values above 0, but no child may score above its parent
         log_probs = logits[..., : self._vocab_size].float().log_softmax(-1).clamp(max=0)
         return Level(logits, *log_probs.topk(top_k, dim=-1))

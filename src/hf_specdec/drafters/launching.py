@@ -36,7 +36,10 @@ class LaunchingSession(DraftSession):
 
     @abstractmethod
     def _follow(self, step: Step | UnreadStep) -> None:
-        """Update the state with the accepted tokens of a step."""
+        """Update the state with the accepted tokens of a step.
+
+        Must not wait for the device if the step is unread; `_settle` updates the host's part later.
+        """
 
     def _settle(self, acceptance: Acceptance) -> None:
         """Update the state on the host with the step that `launch` got, now that the host has read it."""

@@ -53,10 +53,11 @@ class MedusaDrafter(Drafter):
         return f"MedusaDrafter({heads} heads of {name})"
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check the sizes, then move the heads next to the target's lm_head.
+        """Check that the heads fit the model, then move them to its lm_head's device and cast them to its dtype.
 
         Raises:
-            DrafterMismatchError: The hidden size or vocabulary differs, or the target has no lm_head.
+            DrafterMismatchError: Hidden size or vocabulary differ, there is no matching lm_head, or the heads' weights
+                are on the meta device.
         """
         bind_head(self.heads, model)
 

@@ -180,7 +180,7 @@ class RepeatedText(Candidates):
 
     @property
     def start(self) -> Place:
-        """The longest matches of the text's end."""
+        """The longest earlier occurrence of the text's last tokens in the text, and their longest in the corpus."""
         return Match(*self._text.matched), self._in_corpus
 
     @property

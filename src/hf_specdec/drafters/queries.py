@@ -56,7 +56,7 @@ class _UnreadAnswer:
 
 
 class Queries:
-    """Sends the queries of one generation to heads and stores their answers.
+    """Makes heads draft in one generation: now (`query`), or with the previous step (`launch`, `receive`, `launched`).
 
     Args:
         device: Device of the drafts.

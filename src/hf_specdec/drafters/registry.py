@@ -169,7 +169,8 @@ def choose_drafter(
     """Return the drafter that a config names.
 
     Args:
-        config: Its `method` names a registered drafter, a method, or several of them merged.
+        config: Its `method` names a registered drafter, a method, or several of them merged (`"auto"`, `"hybrid"`).
+            `"auto"` with a `tree` uses the first loaded drafter alone, because a tree belongs to one drafter.
         model: The target.
         registered: Drafters of the model by name.
         made: Drafters made earlier for methods without a head, by method; new ones are added.

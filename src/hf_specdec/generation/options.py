@@ -118,7 +118,13 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def _check_attentions(config: GenerationConfig) -> None:
-    """Refuse attentions with a static cache: transformers returns them as wide as the cache, this package cannot."""
+    """Refuse `output_attentions` with a static cache, for which transformers returns one column per cache slot.
+
+    This package returns attentions only to tokens.
+
+    Raises:
+        UnsupportedGenerationError: Attentions are requested.
+    """
     if config.return_dict_in_generate and config.output_attentions:
         raise UnsupportedGenerationError(
             "`speculative` does not support `output_attentions` with a static cache.", "Use a dynamic cache."

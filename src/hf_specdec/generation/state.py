@@ -246,7 +246,7 @@ def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMo
     """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
 
     Args:
-        model: An attached model whose own program is current.
+        model: An attached model. Call `current_program` first, which drops drafters compiled for earlier weights.
         drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
         mode: See `make_runner`.
     """

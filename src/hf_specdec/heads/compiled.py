@@ -148,7 +148,7 @@ class CompiledDraftLayer(WrappedLayer):
             _ATTEND.reset(token)
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
-        """See `DraftLayer`; uses the lm_head passed to `of`."""
+        """See `DraftLayer`; ignores `lm_head` and uses the one passed to `of`."""
         return self._score(hidden.contiguous())[0]
 
 

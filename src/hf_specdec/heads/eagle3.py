@@ -206,7 +206,11 @@ class Eagle3Head(EagleFamilyHead):
         return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
     def share_embedding(self, model: PreTrainedModel) -> None:
-        """See `EagleFamilyHead`; also ties the lm_head to the target's embedding if the config says so."""
+        """See `EagleFamilyHead`; also give a head with `tie_word_embeddings` the target's embedding as its lm_head.
+
+        Only the rows of the draft vocabulary are used. Does nothing if the head has its own lm_head, or if the
+        target's lm_head is tied to its embedding anyway.
+        """
         super().share_embedding(model)
         embedding = model.get_input_embeddings()
         tied = getattr(model.get_output_embeddings(), "weight", None) is embedding.weight

@@ -94,7 +94,10 @@ class LayerMtpHead(EagleFamilyHead):
         """Do nothing: the weights are loaded."""
 
     def reset_rotary(self) -> None:
-        """Compute the rotary frequencies, which are not stored in checkpoints."""
+        """Create the rotary embedding again on the CPU, after the head was created on the meta device and loaded.
+
+        Its frequencies are not stored in checkpoints.
+        """
         with torch.device("cpu"):
             self.rotary_emb = self._rotary_class(self._layer_config)
 

@@ -1,8 +1,9 @@
-"""The readings of an EAGLE-3 head whose files do not determine what its layers read.
+"""The possible interpretations (*readings*) of EAGLE-3 files that do not say exactly which hidden states a head reads.
 
-Three things differ between writers without a trace in the files: whether layer ids count layers or are indices of
-`hidden_states`, whether the state after the last layer is taken before or after the final norm, and, for heads that
-SpecForge wrote between its pull requests 568 and 879, whether `norm_output` changes what the next draft step reads.
+Writers differ in three ways that leave no trace in the files: whether a layer id is the index of a layer (it then
+means `hidden_states[id + 1]`) or an index of `hidden_states`; whether the state after the last layer is taken before
+or after the final norm; and, for heads that SpecForge wrote between its pull requests 568 and 879, whether the next
+draft step reads the head's normalized output (`norm_output`).
 """
 
 from __future__ import annotations

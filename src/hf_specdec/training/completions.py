@@ -189,9 +189,12 @@ def _text(value: Any, limits: AnswerLimits, *, optional: bool) -> str:
 
 
 def _matched_stop(choice: Mapping[str, Any], limits: AnswerLimits) -> int | None:
-    """Return the id of the end token, or None if the server does not give it.
+    """Return the id of the end token; None if the server does not give one.
 
-    Strings are ignored, because the requests set no stop strings.
+    A string is ignored: it names a stop string or a reason, not a token id.
+
+    Raises:
+        AnswerError: The value is neither a string nor a token id of the vocabulary.
     """
     for name in ("stop_reason", "matched_stop"):
         value = choice.get(name)

@@ -40,7 +40,10 @@ class Counts:
 
     @property
     def acceptance(self) -> list[float]:
-        """For each depth, the fraction of greedy chains that are accepted at least that far."""
+        """For each depth, the fraction of `chains` whose best drafted tokens are all correct down to this depth.
+
+        It is 0.0 at a depth without chains.
+        """
         shares: list[float] = (self.accepted.double() / self.chains.clamp(min=1)).tolist()
         return shares
 

@@ -279,7 +279,10 @@ def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape) -> Draft:
 
 
 def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
-    """Return the probability that the node at a path is accepted, if depths are independent, as Medusa assumes."""
+    """Return the probability that the node at a path of ranks is accepted: the product of the accuracies along it.
+
+    As Medusa does, this assumes that an accuracy depends only on depth and rank.
+    """
     return prod(accuracies[depth][rank] for depth, rank in enumerate(path))
 
 

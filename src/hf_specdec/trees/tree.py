@@ -160,7 +160,7 @@ def chosen_path(tree: TokenTree, on_path: Tensor) -> Tensor:
     Returns:
         `[B, P]` node indices padded with -1; P is one more than the tree's `depth_bound`.
 
-    Example: on_path 1101 with parents [-1, 0, 0, 1] gives [0, 1, 3], since node indices ascend along a path.
+    Example: on_path 1101 with parents [-1, 0, 0, 1] and `max_depth` 2 gives [0, 1, 3]: indices ascend along a path.
     """
     nodes = torch.arange(tree.num_nodes, device=on_path.device)
     order = torch.where(on_path, nodes, tree.num_nodes).sort(dim=-1).values[:, : tree.depth_bound + 1]

@@ -97,7 +97,7 @@ class TreeLayer(CacheLayerMixin):
         return self.store.limit
 
     def get_max_cache_shape(self) -> int:
-        """`get_max_length` under its name in transformers 5.17."""
+        """Return the maximum number of slots; transformers 5.17 calls this instead of `get_max_length`."""
         return self.store.limit
 
 

@@ -2,8 +2,9 @@
 
 It supports recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All rows
 have the same length, so verifying a chain is plain decoding with several tokens per forward. Attention layers are
-cropped to the accepted tokens. A recurrent state cannot be cropped: it is restored to its value before the chain, and
-the accepted tokens are run again. The counterpart for trees is `cache.py`.
+cropped to the accepted tokens. A recurrent state cannot be cropped: in a model that has one, all layers are restored
+to their state before the chain and the accepted tokens are run again, unless the whole chain was accepted. The
+counterpart for trees is `cache.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ChainCache(DynamicCache):
 
     @property
     def start(self) -> int:
-        """Slot at which the next chain begins."""
+        """Number of committed tokens of each row, which is the index of the next chain's first token."""
         return max(self.lengths, default=0)
 
     @property

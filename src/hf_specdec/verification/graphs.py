@@ -246,7 +246,7 @@ class BucketLayer(CacheLayerMixin):
         return keys[:, :, : self._bucket], values[:, :, : self._bucket]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes of a mask; unused, because masks are passed in."""
+        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
         return self._bucket, 0
 
     def get_seq_length(self) -> Any:

@@ -62,7 +62,7 @@ def persistent_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Shape and device of one layer's keys and values, without batch size and length."""
+    """Shape, device and dtypes of one layer's keys and values, without batch size and length; `==` ignores dtypes."""
 
     num_heads: int
     key_dim: int

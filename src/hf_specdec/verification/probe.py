@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin,
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.transformers_private import is_stateful, supports_dynamic_cache, updated_kwargs
+from hf_specdec.transformers_private import is_stateful, prefill, supports_dynamic_cache, updated_kwargs
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.attention import REPLACED, implementation
 from hf_specdec.verification.cache import TreeCache, measured_layout
@@ -36,7 +36,7 @@ from hf_specdec.verification.tree_target import TreeTarget
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Results of gate and probe, valid as long as the model's fingerprint is unchanged."""
+    """How a model can verify drafted tokens: the result of `inspect_target`, for an unchanged fingerprint."""
 
     cache_layout: CacheLayout | None  # layout of the tree cache; None if the model verifies only chains
     chain_only_reason: str  # why it cannot verify trees; empty if it can
@@ -57,7 +57,7 @@ class TargetFacts:
         Args:
             model: The model that these facts describe.
             capacity, reserve: See `TreeCache`; not used for chains.
-            outputs, runner: See `TreeTarget`.
+            outputs, runner: See `TreeTarget`; chains have no runner.
         """
         if self.cache_layout is None:
             return ChainTarget(model, ChainCache(text_config(model)), outputs)
@@ -268,7 +268,7 @@ def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Ten
 def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
     """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by the steps of plain `generate()`."""
     inputs = first_inputs(model, mask, DynamicCache(config=text_config(model)))
-    outputs = model._prefill(prompt, GenerationConfig(), inputs, is_first_iteration=True)
+    outputs = prefill(model, prompt, GenerationConfig(), inputs)
     text, logits = prompt, []
     for column in tokens.split(1, dim=-1):
         inputs = updated_kwargs(model, outputs, inputs)
@@ -334,7 +334,7 @@ def drops_cache(model: nn.Module) -> bool:
 
 
 def _multiplies_exactly(device: torch.device) -> bool:
-    """Return whether float32 products are computed in float32 (users can enable TF32 and similar)."""
+    """Return whether a device computes float32 matrix products in full precision; users can enable TF32 and others."""
     matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
     exact, product = matrix.double() @ matrix.double(), (matrix.to(device) @ matrix.to(device)).cpu().double()
     return bool((product - exact).norm() < 1e-5 * exact.norm())

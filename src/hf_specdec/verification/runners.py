@@ -153,14 +153,14 @@ def _address(tensor: Tensor) -> int:
 
 
 def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., Sequence[Tensor]]:
-    """Trace a function and compile it with inductor, for inputs of any size.
+    """Trace a function and compile it with inductor, for inputs of any size; return the compiled function.
 
     Args:
-        step: The function; it is called once.
+        step: The function; tracing calls it once.
         *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
 
     Raises:
-        CaptureError: The function reads values on the host, or fails.
+        CaptureError: The function reads values on the host, or cannot be traced or compiled.
     """
     try:
         with persistent_tensors():
@@ -280,7 +280,7 @@ class _TracedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the sizes of a mask; unused, because masks are passed in."""
+        """Return key length and offset of a mask; unused, because the masks are passed to the forward."""
         return query_length, 0
 
     def get_seq_length(self) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
@@ -190,7 +191,7 @@ class Target(ABC):
         known = self.cache.start
         if self._tap is not None:
             self._tap.clear()
-        outputs = self.model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+        outputs = prefill(self.model, input_ids, generation_config, model_kwargs)
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.commit_all(outputs.logits.shape[0], (input_ids if embeds is None else embeds).shape[1])
         positions = model_kwargs.get("position_ids")

@@ -1,8 +1,9 @@
 """A view of a model that skips some decoder layers, for drafting: it shares the weights and does not change the model.
 
-Only the modules on the path to the list of layers are copied, as shells: new module objects that share all parameters
-and submodules. A skipped layer is replaced by a shell that returns its input unchanged, so that the other layers keep
-their numbers, masks and cache slots.
+Only the modules on the path to the list of layers are copied, as shells: new module objects with the same parameters
+and, apart from this path, the same submodules. A skipped layer is replaced by a shell that returns its input
+unchanged, so that the other layers keep their numbers, masks and cache slots. `GrowingTree` drafts with a view on the
+target's cache.
 """
 
 from __future__ import annotations
