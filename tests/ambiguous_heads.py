@@ -99,6 +99,6 @@ def stored(head: Eagle3Head, reading: Reading, layers: list[int], folder: Path) 
     head.config.eagle_aux_hidden_state_layer_ids, head.config.norm_output = ids, normed
     config = json.loads((folder / "config.json").read_text())
     config["norm_output"] = True
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [layer - reading.layer_offset for layer in layers]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - reading.layer_offset for layer in layers]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

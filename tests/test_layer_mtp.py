@@ -171,6 +171,41 @@ def test_a_config_cannot_swap_the_inputs(tmp_path: Path) -> None:
     assert_as_reference(load_head(tmp_path / "head"), loaded(tmp_path / "target"), tensors)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"partial_rotary_factor": 1e9}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters"),
+        ({"head_dim": 2**40}, "head_dim"),
+        ({"num_experts": 10**9}, "num_experts"),
+        ({"hidden_act": "org/kernel"}, "hidden_act"),
+        ({"vocab_size": None}, "config is invalid|wrong shapes"),
+    ],
+)
+def test_untrusted_layer_configs(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    layer_mtp.speculators_checkpoint("qwen3_next", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["transformer_layer_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if change == {"vocab_size": None}:
+        load_head(tmp_path)  # the default; checked against the target
+        return
+    with pytest.raises((CheckpointFormatError, HeadTensorsError), match=message):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["x", [1], {"verifier": "x"}, {"verifier": {"name_or_path": 7}}])
+def test_untrusted_verifiers(value: Any, tmp_path: Path) -> None:
+    layer_mtp.speculators_checkpoint("qwen3_5_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "speculators_config": value}))
+    if value == {"verifier": {"name_or_path": 7}}:
+        with pytest.raises(CheckpointFormatError, match="name_or_path must be"):
+            load_head(tmp_path)
+    else:
+        assert load_head(tmp_path).config.base_model_name_or_path is None
+
+
 def test_an_index_that_names_other_places(tmp_path: Path) -> None:
     layer_mtp.save("qwen3_5_text", tmp_path, shards=True)
     model = loaded(tmp_path)

@@ -12,18 +12,24 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
 import ambiguous_heads
 import layouts
 import zoo
 from hf_specdec import (
+    CheckpointFormatError,
     DrafterMismatchError,
     Eagle3Config,
     Eagle3Head,
     InvalidConfigError,
     SpeculativeGenerationMixin,
+    export_head,
     load_head,
 )
+from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.cli import app
+from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.generation import reading_trial, trial_texts
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.verification.features import LAST, FeatureTap
@@ -76,7 +82,14 @@ def test_every_possible_reading_and_no_other() -> None:
 
 @pytest.mark.parametrize(
     "reading",
-    [{"offset": 1}, {"layer_offset": True}, {"layer_offset": 2}, {"norm_output": 1}, [("norm_output", True)]],
+    [
+        {"final_norm": True},
+        {"offset": 1},
+        {"layer_offset": True},
+        {"layer_offset": 2},
+        {"norm_output": 1},
+        [("norm_output", True)],
+    ],
 )
 def test_invalid_readings(reading: Any, llama: Any, tmp_path: Path) -> None:
     folder = write(llama, tmp_path)
@@ -118,6 +131,47 @@ def test_the_caller_sets_the_reading(llama: Any, tmp_path: Path, monkeypatch: py
         llama.load_drafter(Eagle3Head(Eagle3Config.for_target(llama.config)), reading=chosen)
 
 
+def test_inspect_names_what_is_open(llama: Any, tmp_path: Path) -> None:
+    report = inspect_head(write(llama, tmp_path, norm_output=True))
+    assert report.ambiguous == ["norm_output", "layer_offset"]
+    assert not report.needs_adapter
+    assert "readings" in CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+
+
+def test_a_failed_trial_decides_nothing(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = load_head(write(llama, tmp_path, norm_output=True))
+
+    def fail(model: Any, head: Any, readings: Any) -> Reading:
+        head.read_as(readings[-1], model.config)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.generation.head_loading.choose_reading", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llama.load_drafter(head)
+    assert head.reading is None
+    assert head.config.norm_output is True
+    assert not llama.drafters
+
+
+def test_other_facts_of_a_head_are_another_trial(llama: Any, tmp_path: Path) -> None:
+    readings = (Reading(True, 1), Reading(False, 1))
+    kept = set()
+    for number, fields in enumerate(({}, {"rope_theta": 5e5}, {"norm_before_residual": True})):
+        kept.add(reading_trial._kept_file(llama, load_head(write(llama, tmp_path / str(number), **fields)), readings))
+    kept.add(reading_trial._kept_file(llama, load_head(write(llama, tmp_path / "ids", [0, 1, 3])), readings))
+    assert len(kept) == 4
+
+
+def test_the_users_generation_settings_do_not_disturb_the_texts(sure_llama: Any) -> None:
+    plain = trial_texts.write_texts(sure_llama)
+    stored = sure_llama.generation_config
+    stored.num_return_sequences, stored.do_sample, stored.temperature = 2, True, 0.1
+    texts = trial_texts.write_texts(sure_llama)
+    assert sure_llama.generation_config is stored
+    assert all(torch.equal(one.token_ids, two.token_ids) for one, two in zip(plain, texts, strict=True))
+
+
 def test_without_trial_the_documented_reading(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_specdec.generation.head_loading.choose_reading", None)  # calling it would fail
     head = llama.load_drafter(write(llama, tmp_path, norm_output=True), verify=False).head
@@ -150,22 +204,27 @@ def test_heads_that_read_the_last_layer_generate_the_same(
     assert torch.equal(llama.generate(ids, max_new_tokens=12, do_sample=False, speculative="eagle"), plain)
 
 
-def test_an_lm_head_tied_to_the_targets_embedding(llama: Any, tmp_path: Path) -> None:
-    folder = write(llama, tmp_path, tie_word_embeddings=True)
+def test_an_lm_head_tied_to_the_targets_embedding(sure_llama: Any, tmp_path: Path) -> None:
+    folder = write(sure_llama, tmp_path, tie_word_embeddings=True)
     tensors = {n: t for n, t in load_head(folder).state_dict().items() if n != "lm_head.weight"}
     config = json.loads((folder / "config.json").read_text())
     layouts.Example("specforge", config, tensors, layouts.draft_eagle3).write(folder)
     assert load_head(folder).shares_lm_head
-    head = llama.load_drafter(folder, verify=False).head
+    head = sure_llama.load_drafter(folder, verify=False).head
     assert not head.shares_lm_head
-    assert torch.equal(head.lm_head.weight, llama.get_input_embeddings().weight)
-    assert not torch.equal(head.lm_head.weight, llama.get_output_embeddings().weight)
+    assert torch.equal(head.lm_head.weight, sure_llama.get_input_embeddings().weight)
+    assert not torch.equal(head.lm_head.weight, sure_llama.get_output_embeddings().weight)
     ids = torch.arange(3, 12)[None]
-    plain = llama.generate(ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(llama.generate(ids, max_new_tokens=12, do_sample=False, speculative="eagle"), plain)
+    plain = sure_llama.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(sure_llama.generate(ids, max_new_tokens=12, do_sample=False, speculative="eagle"), plain)
+    with torch.no_grad():  # another target has another embedding, and the head's is a copy
+        sure_llama.get_input_embeddings().weight.mul_(2)
+    assert not torch.equal(head.lm_head.weight, sure_llama.get_input_embeddings().weight)
+    sure_llama.load_drafter(head)
+    assert torch.equal(head.lm_head.weight, sure_llama.get_input_embeddings().weight)
     config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config))
-    assert llama.load_drafter(folder, verify=False).head.shares_lm_head
+    assert sure_llama.load_drafter(folder, verify=False).head.shares_lm_head
 
 
 # ----------------------------------------------------------------------------------------------- the trial
@@ -177,7 +236,7 @@ def test_the_right_reading_is_found(
 ) -> None:
     reading, layers = ambiguous_heads.READINGS[name]
     model = ambiguous_heads.tiny_target(0)
-    head = ambiguous_heads.trained_head(model, reading, layers, 0, updates=120)
+    head = ambiguous_heads.trained_head(model, reading, layers, 0, updates=200)
     folder = ambiguous_heads.stored(head, reading, layers, tmp_path / "head")
     SpeculativeGenerationMixin.attach(model)
     state = torch.get_rng_state()
@@ -280,7 +339,7 @@ def test_a_head_trained_with_an_adapter_needs_it(tmp_path: Path) -> None:
         zoo.shallow("llama", 4), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     )
     adapted.save_pretrained(folder)
-    with pytest.raises(DrafterMismatchError, match=r"it is not loaded in this .*load_adapter"):
+    with pytest.raises(DrafterMismatchError, match=r"it is not loaded or not active in this .*load_adapter"):
         model.load_drafter(folder)
     assert not model.drafters
     model.load_adapter(str(folder))
@@ -292,6 +351,11 @@ def test_a_head_trained_with_an_adapter_needs_it(tmp_path: Path) -> None:
         next(p for n, p in model.named_parameters() if "lora_B" in n).add_(1)
     with pytest.raises(DrafterMismatchError, match="1 of its tensors differ"):
         model.load_drafter(folder)
+    model.disable_adapters()
+    with pytest.raises(DrafterMismatchError, match="not active"):
+        model.add_drafter(drafter_of(load_head(folder)))
+    with pytest.raises(CheckpointFormatError, match="together with an adapter"):
+        export_head(load_head(folder), tmp_path / "out", format="speculators")
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(Exception, match=r"no adapter_model\.safetensors"):
         model.load_drafter(folder)

@@ -49,21 +49,26 @@ def check_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
     if absent:
         state = "it is not loaded" if len(absent) == len(names) else f"{len(absent)} of its tensors differ"
         raise DrafterMismatchError(
-            f"The head {adapter.where} was trained together with an adapter of its target, and {state} in this "
-            f"{type(model).__name__}.",
-            f"First load it, without merging: model.load_adapter({adapter.where!r}).",
+            f"The head {adapter.where} was trained together with an adapter of its target, and {state} or not "
+            f"active in this {type(model).__name__}.",
+            f"First load it, without merging: model.load_adapter({str(adapter.weights.parent)!r}).",
         )
 
 
 def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of all adapters by their names in peft's files."""
-    for name, parameter in model.named_parameters():
-        stripped = re.sub(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.[^.]+", r".\1", name)
-        if stripped != name:
-            yield stripped.removeprefix(PEFT_PREFIX), parameter
+    """Yield the parameters of active adapters by their names in peft's files."""
+    for path, module in model.named_modules():
+        if getattr(module, "disable_adapters", True):
+            continue
+        active = set(module.active_adapters)
+        for name, parameter in module.named_parameters():
+            match = re.fullmatch(r"(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.([^.]+)(\.weight)?", name)
+            if match and match[2] in active:
+                suffix = "" if match[1] == "lora_magnitude_vector" else match[3] or ""
+                yield f"{path}.{match[1]}{suffix}".removeprefix(PEFT_PREFIX), parameter
 
 
 def _equal(loaded: Tensor | None, stored: Tensor) -> bool:
-    if loaded is None or loaded.shape != stored.shape:
+    if loaded is None or loaded.shape != stored.shape or loaded.is_meta:
         return False
     return torch.equal(loaded.detach().cpu(), stored.to(loaded.dtype))

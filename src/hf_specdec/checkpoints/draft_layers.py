@@ -56,7 +56,6 @@ def layer_fields(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, An
         raise CheckpointFormatError(f"{prefix}self_attn.q_proj has {rows} rows for {heads} attention heads.")
     if shapes.get(f"{prefix}mlp.gate_proj.weight"):  # Llama 4 has two sizes in its config
         found["intermediate_size"] = shapes[f"{prefix}mlp.gate_proj.weight"][0]
-    types = getattr(config, "layer_types", None) or [None]
     # a nested config describes the draft layer; at the top level these fields are often copied from the target
     own = layer if layout.layer_config else {}
     rope = {name: value for name, value in config.rope_parameters.items() if name != "type"}
@@ -71,9 +70,22 @@ def layer_fields(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, An
         "mlp_bias": bool(own.get("mlp_bias")) or f"{prefix}mlp.gate_proj.bias" in shapes,
         "qk_norm": family is Qwen3Config or f"{prefix}self_attn.q_norm.weight" in shapes,
         "own_embedding": "embed_tokens.weight" in shapes,
-        "sliding_window": config.sliding_window if types[0] == "sliding_attention" else None,
+        "sliding_window": _window(layout, layer, config, shapes),
         "draft_vocab_size": shapes["d2t"][0] if shapes.get("d2t") else None,
     }
+
+
+def _window(layout: Layout, layer: Fields, config: Any, shapes: Shapes) -> int | None:
+    """Return the sliding window of the draft layers; None if they attend to all positions."""
+    if layout.layer_config:
+        types = getattr(config, "layer_types", None) or [None]
+        return config.sliding_window if types[0] == "sliding_attention" else None
+    count = _layers_of(shapes)["num_hidden_layers"] if layout.config_class is Eagle3Config else 1
+    types, window = layer.get("layer_types"), layer.get("sliding_window")
+    if types != ["sliding_attention"] * count or window is None:  # a copy of the target's has more entries
+        return None
+    THIRD_PARTY_LAYER["sliding_window"].check("sliding_window", window)
+    return int(window)
 
 
 def _family(layout: Layout, layer: Fields) -> Any:
@@ -91,6 +103,8 @@ def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
     """Return the checked fields of a layer config for transformers' class."""
     windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
     wanted = {name: layer[name] for name in (*LAYER_FIELDS, *ROPE_FIELDS, *windows) if layer.get(name) is not None}
+    if "hidden_act" not in wanted and layer.get("hidden_activation") is not None:  # Gemma's name
+        wanted["hidden_act"] = layer["hidden_activation"]
     types = wanted.get("layer_types")
     if isinstance(types, list) and types:
         if not layout.of_verifier and any(kind != types[0] for kind in types):
@@ -98,13 +112,13 @@ def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
         wanted["layer_types"] = types[:1]
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(wanted.get(name), dict):
-            wanted[name] = _text_positions(wanted[name])
+            wanted[name] = text_positions(wanted[name])
     given = checked(wanted, THIRD_PARTY_LAYER)
     given.pop("partial_rotary_factor", None)  # added to `rope_parameters` by the caller
     return given
 
 
-def _text_positions(rope: Fields) -> Fields:
+def text_positions(rope: Fields) -> Fields:
     """Replace the three-axis positions of vision-language models by ordinary ones, which are equal for text."""
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "mrope" and "mrope_section" not in rope:

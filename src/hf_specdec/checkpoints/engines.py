@@ -90,11 +90,6 @@ def _eagle3_config(head: Eagle3Head) -> Fields:
         own["target_hidden_size"] = config.target_hidden_size
     if not config.own_lm_head:
         own["draft_vocab_size"] = config.draft_vocab_size
-    if config.logit_scale != 1:
-        own["logit_scale"] = config.logit_scale
-    if config.eagle_aux_hidden_state_layer_ids is not None:  # layer indices: hidden state i is the output of layer i-1
-        outputs = [layer - 1 for layer in config.eagle_aux_hidden_state_layer_ids]
-        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
     return {**_layer_config(head), **own, **_base(head)}
 
 
@@ -105,9 +100,11 @@ def _official_config(head: Eagle3Head) -> Fields:
 def _sglang_config(head: Eagle3Head) -> Fields:
     flags = ("fc_norm", "norm_output", "norm_before_fc")
     fields = {**_eagle3_config(head), **{name: True for name in flags if getattr(head.config, name)}}
-    if head.config.norm_before_fc and "eagle_config" in fields:  # read from there by TensorRT-LLM
-        fields["eagle_config"] = {**fields["eagle_config"], "norm_before_fc": True}
-    return fields
+    nested: Fields = {"norm_before_fc": True} if head.config.norm_before_fc else {}  # TensorRT-LLM reads it there
+    ids = head.config.eagle_aux_hidden_state_layer_ids
+    if not refusals.are_paper_layers(ids):  # the paper's are SGLang's default
+        nested["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in ids]
+    return {**fields, "eagle_config": {**nested, "use_aux_hidden_state": True}} if nested else fields
 
 
 def _speculators_config(head: Eagle3Head) -> Fields:
@@ -186,7 +183,10 @@ def _sglang_tensors(head: Eagle3Head) -> Tensors:
     """Return the tensors; SGLang calls the input norm of layers after the first `hidden_norm`."""
     stored = _with_vocabulary(head) if head.config.own_lm_head else _state(head)
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("embed_tokens")}
-    return {re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name): t for name, t in tensors.items()}
+    if head.config.num_hidden_layers == 1:
+        return tensors
+    names = {name: re.sub(r"^(layers\.\d+\.)input_layernorm\.", r"\1hidden_norm.", name) for name in tensors}
+    return {re.sub(r"^midlayer\.", "layers.0.", names[name]): tensor for name, tensor in tensors.items()}
 
 
 def _speculators_tensors(head: Eagle3Head) -> Tensors:
@@ -242,7 +242,13 @@ def _mtp_readers(head: MtpHead) -> str:
 
 
 def _sglang_readers(head: Eagle3Head) -> str:
-    return "SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path HERE`."
+    text = "SGLang: `--speculative-algorithm EAGLE3 --speculative-draft-model-path HERE`."
+    if refusals.are_paper_layers(head.config.eagle_aux_hidden_state_layer_ids):
+        return text
+    return (
+        f"{text} It adds 1 to the layer ids in `eagle_config`, except for gpt-oss targets (since July 2026) and for "
+        "DeepSeek targets if the first id is not 1: add 1 to the ids in `config.json` for these."
+    )
 
 
 FORMATS: dict[str, Format] = {

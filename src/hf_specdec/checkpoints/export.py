@@ -85,6 +85,19 @@ def lost_settings(head: Head, format: str) -> list[str]:
 
 
 def _check_format(head: Head, format: str) -> None:
+    if head.adapter is not None:
+        raise CheckpointFormatError(
+            f"The head {head.name_or_path} was trained together with an adapter of its target, which an export would "
+            "lose.",
+            "Copy its directory instead.",
+        )
+    ambiguity = head.ambiguity
+    if ambiguity is not None and head.reading is None and ambiguity.open_fields:
+        logger.warning(
+            "The files of %s can be read in several ways, and the head was not loaded for a target: the documented "
+            "reading is stored. To choose by a trial, export model.load_drafter(...).head.",
+            head.name_or_path,
+        )
     if format == NATIVE_LAYOUT:
         return
     if format not in FORMATS:

@@ -5,7 +5,7 @@ Every function returns all possible reasons, and whether each applies to the hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[
     return {
         f"EAGLE's code supports only linear rotary scaling at rope_theta {PLAIN_THETA:g}, this head has {kind} at "
         f"{theta:g} ({alternative})": kind != "default" and (kind != "linear" or theta != PLAIN_THETA),
-        f"EAGLE's code requires a rotary scaling factor of at least 1 ({alternative})": rope.get("factor", 1) < 1,
+        f"EAGLE's code requires a rotary scaling factor of at least 1 ({alternative})": (rope.get("factor") or 1) < 1,
         f"EAGLE's code rotates all dimensions of a head ({alternative})": is_partly_rotated(config),
         f"EAGLE's code requires head_dim = hidden_size / num_attention_heads ({alternative})":
             config.head_dim != config.hidden_size // config.num_attention_heads,
@@ -86,7 +86,7 @@ def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 def eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
     """Return reasons against a head for EAGLE's code (version 3)."""
     ids = head.config.eagle_aux_hidden_state_layer_ids
-    paper = ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
+    paper = are_paper_layers(ids)
     return {
         **_plain_layer_refusals(head),
         **_rotary_refusals(head, "for vLLM use the format speculators, for SGLang sglang"),
@@ -110,6 +110,7 @@ def sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
         "SGLang has no draft vocabulary for a head that uses the target's lm_head": not head.config.own_lm_head
         and head.config.draft_vocab_size is not None,
         "SGLang rotates all dimensions of a head": is_partly_rotated(head.config),
+        "SGLang has no `logit_scale`": head.config.logit_scale != 1,
     }
 
 
@@ -145,6 +146,11 @@ def mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
         "the format has no sliding window": config.sliding_window is not None,
         "the format rotates all dimensions of a head": is_partly_rotated(config),
     }
+
+
+def are_paper_layers(ids: Sequence[int] | None) -> bool:
+    """Whether layer ids are 2, L/2 and L-3 for some number of layers L; None stands for them."""
+    return ids is None or (len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2)
 
 
 def is_partly_rotated(config: Any) -> bool:

@@ -90,7 +90,9 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
     head = _planned(layout, fields, {ours: files.shapes[name] for ours, name in file_names.items()}, file_names, where)
     stored = files.read(file_names.values())
     tensors = {ours: copy_checked(ours, stored[name], where) for ours, name in file_names.items()}
-    tensors, dtype = in_one_dtype(completed(layout, fields, tensors))
+    whole = completed(layout, fields, tensors)
+    added = {name: copy_checked(name, whole[name], where) for name in whole.keys() - tensors.keys()}
+    tensors, dtype = in_one_dtype({name: added.get(name, tensor) for name, tensor in whole.items()})
     masks = files.read(name for name in unread if name.endswith("t2d")).values()
     if "d2t" in tensors:
         tensors = in_vocabulary_order(tensors, next(iter(masks), None), head.config.vocab_size, where)
@@ -120,8 +122,8 @@ def _planned(layout: Layout, fields: Fields, shapes: Shapes, file_names: Mapping
     Raises:
         CheckpointFormatError, HeadTensorsError: See `read_head`.
     """
-    stored = {name: torch.empty(shape, dtype=_meta_dtype(name), device="meta") for name, shape in shapes.items()}
     try:
+        stored = {name: torch.empty(shape, dtype=_meta_dtype(name), device="meta") for name, shape in shapes.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in completed(layout, fields, stored).items()}
         head = _empty_head(layout, fields, shapes)
     except InvalidConfigError as error:

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from hf_specdec.checkpoints.draft_layers import text_positions
 from hf_specdec.checkpoints.files import MAX_INDEX_BYTES, TensorFiles, listed, read_json, shard_names
+from hf_specdec.checkpoints.layouts import lookup
 from hf_specdec.checkpoints.tensors import copy_checked, in_one_dtype
 from hf_specdec.errors import (
     CheckpointFormatError,
@@ -32,6 +34,7 @@ from hf_specdec.heads.layer_mtp import (
     experts_joined,
     renamed,
 )
+from hf_specdec.heads.schema import LAYER_MTP, TEXT, checked
 from hf_specdec.records import Fields
 from hf_specdec.transformers_private import commit_hash, model_name, unexpected_keys
 from hf_specdec.verification.memory import persistent_tensors
@@ -91,8 +94,10 @@ def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> Lay
     """
     if fields.get("num_nextn_predict_layers", 1) != 1:
         raise CheckpointFormatError(f"{where}: `num_nextn_predict_layers` must be 1.")
-    verifier: Any = (fields.get("speculators_config") or {}).get("verifier") or {}
-    config = LayerMtpConfig(fields["transformer_layer_config"], verifier.get("name_or_path"))
+    target = lookup(fields, "speculators_config.verifier.name_or_path")
+    if target is not None and not TEXT.holds(target):
+        raise CheckpointFormatError(f"{where}: the verifier's name_or_path must be {TEXT.expected}.")
+    config = LayerMtpConfig(_checked_layer(fields["transformer_layer_config"], where), target)
     prefix = "mtp_layers.0."
     unread = ("lm_head.weight", "verifier_lm_head.weight", "embed_tokens.weight")
     names = {
@@ -103,6 +108,17 @@ def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> Lay
     head = _head(config, files, names, where)
     head.layout = "speculators-mtp"
     return head
+
+
+def _checked_layer(layer: Fields, where: str) -> dict[str, Any]:
+    """Return the fields of an untrusted layer config that define the module, after checking them."""
+    rope = layer.get("rope_parameters", layer.get("rope_scaling"))
+    given = {**layer, "rope_parameters": text_positions(rope) if isinstance(rope, dict) else rope}
+    try:
+        fields = {name: value for name, value in checked(given, LAYER_MTP).items() if value is not None}
+    except InvalidConfigError as error:
+        raise CheckpointFormatError(f"{where}: its config is invalid: {error}") from error
+    return {**fields, "model_type": layer["model_type"]}
 
 
 def _target_files(name: str, revision: str | None) -> TensorFiles:
@@ -129,11 +145,14 @@ def _find(name: str, file: str, revision: str | None) -> Path | None:
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
-    try:
-        found = cached_file(name, file, revision=revision)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
+    for offline in (True, False):  # the model's files are in the cache; an older cache may lack the index
+        try:
+            found = cached_file(name, file, revision=revision, local_files_only=offline)
+        except OSError:
+            continue
+        if found is not None:
+            return Path(found)
+    return None
 
 
 def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], where: str) -> LayerMtpHead:
@@ -146,9 +165,12 @@ def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], whe
         where: Name of the checkpoint, for error messages.
     """
     head = _on_meta(config, where)
-    stored = experts_joined({
-        ours: torch.empty(files.shapes[name], dtype=torch.float32, device="meta") for name, ours in names.items()
-    })  # fmt: skip
+    try:
+        stored = experts_joined({
+            ours: torch.empty(files.shapes[name], dtype=torch.float32, device="meta") for name, ours in names.items()
+        })  # fmt: skip
+    except RuntimeError as error:  # a size that no tensor can have
+        raise HeadTensorsError(f"{where}: a tensor has an impossible shape: {str(error)[:200]}") from error
     wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     in_files = {ours: name for name, ours in names.items()}
@@ -166,12 +188,17 @@ def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], whe
     tensors, dtype = in_one_dtype(experts_joined(tensors))
     head.load_state_dict(tensors, assign=True)
     head.reset_rotary()
+    if not bool(head.rotary_emb.inv_freq.isfinite().all()):
+        raise CheckpointFormatError(f"{where}: rope_parameters give no finite frequencies.")
     head.config.dtype, head.name_or_path = dtype, where
     return head.eval()
 
 
 def _on_meta(config: LayerMtpConfig, where: str) -> LayerMtpHead:
     try:
+        layer = config.layer_config()
+        if layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0) < 2:
+            raise InvalidConfigError("`partial_rotary_factor` leaves no dimensions to rotate.")
         with torch.device("meta"):
             return LayerMtpHead(config)
     except InvalidConfigError as error:

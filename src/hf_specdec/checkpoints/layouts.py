@@ -250,6 +250,7 @@ VLLM_MEDUSA = replace(
     name="vllm-medusa",
     matches=_named(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight"),
     writers="vLLM's converter of Medusa heads",
+    fixed={"vocab_size": 32001},
     renames=(
         (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"heads.\1.\2.linear.\3"),
         (r"medusa_heads\.(.*)", r"\1"),
@@ -276,11 +277,19 @@ LAYOUTS = (
 
 def is_head_config(fields: Fields) -> bool:
     """Whether a config can only be a head's; False for EAGLE-1 and some EAGLE-3 heads, which look like a Llama."""
+    architectures, kind = fields.get("architectures"), fields.get("model_type")
     return (
-        fields.get("model_type") in {layout.config_class.model_type for layout in NATIVE}
-        or any(key in fields for key in ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size"))
-        or fields.get("architectures") == ["LlamaForCausalLMEagle3"]
+        any(kind == layout.config_class.model_type for layout in NATIVE)
+        or any(key in fields for key in HEAD_FIELDS)
+        or any(architectures == [name] for name in HEAD_ARCHITECTURES)
     )
+
+
+HEAD_FIELDS = ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size", "eagle_config")
+HEAD_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
+    "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
+)  # fmt: skip
 
 
 TARGET_NAMES = ("base_model_name_or_path", "speculators_config.verifier.name_or_path")

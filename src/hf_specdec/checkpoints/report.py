@@ -28,6 +28,8 @@ class HeadReport:
     vocabulary: int | None  # V of the target
     draft_vocabulary: int | None  # Vd
     layers_read: list[int] | None  # indices of hidden states; -1 is after the final norm, None the paper's three
+    ambiguous: list[str]  # fields of `Reading` that the files leave open
+    needs_adapter: bool  # whether the head was trained together with an adapter of its target
     config: dict[str, Any]  # fields with other values than the defaults of the class
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
         vocabulary=config.vocab_size,
         draft_vocabulary=config.draft_vocab_size,
         layers_read=layers,
+        ambiguous=[] if head.ambiguity is None else head.ambiguity.open_fields,
+        needs_adapter=checkpoint.adapter is not None,
         config={
             name: value for name, value in config.to_diff_dict().items() if name not in HIDDEN and value is not None
         },

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_specdec.checkpoints.layouts import Layout
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads.eagle3 import Eagle3Config
-from hf_specdec.heads.schema import EAGLE3, checked
+from hf_specdec.heads.schema import EAGLE3, MAX_VOCABULARY, checked
 from hf_specdec.records import Fields
 
 Tensors = dict[str, Tensor]
@@ -21,6 +21,12 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VOCABULARIES = ("d2t", "token_map")
 """The only tensors of integers: token ids of a draft vocabulary."""
+
+VLLM_VOCABULARY = 32001
+"""Vocabulary size of vLLM's Medusa heads if the config has none."""
+
+MAX_SHARED_HEADS = 16
+"""Maximum number of Medusa heads that share one lm_head in the file; each gets a copy."""
 
 LARGEST_WEIGHT = torch.finfo(torch.float16).max
 """Maximum absolute value of a weight: a head is converted to its target's dtype, which may be float16."""
@@ -58,8 +64,8 @@ def _input_norm(name: str) -> str | None:
 
     SGLang and TensorRT-LLM call it `hidden_norm`. Layers that also read the token embedding have a norm of each name.
     """
-    match = re.fullmatch(r"layers\.(\d+)\.hidden_norm\.weight", name)
-    return f"layers.{match[1]}.input_layernorm.weight" if match and int(match[1]) > 0 else None
+    match = re.fullmatch(r"layers\.([1-9]\d{0,3})\.hidden_norm\.weight", name)
+    return f"layers.{match[1]}.input_layernorm.weight" if match else None
 
 
 def copy_checked(name: str, tensor: Tensor, where: str) -> Tensor:
@@ -120,7 +126,7 @@ def _vllm_medusa(fields: Fields, tensors: Tensors) -> Tensors:
     rows_of = {name: rows for name, rows in tensors.items() if re.fullmatch(r"lm_heads\.\d+\.weight", name)}
     consumed = {"token_map", *(rows_of if is_shared else ()), *(("lm_head.weight",) if is_shared else ())}
     token_map = tensors.get("token_map")
-    if fields.get("truncated_vocab_size") in (None, fields.get("vocab_size")):
+    if fields.get("truncated_vocab_size") in (None, fields.get("vocab_size", VLLM_VOCABULARY)):
         token_map = None
     scale = checked({"logit_scale": fields.get("logit_scale")}, EAGLE3)["logit_scale"]
     found = dict(tensors)
@@ -128,7 +134,12 @@ def _vllm_medusa(fields: Fields, tensors: Tensors) -> Tensors:
     for head, block in [] if fields.get("medusa_fc_bias") is True else blocks:
         weight = tensors[f"heads.{head}.{block}.linear.weight"]
         found.setdefault(f"heads.{head}.{block}.linear.bias", weight.new_zeros(weight.shape[:1]))
-    for head in dict.fromkeys(head for head, _ in blocks):
+    heads = dict.fromkeys(head for head, _ in blocks)
+    if is_shared and len(heads) > MAX_SHARED_HEADS:
+        raise CheckpointFormatError(
+            f"it has {len(heads)} heads with one lm_head, at most {MAX_SHARED_HEADS} are read."
+        )
+    for head in heads:
         name = f"lm_heads.{head}.weight"
         rows = tensors.get("lm_head.weight", rows_of.get("lm_heads.0.weight")) if is_shared else rows_of.get(name)
         if rows is None:
@@ -144,7 +155,7 @@ def _vllm_medusa(fields: Fields, tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in found.items() if name not in consumed}
 
 
-def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int, where: str) -> Tensors:
+def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int | None, where: str) -> Tensors:
     """Sort the draft vocabulary by token id, and the rows of every lm_head with it.
 
     ModelOpt and NeMo sort it by frequency. A `d2t` of 0, 1, 2, ... holds ids instead of offsets if it covers the whole
@@ -153,7 +164,7 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int, 
     Args:
         tensors: The tensors by our names.
         mask: `t2d` as stored, the mask of the target's tokens in the draft vocabulary; None if there is none.
-        vocab_size: Number of the target's tokens.
+        vocab_size: Number of the target's tokens; None if unknown.
         where: Name of the checkpoint, for error messages.
 
     Raises:
@@ -163,14 +174,21 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int, 
         return tensors
     offsets = tensors["d2t"]
     numbers = torch.arange(len(offsets), device=offsets.device)
-    first = torch.arange(vocab_size, device=offsets.device) < len(offsets)
-    are_ids = len(offsets) == vocab_size or (mask is not None and torch.equal(mask.flatten().bool(), first))
+    if mask is not None:
+        if mask.dtype not in (torch.bool, *INTEGERS):
+            raise CheckpointFormatError(f"{where}: t2d is {mask.dtype}, expected torch.bool.")
+        mask = mask.flatten().bool()
+    size = vocab_size or MAX_VOCABULARY
+    first = None if mask is None else torch.arange(len(mask), device=offsets.device) < len(offsets)
+    are_ids = len(offsets) == vocab_size or (mask is not None and first is not None and torch.equal(mask, first))
     ids = numbers if are_ids and torch.equal(offsets, numbers) else offsets + numbers
     ids, order = ids.sort()
-    if bool((ids[1:] == ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
-        raise CheckpointFormatError(f"{where}: d2t must yield distinct target ids from 0 to {vocab_size - 1}.")
-    is_unset = mask is not None and bool(mask.all()) and not bool(offsets.any())  # SpecForge's initial values
-    if mask is not None and not is_unset and not torch.equal(mask.flatten().nonzero().flatten(), ids):
+    if bool((ids[1:] == ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:
+        raise CheckpointFormatError(f"{where}: d2t must yield distinct target ids from 0 to {size - 1}.")
+    # initial values: all ones in SpecForge, zeros in AngelSlim
+    is_unset = mask is not None and bool(mask.all() or not mask.any()) and not bool(offsets.any())
+    is_whole = vocab_size is None or mask is None or len(mask) == vocab_size
+    if mask is not None and not is_unset and not (is_whole and torch.equal(mask.nonzero().flatten(), ids)):
         raise CheckpointFormatError(f"{where}: t2d and d2t select different tokens.")
     sorted_rows = {
         name: tensor[order]

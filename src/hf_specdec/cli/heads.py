@@ -45,6 +45,10 @@ def inspect(
         "hidden states": ", ".join(layers) + ("  (-1: after the final norm)" if report.layers_read == [-1] else ""),
         "config": json.dumps(report.config),
     }
+    if report.ambiguous:
+        rows["readings"] = f"{', '.join(report.ambiguous)}: shown as documented, decided when loaded for a target"
+    if report.needs_adapter:
+        rows["adapter"] = "load the adapter of this directory into the target first"
     table = Table(show_header=False, box=None)
     for name, value in {"source": report.where, **rows}.items():
         table.add_row(Text(name, style="bold"), Text(printable(value)))

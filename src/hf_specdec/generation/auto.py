@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
 from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
-from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 
@@ -75,7 +74,7 @@ class AutoSpeculativeModelForCausalLM:
             target = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
         model = SpeculativeGenerationMixin.attach(target)
         if head is not None:
-            model.add_drafter(drafter_of(head))
+            model.load_drafter(head)
         return model
 
 

@@ -49,7 +49,7 @@ def head_drafter(
         head: Any = source
     else:
         head = load_head(source, **given)
-    if head.adapter is not None:
+    if head.adapter is not None:  # before the trial; binding checks it again
         check_adapter(model, head.adapter)
     drafter = drafter_of(head)
     if head.ambiguity is None:
@@ -65,7 +65,12 @@ def head_drafter(
     readings = head.ambiguity.chosen(config, wanted)
     head.read_as(readings[0], config)
     if len(readings) > 1 and tries_readings:
-        with persistent_tensors():
-            drafter.bind(model)
-        head.read_as(choose_reading(model, head, readings), config)
+        try:
+            with persistent_tensors():
+                drafter.bind(model)
+            head.read_as(choose_reading(model, head, readings), config)
+        except BaseException:
+            head.read_as(readings[0], config)
+            head.reading = None  # undecided
+            raise
     return drafter

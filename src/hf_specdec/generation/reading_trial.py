@@ -53,7 +53,7 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
         readings: Possible readings, the documented one first.
     """
     kept = _kept_file(model, head, readings)
-    known = _read(kept, readings)
+    known = None if kept is None else _read(kept, readings)
     if known is not None:
         return known
     config, texts = text_config(model), write_texts(model)
@@ -79,7 +79,8 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
         "load_drafter(..., reading={...}) sets it.",
         head.name_or_path or type(head).__name__, len(readings), DRAFT_STEPS, figures, best,
     )  # fmt: skip
-    _write(kept, best, lengths)
+    if kept is not None:
+        _write(kept, best, lengths)
     return best
 
 
@@ -117,24 +118,30 @@ def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, feature
 # ----------------------------------------------------------------------------------------------- kept results
 
 
-def _kept_file(model: PreTrainedModel, head: DraftHead, readings: Sequence[Reading]) -> Path:
-    """Return the file with the result for this head, target and choice."""
-    digest = hashlib.sha256(json.dumps([VERSION, [str(reading) for reading in readings]]).encode())
+def _kept_file(model: PreTrainedModel, head: DraftHead, readings: Sequence[Reading]) -> Path | None:
+    """Return the file with the result for this head, target and choice; None if their weights cannot be identified."""
+    chosen = ("norm_output", "eagle_aux_hidden_state_layer_ids")  # a reading sets these
+    fields = {name: value for name, value in head.config.to_dict().items() if name not in chosen}
+    facts = [VERSION, [str(reading) for reading in readings], repr(head.ambiguity), fields]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    digest.update(model.config.to_json_string(use_diff=False).encode())
     for module in (head, model):
-        digest.update(module.config.to_json_string(use_diff=False).encode() if module is model else b"head")
-        for part in _identity(module):
+        parts = list(_identity(module))
+        if not parts:
+            return None
+        for part in parts:
             digest.update(part)
     return Path(constants.HF_HOME) / "hf-specdec" / "readings" / f"{digest.hexdigest()[:40]}.json"
 
 
 def _identity(module: nn.Module) -> Iterator[bytes]:
-    """Yield what identifies a module's weights: names, shapes and some values of its tensors."""
-    for name, tensor in module.state_dict().items():
-        flat = tensor.detach().flatten()
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
-        if not tensor.is_meta and flat.numel():
-            ends = torch.cat([flat[:SAMPLED_VALUES], flat[-SAMPLED_VALUES:]])
-            yield ends.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    """Yield names, shapes and some values of plain tensors; quantised, sharded and offloaded ones are left out."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            ends = torch.cat([flat[:SAMPLED_VALUES], flat[-SAMPLED_VALUES:]]).cpu()
+            yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
+            yield ends.view(torch.uint8).numpy().tobytes()
 
 
 def _read(file: Path, readings: Sequence[Reading]) -> Reading | None:

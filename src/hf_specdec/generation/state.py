@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.base import Drafter
@@ -289,6 +290,9 @@ def _build(
 
 def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
     check_drafter(drafter)
+    adapter = getattr(getattr(drafter, "head", None), "adapter", None)
+    if isinstance(adapter, AdapterFiles):
+        check_adapter(model, adapter)
     with persistent_tensors():
         drafter.bind(model)
     check_features(model, drafter.needs.feature_layers)

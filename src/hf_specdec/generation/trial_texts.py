@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from hf_specdec.transformers_private import model_name
 
@@ -43,7 +43,6 @@ def write_texts(model: Any) -> list[TrialText]:
         model: An attached model.
     """
     encoded = _chat_prompts(model)
-    devices = [] if model.device.type == "cpu" else [model.device]
     if encoded is None:
         first = model.generation_config.bos_token_id
         begin = first if isinstance(first, int) else 0
@@ -51,12 +50,20 @@ def write_texts(model: Any) -> list[TrialText]:
         mask = torch.ones_like(ids)
     else:
         ids, mask = encoded["input_ids"].to(model.device), encoded["attention_mask"].to(model.device)
-    with torch.random.fork_rng(devices, device_type=model.device.type if devices else "cpu"):
+    stored = model.generation_config
+    tokens = {name: getattr(stored, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = range(torch.accelerator.device_count()) if accelerator is not None else []
+    with torch.random.fork_rng(devices, device_type="cpu" if accelerator is None else accelerator.type):
         torch.manual_seed(0)
-        written = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=encoded is None, num_beams=1, speculative=None,
-            max_new_tokens=TEXT_TOKENS, min_new_tokens=TEXT_TOKENS, return_dict_in_generate=False,
-        )  # fmt: skip
+        try:
+            model.generation_config = GenerationConfig(**tokens)  # without the user's other settings
+            written = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=encoded is None, speculative=None,
+                max_new_tokens=TEXT_TOKENS, min_new_tokens=TEXT_TOKENS,
+            )  # fmt: skip
+        finally:
+            model.generation_config = stored
     return [
         TrialText(row[len(mask_row) - length :][None], length)
         for row, mask_row, length in zip(written, mask, mask.sum(-1).tolist(), strict=True)

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.layer import BaseDraftLayer
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.runners import CaptureError, compile_operations
 
 LAYER_EXAMPLE_SHAPE = (2, 7)
@@ -67,6 +68,10 @@ class WrappedLayer(BaseDraftLayer):
     def embedding_for(self, model: PreTrainedModel) -> nn.Module:
         """See `DraftLayer`."""
         return self._layer.embedding_for(model)
+
+    def new_cache(self, reserve: int) -> TreeCache:
+        """See `DraftLayer`."""
+        return self._layer.new_cache(reserve)
 
 
 class CompiledDraftLayer(WrappedLayer):

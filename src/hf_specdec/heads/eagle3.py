@@ -130,6 +130,7 @@ class Eagle3Head(EagleFamilyHead):
     """
 
     config_class = Eagle3Config
+    _lm_head_is_embedding = False
     _no_split_modules = ("Eagle3Layer", "EagleLayer")
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -214,14 +215,19 @@ class Eagle3Head(EagleFamilyHead):
         super().share_embedding(model)
         embedding = model.get_input_embeddings()
         tied = getattr(model.get_output_embeddings(), "weight", None) is embedding.weight
-        if not self.config.tie_word_embeddings or not self.shares_lm_head or tied:
+        if not self.config.tie_word_embeddings or not (self.shares_lm_head or self._lm_head_is_embedding) or tied:
             return
+        if embedding.weight.is_meta:
+            raise DrafterMismatchError(
+                "This head uses the target's token embedding as lm_head, but the embedding is offloaded.",
+                "Load the target without offloading its embedding.",
+            )
         with persistent_tensors():
-            rows = embedding.weight.detach().to(self.device, self.dtype)
+            rows = embedding.weight.detach().to(self.device, self.dtype, copy=True)
             ids = self.hot_token_ids
             self.lm_head = nn.Linear(self.config.hidden_size, 1, bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(rows if ids is None else rows[ids.to(rows.device)], requires_grad=False)
-        self.config.own_lm_head, self.shares_lm_head = True, False
+        self.config.own_lm_head, self.shares_lm_head, self._lm_head_is_embedding = True, False, True
 
     def resolve_feature_layers(self, depth: int) -> None:
         """Use the paper's layers for a target with `depth` layers, if the config names none.

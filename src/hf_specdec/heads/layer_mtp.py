@@ -182,9 +182,15 @@ def experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
     count = len({name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)})
     names = {part: [f"{prefix}{e}.{part}_proj.weight" for e in range(count)] for part in ("gate", "up", "down")}
-    missing = [name for part in names.values() for name in part if name not in tensors]
+    wanted = [name for part in names.values() for name in part]
+    missing = [name for name in wanted if name not in tensors]
     if missing:
         raise HeadTensorsError(f"Experts are incomplete: {missing[0]} is missing, there are {count} experts.")
+    others = sorted(name for name in tensors if name.startswith(prefix) and name not in wanted)
+    if others:
+        raise HeadTensorsError(f"Experts have unknown tensors: {others[0][:120]}.")
+    if tensors[names["gate"][0]].shape != tensors[names["up"][0]].shape:
+        raise HeadTensorsError(f"{names['gate'][0]} and {names['up'][0]} differ in shape.")
     for first, *others in names.values():
         odd = next((name for name in others if tensors[name].shape != tensors[first].shape), None)
         if odd is not None:

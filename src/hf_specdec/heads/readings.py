@@ -81,13 +81,30 @@ class Ambiguity:
             DrafterMismatchError: See `readings`.
         """
         wanted = checked_reading(given)
+        if self.layer_ids is None and wanted.keys() & {"layer_offset", "final_norm"}:
+            raise InvalidConfigError(
+                "`reading` sets `layer_offset` or `final_norm`, but the files of this head name no layers.",
+                "Leave them out.",
+            )
         forced = replace(
             self,
             layer_offsets=(wanted["layer_offset"],) if "layer_offset" in wanted else self.layer_offsets,
             norm_output=(wanted["norm_output"],) if "norm_output" in wanted else self.norm_output,
         )
         found = forced.readings(target_config)
+        if wanted.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
+            raise InvalidConfigError("`reading` sets `final_norm`, but this head does not read the last layer.")
         return tuple(dict.fromkeys(replace(reading, **wanted) for reading in found))
+
+    @property
+    def open_fields(self) -> list[str]:
+        """Names of the fields of `Reading` with several possible values, whatever the target."""
+        values = {"norm_output": self.norm_output, "layer_offset": self.layer_offsets}
+        return [name for name, possible in values.items() if len(possible) > 1]
+
+    def _reads_last(self, reading: Reading, target_config: Any) -> bool:
+        depth: int = target_config.num_hidden_layers
+        return self.layer_ids is not None and self.layer_ids[-1] + reading.layer_offset == depth
 
     def layers(self, reading: Reading, depth: int) -> list[int] | None:
         """Return the hidden states to read, numbered as in `verification.features`; None for the paper's.

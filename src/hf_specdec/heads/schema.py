@@ -218,6 +218,15 @@ EAGLE3: Mapping[str, Rule] = {
 
 MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
 
+LAYER_MTP: Mapping[str, Rule] = {
+    **{name: rule for name, rule in LAYER.items() if name not in ("num_hidden_layers", "mlp_bias")},
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), integer(1, MAX_WIDTH)),
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), integer(1, MAX_HEADS)),
+    "decoder_sparse_step": integer(1, MAX_HEADS),
+    "norm_topk_prob": TRUTH,
+}
+"""Fields of a Qwen3-Next or Qwen3.5 text config that define an MTP module."""
+
 MEDUSA: Mapping[str, Rule] = {
     **COMMON_FIELDS,
     "hidden_size": integer(1, MAX_WIDTH),
