@@ -267,6 +267,22 @@ def test_what_a_format_cannot_hold(head: Any, format: str, reason: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_replacement_that_fails_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path / "out", format="medusa")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    rename = Path.rename
+
+    def fail(self: Path, target: Any) -> Path:
+        if self.name == "new":
+            raise OSError("no space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no space"):
+        export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path / "out", format="medusa", replace=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
 def test_no_such_format(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="Known: hf-specdec, medusa, eagle"):
         export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path, format="gguf")
@@ -285,6 +301,7 @@ def test_no_such_format(tmp_path: Path) -> None:
         ({"speculators_model_type": ["x"]}, "of the unknown type"),
         ({"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True}, "is a P-EAGLE head"),
         ({"pard_token": 7}, "PARD"),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, "is a Gemma 4 assistant"),
         ({"model_type": "llama"}, "in a known layout: its config has .*model_type.*its tensors are a.weight"),
     ],
 )

@@ -22,7 +22,7 @@ PARTIAL = ".partial"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` if the block ends without an error.
+    """Yield the path of an empty temporary file, which replaces `path` if the block ends without an error.
 
     Removes temporary files that dead processes left for the same path.
 
@@ -30,7 +30,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         path: The file; its directory is created if missing.
 
     Raises:
-        InvalidConfigError: The file cannot be written; raised before the block if possible.
+        InvalidConfigError: The file cannot be written; raised before the block if possible. Replaces every OSError of
+            the block.
     """
     with _writing(path):
         if path.is_dir():
@@ -49,7 +50,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Convert errors about writing `path` to `InvalidConfigError`."""
+    """Convert an OSError of the block, or a NUL byte in a name, to an `InvalidConfigError` that names `path`."""
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
@@ -149,7 +150,7 @@ def directory_lock(folder: Path, work: str) -> Iterator[None]:
         work: Name of the work, part of the lock file's name and of the error message.
 
     Raises:
-        InvalidConfigError: Another process holds the lock.
+        InvalidConfigError: The lock is held already, usually by another process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{work}.lock"

@@ -24,14 +24,14 @@ COMBINED = (AUTO, HYBRID)
 """Methods that combine several drafters."""
 
 MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
-"""Limits for stored heads: nodes and depth of a tree, children per node. In `SpeculativeConfig` all three are limited
-by `MAX_NODES`."""
+"""Limits for stored heads: nodes and depth of a tree, children per node. In `SpeculativeConfig`, each of the three is
+at most `MAX_NODES`."""
 
 MAX_SLOTS = 2**48
-"""Limit of `max_cache_length`, larger than any device's memory."""
+"""Limit of `max_cache_length` in slots, larger than any device's memory."""
 
 MAX_RANK = 2**31
-"""Limit of a rank in a tree path, larger than any vocabulary."""
+"""Exclusive limit of a rank in a tree path, larger than any vocabulary."""
 
 MAX_TIERS, MAX_WAIT = 64, 10**9
 """Limits of `AdaptiveConfig`: number of `candidate_steps`; `update_interval` and `warmup_batches`."""
@@ -47,8 +47,8 @@ def validate_choices(choices: Iterable[Any]) -> list[Choice]:
         The paths sorted by depth, then by rank.
 
     Raises:
-        InvalidConfigError: An empty list or path, a negative or non-integer rank, a duplicate path, or a path whose
-            parent is missing.
+        InvalidConfigError: No paths or more than `MAX_NODES`, an entry that is not a non-empty list or tuple, a rank
+            that is not an integer from 0 to `MAX_RANK - 1`, a duplicate path, or a path whose parent is missing.
     """
     paths: list[Choice] = []
     for choice in choices:
@@ -132,15 +132,17 @@ def require_integer(name: str, value: Any, minimum: int, maximum: int | None = N
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig(_Fields):
-    """Settings for adapting the drafted depth to a moving average of the number of accepted tokens per step.
+    """Settings for adapting the drafted depth to a moving average of the accepted drafted tokens per row and step.
+
+    Invalid values raise `InvalidConfigError`. See also `control/tiers.py`.
 
     Args:
         candidate_steps: Depths to choose from, ascending.
         ema_alpha: Weight of the newest value in the moving average, in (0, 1].
         update_interval: Steps between two decisions.
         warmup_batches: Steps before the first decision.
-        down_hysteresis, up_hysteresis: Added to the averages below which the depth decreases and above which it
-            increases.
+        down_hysteresis, up_hysteresis: Added to the average at or below which the depth decreases, and to the average
+            above which it increases.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -172,7 +174,7 @@ class AdaptiveConfig(_Fields):
         """Create a config from a JSON file of its fields.
 
         Raises:
-            InvalidConfigError: The file is missing or not a JSON object, or has unknown fields or invalid values.
+            InvalidConfigError: The file cannot be read, is not a JSON object, or has unknown fields or invalid values.
         """
         try:
             values = read_object(Path(path))
@@ -186,9 +188,10 @@ class AdaptiveConfig(_Fields):
 
 
 def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
-    """Add `eagle_topk` to a config class as another name of `top_k`: a constructor argument and a property.
+    """Add `eagle_topk` to a config class, in place, as another name of `top_k`: constructor argument and property.
 
-    It cannot be a dataclass field: `dataclasses.replace(config, top_k=...)` would pass its old value along.
+    It cannot be a dataclass field: `dataclasses.replace(config, top_k=...)` would pass its old value along. The
+    constructor raises `InvalidConfigError` if both names are given with different values.
     """
     create: Any = cls.__init__
 
@@ -213,21 +216,23 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 @_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(_Fields):
-    """Settings for drafting, verification and acceptance. None is the drafter's default unless stated otherwise.
+    """Settings for drafting, verification and acceptance; invalid values raise `InvalidConfigError`.
+
+    None means the drafter's default unless stated otherwise.
 
     Args:
         method: Name of a built-in method or of a registered drafter, `"hybrid"` (several drafters merged into one
             tree), or `"auto"` (the same, but only the first loaded drafter if `tree` is given).
-        num_steps: Drafted depth.
+        num_steps: Maximum depth of the drafted tree below the root.
         top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
-        num_draft_tokens: Maximum nodes verified per step. Counts the root, the last token already accepted, as
+        num_draft_tokens: Maximum nodes verified per step. Counts the root, the token emitted last, as
             SGLang's `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens`
             does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
         tree: `"dynamic"` (grown by likelihood), `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
         acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
             sampled chains). `"typical"` and `"nucleus"` accept more and change the output (docs/acceptance.md).
-        posterior_threshold, posterior_alpha: Typical acceptance keeps a token x iff
-            `p(x) > min(threshold, alpha * exp(-H(p)))`.
+        posterior_threshold, posterior_alpha: Both in (0, 1]. `"typical"` keeps a drafted token x if and only if
+            `p(x) > min(threshold, alpha * exp(-H(p)))`; H is the entropy.
         adaptive: How the tree size is chosen. None: from measured costs for `"hybrid"` and `"auto"`, fixed for all
             other methods. True: from measured costs for `"hybrid"` and `"auto"`, by a default `AdaptiveConfig` for all
             others. An `AdaptiveConfig`, a dict of its fields or the path of a JSON file: by that config. False: fixed.
@@ -318,15 +323,15 @@ class SpeculativeConfig(_Fields):
 
     @staticmethod
     def storable(value: Any) -> Any:
-        """Return a JSON-serialisable form of any value that `speculative=` takes."""
+        """Return a JSON-serialisable form of a value of `speculative=`: a config as a dict, other values unchanged."""
         return value.to_dict() if isinstance(value, SpeculativeConfig) else value
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Create a config from any value that `speculative=` takes: a method name, a dict of fields, or a config.
+        """Return a config from any value of `speculative=` but None: a method name, a dict of fields, or a config.
 
         Raises:
-            InvalidConfigError: A value of another type, or invalid fields.
+            InvalidConfigError: A value of another type, an unknown field or an invalid value of a field.
         """
         if isinstance(value, cls):
             return value

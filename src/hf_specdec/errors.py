@@ -17,9 +17,9 @@ class SpeculativeDecodingError(Exception):
 
 
 def printable(text: str) -> str:
-    """Escape control characters, such as terminal colour codes; keep line breaks.
+    """Return the text with unprintable characters, such as those of terminal colour codes, escaped; keep line breaks.
 
-    Example: a red "x", `"\\x1b[31mx"`, is printed as `\\x1b[31mx`.
+    Example: ESC (character 27) becomes the four characters `\\x1b`.
     """
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 class UnsupportedModelError(SpeculativeDecodingError):
-    """Raised if the model does not support speculation (encoder-decoder, no usable KV cache, ...) or an operation."""
+    """Raised if the model does not support speculation (encoder-decoder, no usable KV cache, ...) or a feature."""
 
 
 class UnsupportedGenerationError(SpeculativeDecodingError):

@@ -1,7 +1,7 @@
 """Transfers between host and device during decoding.
 
-Reading from the device blocks the host until all queued work has run, so each step reads once: the accepted path and
-the emitted tokens. Uploading from pinned memory does not block.
+Reading from the device blocks the host until all queued work has run, so a step that is decided on the device reads
+its result once: the accepted path and the emitted tokens. Uploading from pinned memory does not block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 REUSES_PINNED = ("mps",)
 """Backends that may reuse pinned memory before an asynchronous copy from it has run, which corrupts the copy.
 
-MPS did so until August 2026 (https://github.com/pytorch/pytorch/pull/193819). Copies to them are synchronous, which
-costs little because host and device share their memory."""
+MPS did so until August 2026 (https://github.com/pytorch/pytorch/pull/193819). Copies to these backends are made
+synchronously, which costs little because host and device share their memory."""
 
 
 def read(*tensors: Tensor) -> list[list[list[int]]]:
@@ -29,7 +29,7 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
 
 
 def split_columns(rows: list[list[int]], tensors: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Split rows of concatenated columns into the columns of each tensor `[B, *]`."""
+    """Undo `torch.cat(tensors, dim=1)`: given the rows of the result, return the rows of each tensor `[B, *]`."""
     widths = [tensor.shape[1] for tensor in tensors]
     ends = [sum(widths[: index + 1]) for index in range(len(widths))]
     return [[row[end - width : end] for row in rows] for width, end in zip(widths, ends, strict=True)]
@@ -48,7 +48,10 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 
 @functools.cache
 def can_pin(device_type: str) -> bool:
-    """Whether asynchronous copies from pinned host memory to this type of device work; tested once per type."""
+    """Whether asynchronous copies from pinned host memory to this type of device work; False for the CPU.
+
+    Tested once per type.
+    """
     sample = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if device_type in (sample.device.type, *REUSES_PINNED):
         return False

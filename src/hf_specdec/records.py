@@ -60,7 +60,7 @@ def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes
 
 
 def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
-    """Read a file with one JSON object.
+    """Read a file with one JSON object; its numbers must be finite.
 
     Args:
         path: The file.
@@ -68,7 +68,8 @@ def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass
         error: Class of the error to raise.
 
     Raises:
-        SpeculativeDecodingError: The file cannot be read, is too large or not a JSON object; of class `error`.
+        SpeculativeDecodingError: The file cannot be read, is too large, is not a JSON object or contains NaN or an
+            infinity; of class `error`.
     """
     try:
         with open_regular(path, error) as file:
@@ -105,7 +106,7 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
     """Yield location ("row 1" or "line 1") and value of each object in a file with a JSON list or one object per line.
 
     Raises:
-        InvalidConfigError: The file has other contents, or a list of more than `MAX_LIST_BYTES`.
+        InvalidConfigError: The file cannot be read, has other contents, or has a list of more than `MAX_LIST_BYTES`.
     """
     with open_regular(path) as file:
         is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
@@ -133,8 +134,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line number, counted from 1, and the text of each non-empty line of a UTF-8 file, which may be `.gz`.
 
     Raises:
-        InvalidConfigError: The file is not a regular file, not valid gzip or not UTF-8 text, contains a NUL byte, or
-            exceeds `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
+        InvalidConfigError: The file cannot be read, is not a regular file, not valid gzip or not UTF-8 text, has a NUL
+            byte, or exceeds `MAX_LINE_BYTES`, `MAX_EXPANSION` or `MAX_EMPTY_LINES`.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -173,7 +174,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def shortened(value: Any) -> str:
-    """Return the start of a value's repr, for error messages."""
+    """Return at most 80 characters of a value's repr (of a list: its first 4 entries), for error messages."""
     if isinstance(value, list):
         value = value[:4]
     try:

@@ -28,7 +28,7 @@ TRAINER_METHODS = (
 
 
 def decode_optimizations(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context manager in which transformers runs its decoding loop."""
+    """Return the context manager in which transformers runs its decoding loop, with its optimisations for decoding."""
     context: AbstractContextManager[Any] = model._optimize_model_for_decode()
     return context
 
@@ -68,7 +68,7 @@ def compile_on_all_devices(config: Any) -> None:
 
 
 def updated_kwargs(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the model inputs of the next step, given the outputs of this one."""
+    """Return the keyword arguments of the next forward, given the outputs and arguments of this one."""
     updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
     return updated
 
@@ -82,7 +82,7 @@ def allowed_tokens_of(processor: Any) -> Any:
 
 
 def supports_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether the model works with transformers' own cache classes."""
+    """Whether the model works with transformers' default `DynamicCache`."""
     return bool(model._supports_default_dynamic_cache())
 
 
@@ -112,7 +112,7 @@ def original_forward(module: Any) -> Any:
 
 
 def mark_output_hooks_installed(attributes: dict[str, Any]) -> None:
-    """Keep transformers from installing its hooks for hidden states on a module with these attributes."""
+    """Keep transformers from installing its hooks for hidden states on a module, given its attributes (changed)."""
     attributes["_output_capturing_hooks_installed"] = True
 
 

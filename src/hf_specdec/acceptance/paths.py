@@ -24,16 +24,16 @@ class Acceptance:
     """Result of one step: the kept path of each row and the tokens that it emits.
 
     `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
-    -1), except in lockstep, in which it emits padding.
+    -1), except in lockstep: there it goes on like the others, with padding as its tokens if an EOS token is defined.
     """
 
     path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
     tokens: Tensor  # [B, P] long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond
-    next_token: Tensor  # [B] long, the last emitted token: the next root
+    next_token: Tensor  # [B] long, the next root: the last emitted token, or the old root if none
     nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
     emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
     num_drafted: tuple[int, ...]  # nodes of each row's tree on the host, without root and padding
-    launched: tuple[list[list[int]], ...] | None = None  # the tensors returned by `Launch`, if any
+    launched: tuple[list[list[int]], ...] | None = None  # the tensors of `Launch` as rows on the host, if any
 
     @property
     def num_kept(self) -> Tensor:
@@ -76,7 +76,7 @@ class Cut:
 
     decision: Decision
     num_drafted: Tensor  # [B] nodes of each row's tree, without root and padding
-    remaining: Tensor  # [B] tokens that each row may still emit
+    remaining: Tensor  # [B] tokens that each row may still emit after these
 
 
 def cut_paths(
@@ -92,7 +92,7 @@ def cut_paths(
 
 
 def settle(cut: Cut, transcript: Transcript) -> Acceptance:
-    """Read the result of a step in one transfer and append its tokens to the transcript.
+    """Read the result of a step, append its tokens to the transcript and update the account of remaining tokens.
 
     If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/pipelining.py`.
     """
@@ -120,9 +120,10 @@ class HostTree:
     """A copy of a tree on the host, read in one transfer.
 
     Attributes:
-        children: For each row and node, its children by token, in node order; of equal tokens only the first.
+        children: For each row: node -> token -> child, children in node order; of equal tokens only the first. Nodes
+            without children are missing.
         roots: Root token of each row.
-        num_drafted: Nodes of each row, without root and padding.
+        num_drafted: Number of nodes of each row, without root and padding.
     """
 
     def __init__(self, tree: TokenTree) -> None:
@@ -149,13 +150,14 @@ def walk(
     """Walk down from the roots: at each node choose the next token, record it, and go to the child with that token.
 
     All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
-    `rules.descend`.
+    `rules.descend`. A row's walk ends when the row is finished or the node has no such child; in lockstep, the first
+    row without such a child ends the walk of all rows.
 
     Args:
         tree: The tree.
         logits: `[B, N, V]` at its nodes.
         transcript: The tokens are appended to it.
-        decide: Chooses one token per row, given R rows, their nodes and their processed scores `[R, V]`.
+        decide: Chooses one token per row, given the indices of all rows, their nodes and processed scores `[B, V]`.
         host: The tree on the host, if the rule has already read it.
     """
     host = host or HostTree(tree)
@@ -206,13 +208,14 @@ def keep_paths(
     choose: Callable[[int], list[tuple[int, int]]],
     host: HostTree,
 ) -> Acceptance:
-    """Record chosen paths until their rows end; in lockstep, all paths are cut to the shortest one.
+    """Record the chosen paths, each until its row ends; in lockstep, all paths are cut to the shortest one.
 
     Args:
         tree: The tree.
         logits: `[B, N, V]` at its nodes.
         transcript: The tokens are appended to it.
-        choose: Returns the path of a row: pairs of a node and the token after it.
+        choose: Returns the path of a row: pairs of a node and the token after it. Not called for finished rows,
+            except for those in lockstep that are not padded.
         host: The tree on the host.
     """
     rows = range(len(transcript.finished))

@@ -2,8 +2,7 @@
 
 On an accelerator, an acceptance rule decides on the device which tokens are kept (`Decision`). A session that can
 draft from this decision launches its next draft at once (`DraftSession.launch`). The device then drafts while the host
-waits for the tokens (only for them, see `Transfer`), records and streams them. If generation ends with this step, the
-draft is discarded.
+reads the tokens (see `Transfer`), records and streams them. If generation ends with this step, the draft is discarded.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Launch = Callable[[Decision], Sequence[Tensor]]
 class Transfer:
     """A copy of integer tensors `[B, *]` to the host.
 
-    On devices with events and pinned memory, the copy starts at once and `finish` waits only for it. On other devices
-    `finish` reads the tensors, which waits for all work launched before.
+    On devices with events and pinned memory, the copy starts at once, and `finish` waits only for it unless it reads
+    more tensors. On other devices `finish` reads the tensors, which waits for all work launched before.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -56,7 +55,7 @@ class Transfer:
             self._event.record()
 
     def finish(self, extra: Sequence[Tensor] = ()) -> list[list[list[int]]]:
-        """Wait for the copy and return each tensor as one list per row.
+        """Wait for the copy and return each tensor, the extra ones last, as one list per row.
 
         Args:
             extra: More tensors to read, launched after the copy started; reading them waits for all launched work.
@@ -93,7 +92,7 @@ class Stopwatch:
         self._marks.append((self._begin, self._new_mark()))
 
     def take(self) -> float:
-        """Return the total seconds of all blocks since the last call, and forget these blocks.
+        """Return the total seconds of all blocks since the last call of `take`, and forget these blocks.
 
         Blocks whose work is still running count as 0.0: their work overlaps with the host's.
         """

@@ -15,7 +15,7 @@ class RowEnds:
 
     eos_ids: tuple[int, ...]  # tokens that end a row
     pad_token_id: int  # emitted by finished rows in lockstep
-    lockstep: bool  # every row emits as many tokens as the row with the fewest
+    lockstep: bool  # all rows emit as many tokens as the unfinished row with the fewest
 
 
 class DeviceAccount:
@@ -46,7 +46,7 @@ def cut_rows(
         lockstep: See `RowEnds`.
 
     Returns:
-        `[B]` number of tokens that each row emits, and `[B]` number that it may emit after them.
+        `[B]` number of tokens that each row emits, and `[B]` number that it may emit after them, 0 if it has ended.
     """
     width = tokens.shape[1]
     positions = torch.arange(width, device=tokens.device)

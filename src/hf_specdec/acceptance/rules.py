@@ -1,8 +1,9 @@
 """Acceptance rules: functions with one signature that decide which drafted tokens are kept.
 
 A rule gets the tree, the target's logits at its nodes and the transcript, but no model, cache or drafter. `greedy`,
-`rejection` and `block` are lossless; `typical` and `nucleus` change the output. If nothing on the host reads the
-text, a step is decided on the device and the host reads only the result. See docs/acceptance.md.
+`rejection` and `block` are lossless; `typical` and `nucleus` change the output. On an accelerator, `greedy` and
+`rejection` decide a step on the device, and the host reads only the result, if nothing on the host reads the text and
+the draft is deterministic. See docs/acceptance.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     The output is the same as that of plain greedy decoding. On an accelerator transfers to the host are expensive, so
     tokens are chosen on the device; on the CPU each row of V logits is expensive, so only nodes on the path are
     evaluated. Logits processors that read the text are called with the exact prefix, so they always need the walk on
-    the host (`follow`).
+    the host (`follow`), as do stopping criteria other than EOS and length, and kept scores.
     """
     if not transcript.decides_on(logits.device):
         return follow(tree, logits, transcript)
@@ -53,7 +54,7 @@ def rejection(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accept
 
 
 def decides_on_device(rule: AcceptanceRule, transcript: Transcript, device: torch.device) -> bool:
-    """Return whether the rule decides steps on the device, without the host, if drafts have no `draft_probs`."""
+    """Return whether the rule decides steps on the device; valid for drafts without `draft_probs`."""
     on_device = rule in (greedy, rejection) or getattr(rule, "decides_on_device", False)
     return bool(on_device) and transcript.decides_on(device)
 
@@ -66,7 +67,9 @@ def match_at_once(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Ac
 
 
 def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | None, ends: RowEnds) -> Cut:
-    """Keep the longest path of each row on which every token is the target's choice after its parent.
+    """Keep each row's longest path on which every token is the target's choice after its parent, up to the row's end.
+
+    In finished rows, the pad token replaces the target's choices.
 
     Args:
         tree: The tree.
@@ -88,10 +91,10 @@ def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | Non
 
 
 def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk down the trees of all rows together on the device: choose the token after a node, go to that child.
+    """Walk down all rows together on the device: choose the token after a node and go to the child with that token.
 
     The walk always covers the whole depth of the tree, because stopping early would need a transfer to the host.
-    Draws beyond the longest kept path are undone.
+    Draws beyond the longest kept path are undone. Requires that `transcript.decides_on` the logits' device.
     """
     ended = transcript.padded(logits.device)
     parents, rows = tree.parents.expand(tree.tokens.shape), torch.arange(len(ended), device=logits.device)
@@ -114,7 +117,7 @@ def descend(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptan
 
 
 def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Walk each row's path on the host: choose the token after a node, descend as long as it is a child."""
+    """Walk down each row on the host: choose the token after a node and go to the child with that token, if any."""
 
     def decide(_rows: Sequence[int], _nodes: Sequence[int], scores: Tensor) -> list[int]:
         return transcript.draw(scores).tolist()
@@ -123,11 +126,12 @@ def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
 
 
 def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
-    """Lossless rejection sampling of a sampled tree; the children of node n were drawn from q = `draft_probs[b, n]`.
+    """Sample losslessly from a sampled tree, in which the children of node n were drawn from q = `draft_probs[b, n]`.
 
-    The children of a node are tried in the order of their nodes, in which they were drawn without replacement. Child
-    x is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the normalised max(p - q, 0) and
-    x is removed from q. If all are rejected, the token is drawn from the remaining p. Sources: Leviathan et al.
+    p is the target's processed distribution after node n. The children of a node are tried in the order of their
+    nodes, in which they were drawn without replacement. Child x is accepted with probability min(1, p(x) / q(x));
+    after a rejection p becomes the normalised max(p - q, 0) and x is removed from q. If all are rejected, the token is
+    drawn from the last p. Children with q(x) = 0 are skipped. Sources: Leviathan et al.
     (https://arxiv.org/abs/2211.17192) for chains, SpecInfer (https://arxiv.org/abs/2305.09781) and EAGLE for siblings.
     """
     draft_probs, host = tree.draft_probs, HostTree(tree)
@@ -163,7 +167,7 @@ def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance
     after the last node.
 
     Raises:
-        UnsupportedGenerationError: The tree branches, or was not sampled.
+        UnsupportedGenerationError: The tree branches, or has drafted nodes but no `draft_probs`.
     """
     host = HostTree(tree)
     widths = [len(children) for row in host.children for children in row.values()]  # empty in a plain step
@@ -238,10 +242,11 @@ def typical(
 
 
 def nucleus(tree: TokenTree, logits: Tensor, transcript: Transcript, *, top_p: float = 0.8) -> Acceptance:
-    """Keep drafted tokens in the nucleus, the smallest set of tokens with probability `top_p`. Not lossless.
+    """Keep drafted tokens in the nucleus, the smallest set of tokens with probability >= `top_p`. Not lossless.
 
     Source: Holtzman et al. (https://arxiv.org/abs/1904.09751). If the call samples with `top_p`, its warpers have
-    already removed all other tokens, so pass 1.0. Paths and the token after them are chosen as in `typical`.
+    already removed the tokens outside the nucleus, so pass 1.0. Paths and the token after them are chosen as in
+    `typical`.
     """
     warper = TopPLogitsWarper(top_p)
 

@@ -46,13 +46,13 @@ class Transcript:
 
     Args:
         input_ids: `[B, P]` prompt, padding included.
-        logits_processor: Called once per token with the exact prefix, in order.
+        logits_processor: Processes the logits of each token, given the exact prefix (no text if all ignore it).
         stopping_criteria: Checked after every token, so that a row may end in the middle of an accepted path.
-        max_length: Maximum length of a row, prompt included.
+        max_length: Maximum length of a row, prompt included; a `MaxLengthCriteria` has priority.
         do_sample: Sample instead of taking the argmax.
         lockstep: Keep all rows at the same length; implied by a single row.
         keep_scores, keep_logits: Keep the processed scores or raw logits of every column; requires lockstep.
-        pad_token_id: Emitted by finished rows if some criterion has an EOS token.
+        pad_token_id: Emitted by finished rows in lockstep if a criterion has an EOS token; also pads `sequences`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Transcript:
         return torch.tensor([row in rows for row in range(len(self.finished))], dtype=torch.bool, device=device)
 
     def begin(self, logits: Tensor) -> Tensor:
-        """Choose the first token of all rows in one batched call, as plain generate does.
+        """Choose and record the first token of all rows, in one batched call as in plain generate.
 
         Args:
             logits: `[B, V]` of the prompt's last position.
@@ -158,7 +158,10 @@ class Transcript:
     # ------------------------------------------------------------------------------------------- scores
 
     def column_scores(self, logits: Tensor) -> Tensor:
-        """Return the processed scores `[B, V]` of the next token of all rows, which must have the same length."""
+        """Return (and keep, if requested) the processed scores `[B, V]` of the next tokens, given raw logits `[B, V]`.
+
+        All rows must have the same length.
+        """
         length = self.prompt_length + len(self.new_tokens[0])
         logits = self._in_float(logits)
         scores: Tensor = self._processor(self._text(length), logits)
@@ -208,7 +211,7 @@ class Transcript:
     # ------------------------------------------------------------------------------------------- tokens
 
     def account_on(self, device: torch.device) -> DeviceAccount:
-        """Return the account of remaining tokens on a device; callers update it before they call `record_all`."""
+        """Return the account of remaining tokens on a device; callers must update it before they call `record_all`."""
         if self._account is None or self._account.device != device:
             self._account = self._new_account(device)
         return self._account
@@ -265,7 +268,7 @@ class Transcript:
         return tuple(self.scores) if self._keep_scores else None
 
     def stream(self, streamer: BaseStreamer | None) -> None:
-        """Stream all columns that every row has reached, with one `put([B])` per column; finished rows are padded."""
+        """Stream new columns that all unfinished rows have reached, one `put([B])` each; finished rows are padded."""
         if streamer is None:
             return
         if all(self.finished):
@@ -334,7 +337,7 @@ def ignores_text(processor: object) -> bool:
 
 
 def of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Return processors to call with this row alone: arguments with one entry per row are reduced to its entry."""
+    """Return the processors for calls with this row alone: those that depend on the row's index get a copy for it."""
 
     def restricted(processor: Any) -> Any:
         if type(processor) is PrefixConstrainedLogitsProcessor:

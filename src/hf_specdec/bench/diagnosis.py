@@ -24,7 +24,7 @@ QUESTIONS = (
         "the first winter the librarian counted nine hundred readers. The tower was closed after a storm in 1921.",
     )),
 )  # fmt: skip
-"""Questions of `diagnose`; their answers repeat little, repeat some phrases, and copy the prompt."""
+"""Questions of `diagnose`: the first answer repeats little, the second some phrases, the third copies the prompt."""
 
 REPORTED_WIDTHS = (1, 2, 4, 8, 16, 32)
 """Numbers of tree nodes for which the verify forward is timed."""
@@ -36,8 +36,8 @@ class Diagnosis:
 
     supports_trees: bool  # otherwise only chains can be verified
     chain_only_reason: str  # empty if trees are supported
-    uses_packed_attention: bool  # whether trees are verified without copying the cached keys
-    forward_seconds: Mapping[int, float]  # of a verify forward, by number of nodes, at batch size 1
+    uses_packed_attention: bool  # whether trees are verified without copying cached keys and values
+    forward_seconds: Mapping[int, float]  # of a verify forward after 256 tokens, by number of nodes; batch size 1
     speed_up: Mapping[str, float]  # by method: ratio to plain decoding, mean over the questions
     worst: Mapping[str, float]  # by method: smallest speed-up of a question
     tau: Mapping[str, float]  # by method: tokens per target forward, mean over the questions
@@ -59,6 +59,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
 
     Raises:
         UnsupportedModelError: The model can verify neither trees nor chains.
+        InvalidConfigError: See `measure`.
     """
     facts = current_facts(model)
     seconds = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)

@@ -106,7 +106,7 @@ class OtherProcesses:
         """Return the average number of cores that other processes used since this object was created.
 
         Returns:
-            None on systems without `/proc/stat`, or if a worker has ended.
+            None on systems without `/proc/stat`, or if a worker ended before this call.
         """
         now = self._now()
         if now is None or self._begin is None:

@@ -28,7 +28,7 @@ SPARE_SLOTS = 64
 class Reply:
     """Timed answer of another program to one prompt."""
 
-    ids: list[int]  # new tokens of greedy decoding, including the EOS
+    ids: list[int]  # new tokens of greedy decoding, including the EOS if generated
     seconds: float
     first_token_seconds: float
     tau: float | None = None  # tokens per target forward; None if unknown
@@ -49,11 +49,11 @@ class Measurement:
     question_id: str
     category: str
     method: str
-    num_tokens: int
+    num_tokens: int  # new tokens, in the last round
     seconds: list[float]  # one per round
     ids_equal: bool  # whether every turn has the same token ids as plain decoding
     first_difference: int | None  # index of the first token that differs from plain, in the first turn that differs
-    top_two_gap: float | None  # difference of the two highest logits for that token
+    top_two_gap: float | None  # difference of the two highest logits at that index, after plain's tokens
     tau: float  # mean over the turns; 1.0 if unknown, as for transformers' methods
     stages: dict[str, float] = field(default_factory=dict)  # median seconds per stage
     first_token_seconds: list[float] = field(default_factory=list)  # one per round, includes the prefill
@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens per second after each turn's first token; None if there are no such tokens or no times."""
+        """Tokens per second after each turn's first token; None without such tokens or a positive time for them."""
         rest = [total - first for total, first in zip(self.seconds, self.first_token_seconds, strict=False)]
         if not rest or self.num_tokens <= self.turns or statistics.median(rest) <= 0:
             return None
@@ -107,7 +107,8 @@ def measure(
         model: The target, with speculation attached and its drafters loaded.
         tokenizer: Its tokenizer.
         questions: Questions to answer.
-        methods: Names of `PEERS` or values of `speculative=`; `plain` is always measured first.
+        methods: Names of `PEERS`, values of `speculative=` (also with the suffix `+compile`), or keys of `settings`;
+            `plain` is always measured first.
         max_new_tokens: Length limit of each answer.
         rounds: Timed repetitions, interleaved over the methods.
         settings: By method name: a value of `speculative=` to use instead of the name, the assistant model of
@@ -145,7 +146,7 @@ def measure(
 
 
 def _prompt_length(tokenizer: Any, question: Question, max_new_tokens: int) -> int:
-    """Return the maximum length of the last turn's prompt, which contains all earlier turns and answers."""
+    """Return an upper bound, in tokens, of the last turn's prompt, which contains all earlier turns and answers."""
     texts = [text for turn in question.turns for text in (turn, "")][:-1]
     length: int = encode_chat(tokenizer, texts, torch.device("cpu"))["input_ids"].shape[1]
     earlier = len(question.turns) - 1
@@ -200,7 +201,7 @@ class _Caller:
         return text.strip()
 
     def timed_call(self, inputs: Any, method: str) -> _Answer:
-        """Run and time one call; drafters know only what they learned in earlier calls of the same method."""
+        """Run and time one call; load the method's learned state before it and store the new one afterwards."""
         if method in PEERS or method in self.externals:
             return self.answer(inputs, method)
         state = state_of(self.model)
@@ -326,7 +327,10 @@ def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
 
 
 def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:
-    """Return the index of the first turn whose answers differ and of the first token that differs in it, or None."""
+    """Return the index of the first turn whose answers differ and of the first token that differs in it, or None.
+
+    If one answer is the beginning of the other, the index of the token is the length of the shorter one.
+    """
     for turn, (expected, answer) in enumerate(zip(plain.answers, other.answers, strict=True)):
         if not torch.equal(expected.ids, answer.ids):
             width = min(len(expected.ids), len(answer.ids))

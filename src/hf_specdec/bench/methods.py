@@ -97,6 +97,6 @@ def check_compiled(method: str, model: Any) -> None:
 
 
 def compiled_graphs() -> int:
-    """Return the number of graphs that torch has compiled in this process."""
+    """Return the number of graphs that `torch.compile` has traced in this process; 0 if it has not been used."""
     counting = sys.modules.get("torch._dynamo.utils")
     return 0 if counting is None else counting.counters["stats"]["unique_graphs"]

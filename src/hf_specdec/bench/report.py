@@ -13,7 +13,7 @@ from hf_specdec.bench.measuring import Measurement
 from hf_specdec.reporting.palette import INK, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
-"""Reported percentiles: suffix of their names in a summary, and the fraction of values below."""
+"""Reported percentiles: the suffix of their names in a summary, and the `share` for `percentile`."""
 
 ALL = "all"
 """Additional category of a summary, which contains all questions."""
@@ -38,9 +38,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return one row per category and method; the category `all` contains all questions.
 
-    Values are medians over the questions of tokens/s, of its ratio to plain decoding (`speed_up`), of both after the
-    first token (`decode_...`) and of seconds to the first token; names such as `..._p20` or `..._mean` are other
-    statistics. `tau` is a mean; `ids_equal` counts answers with the token ids of plain decoding. None is unknown.
+    `tokens_per_second`, its ratio to plain decoding (`speed_up`), both after the first token (`decode_...`) and
+    `time_to_first_token` (seconds) are medians over the questions, except with a suffix such as `_p20` or `_mean`.
+    `tau` is a mean. `ids_equal` counts questions answered with plain decoding's token ids. Unknown values are None.
+
+    Args:
+        measurements: Must include one by `plain` for every question.
     """
     plain = {row.question_id: row for row in measurements if row.method == "plain"}
     categories = [*dict.fromkeys(row.category for row in measurements), ALL]
@@ -78,7 +81,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
-    """Return warnings about unreliable measurements: a busy machine, compilation in timed calls."""
+    """Return warnings about measurements on a busy machine or with compilation in timed calls; empty if none."""
     found = []
     disturbed = [row for row in measurements if row.disturbed_rounds]
     if disturbed:
@@ -98,7 +101,7 @@ def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
-    """Save a bar chart of the median speed-up per category and method, with error bars from p20 to p80.
+    """Save a bar chart of each method's median speed-up over `plain` by category, with error bars from p20 to p80.
 
     Needs matplotlib.
 

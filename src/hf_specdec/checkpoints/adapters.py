@@ -26,18 +26,18 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The files of an adapter."""
+    """The adapter of a target, found beside a head."""
 
-    where: str  # directory or repository, for `load_adapter`
-    weights: Path
+    where: str  # directory or repository of the head, for error messages
+    weights: Path  # the adapter's safetensors file
 
 
 def check_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
-    """Check that a model has an adapter's weights.
+    """Check that an adapter is loaded into a model and active, and that its weights equal the stored ones.
 
     Raises:
-        DrafterMismatchError: The adapter is not loaded into the model, or another one is.
-        CheckpointFormatError: The adapter has no tensors.
+        DrafterMismatchError: The adapter is not loaded, not active or merged, or another one is loaded.
+        CheckpointFormatError: The adapter's file is broken or has no tensors.
     """
     stored = TensorFiles([adapter.weights])
     names = sorted(stored.shapes)
@@ -56,7 +56,7 @@ def check_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> None:
 
 
 def _loaded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of active adapters by their names in peft's files."""
+    """Yield name and value of the parameters of active adapters; names as in peft's files, without `PEFT_PREFIX`."""
     for path, module in model.named_modules():
         if getattr(module, "disable_adapters", True):
             continue

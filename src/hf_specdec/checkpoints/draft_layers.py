@@ -25,7 +25,7 @@ from hf_specdec.records import Fields
 Shapes = Mapping[str, tuple[int, ...]]
 
 LAYER_FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-"""Config classes of draft layers by the model_type of a nested layer config."""
+"""Config classes of draft layers, by the `model_type` of a layer config inside the checkpoint's config."""
 
 LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
@@ -38,7 +38,12 @@ MAX_LAYERS = 64
 
 
 def layer_fields(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
-    """Return the fields that all draft layers have.
+    """Return the config fields that EAGLE heads, EAGLE-3 heads and MTP modules have in common, by our names.
+
+    Args:
+        layout: The layout.
+        fields: The checkpoint's config.
+        shapes: Shapes of the tensors, by our names.
 
     Raises:
         CheckpointFormatError, InvalidConfigError: The config is invalid, or contradicts the tensors.
@@ -100,7 +105,7 @@ def _family(layout: Layout, layer: Fields) -> Any:
 
 
 def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
-    """Return the checked fields of a layer config for transformers' class."""
+    """Return the checked fields of a layer config, as arguments of transformers' config class."""
     windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
     wanted = {name: layer[name] for name in (*LAYER_FIELDS, *ROPE_FIELDS, *windows) if layer.get(name) is not None}
     if "hidden_act" not in wanted and layer.get("hidden_activation") is not None:  # Gemma's name
@@ -119,7 +124,11 @@ def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
 
 
 def text_positions(rope: Fields) -> Fields:
-    """Replace the three-axis positions of vision-language models by ordinary ones, which are equal for text."""
+    """Return rotary settings for text: those of vision-language models without their three-axis positions.
+
+    The axes have equal positions in text, so ordinary rotary positions give the same result. Other settings are
+    returned unchanged.
+    """
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "mrope" and "mrope_section" not in rope:
         return rope
@@ -131,13 +140,16 @@ def text_positions(rope: Fields) -> Fields:
 
 
 def eagle3_fields(layout: Layout, fields: Fields, settings: Fields, shapes: Shapes) -> dict[str, Any]:
-    """Return the fields that only EAGLE-3 heads have.
+    """Return the config fields that only EAGLE-3 heads have, by our names.
 
     Args:
         layout: The layout.
         fields: The checkpoint's config.
         settings: Fields of our config that are known already.
         shapes: Shapes of the tensors, by our names.
+
+    Raises:
+        CheckpointFormatError: The config is invalid, or contradicts the tensors.
     """
     ambiguity = ambiguity_of(layout, fields)
     ids = ambiguity.layer_ids
@@ -172,7 +184,7 @@ def eagle3_fields(layout: Layout, fields: Fields, settings: Fields, shapes: Shap
 
 
 def _layers_of(shapes: Shapes) -> dict[str, Any]:
-    """Return the number and kind of the layers, counted from the tensors: configs often have the target's number."""
+    """Return number and kind of the layers according to the tensors; configs often have the target's number."""
     numbers = {int(name.split(".")[1]) for name in shapes if re.match(r"layers\.\d+\.", name)}
     if numbers != set(range(1, len(numbers) + 1)):
         raise CheckpointFormatError(f"It has tensors of the layers {sorted(numbers)[:20]}; a layer is missing.")
@@ -184,7 +196,7 @@ def ambiguity_of(layout: Layout, fields: Fields) -> Ambiguity:
     """Return what the config leaves open about the layers that a head reads and about `norm_output`.
 
     Raises:
-        CheckpointFormatError: The layer ids are not a list of distinct integers.
+        CheckpointFormatError: The layer ids are not a list of distinct layer indices, or `norm_output` is not a bool.
     """
     flags = [lookup(fields, path) for path in ("norm_output", "eagle_config.return_hidden_post_norm")]
     for flag in flags:
@@ -208,7 +220,14 @@ def _is_layer(value: Any) -> bool:
 
 
 def medusa_fields(settings: Fields, shapes: Shapes) -> dict[str, Any]:
-    """Return the sizes of Medusa heads from the tensors; published configs have a wrong number of heads."""
+    """Return the config fields of Medusa heads that follow from the tensors.
+
+    The number of heads is counted, because it is wrong in published configs. `vocab_size` is taken from `settings` if
+    no tensor shows it.
+
+    Raises:
+        CheckpointFormatError: The first residual block is missing.
+    """
     blocks = [name.split(".") for name in shapes if name.endswith(".linear.weight")]
     scores = [shape for name, shape in shapes.items() if re.fullmatch(r"heads\.\d+\.\d+\.weight", name)]
     block = shapes.get("heads.0.0.linear.weight")

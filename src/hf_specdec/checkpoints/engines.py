@@ -38,14 +38,14 @@ class Format:
     tensors: Callable[[Any], Tensors]
     readers: Callable[[Any], str]  # for the card: programs that read it, and how to use them
     file_name: str = "model.safetensors"
-    holds: tuple[str, ...] = ()  # fields of OWN_SETTINGS that it can store
+    holds: tuple[str, ...] = ()  # fields of `export.OWN_SETTINGS` that it can store
 
 
 # ----------------------------------------------------------------------------------------------- configurations
 
 
 def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
-    """Return a Llama config with the keys of old and new transformers versions."""
+    """Return the Llama config of the draft layers, with rotary fields that old and new transformers versions read."""
     config = head.config
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta", PLAIN_THETA), rope.pop("rope_type", "default")
@@ -64,7 +64,7 @@ def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
 
 
 def _for_eagles_code(fields: Fields) -> Fields:
-    """Reduce `rope_scaling` to what EAGLE's config class accepts: a type and a factor above 1, which is a float."""
+    """Reduce `rope_scaling` to what EAGLE's code accepts: None, or a type and a float factor above 1."""
     scaling = fields["rope_scaling"]
     if not scaling or scaling["factor"] == 1:
         return {**fields, "rope_scaling": None}
@@ -123,7 +123,7 @@ def _mtp_config(head: MtpHead) -> Fields:
 
 
 def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) -> Fields:
-    """Return the fields that all speculators configs have."""
+    """Return the fields that the speculators configs of EAGLE-3 heads and MTP modules have in common."""
     config, layer = head.config, _layer_config(head)
     if config.qk_norm:
         layer = {**layer, "model_type": "qwen3"}
@@ -180,7 +180,10 @@ def _with_vocabulary(head: Eagle3Head) -> Tensors:
 
 
 def _sglang_tensors(head: Eagle3Head) -> Tensors:
-    """Return the tensors; SGLang calls the input norm of layers after the first `hidden_norm`."""
+    """Return the tensors under SGLang's names, without the embedding.
+
+    If there are several layers, the first is `layers.0`, and the input norm of the others is called `hidden_norm`.
+    """
     stored = _with_vocabulary(head) if head.config.own_lm_head else _state(head)
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("embed_tokens")}
     if head.config.num_hidden_layers == 1:

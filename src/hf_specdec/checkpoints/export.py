@@ -27,21 +27,22 @@ logger = logging.getLogger(__name__)
 def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
     """Write a head in an engine's layout, with a card that describes how to use it there.
 
-    Settings that the format cannot store are logged, see `lost_settings`.
+    Settings that the format cannot store are lost; their names are logged, see `lost_settings`.
 
     Args:
         head: Any head of this package.
-        path: A directory that is empty or does not exist.
+        path: A directory that is empty or does not exist, or with `replace`, holds a head.
         format: `"hf-specdec"`; `"medusa"` (Medusa's code and Text Generation Inference), `"eagle"`, `"eagle3"` (the
             authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"speculators-mtp"`, `"sglang"` (EAGLE-3).
-        replace: Replace a head in the directory, with all its files.
+        replace: Delete a head that is in the directory, with all its files, and write this one.
 
     Returns:
         The directory.
 
     Raises:
-        InvalidConfigError: The format is unknown, or the directory is not empty or the one the head was loaded from.
-        CheckpointFormatError: The format cannot store this head. Nothing is written.
+        InvalidConfigError: The format is unknown; or the directory is the one the head was loaded from, is not empty
+            (without `replace`), holds other files than a head's, or another process writes to it.
+        CheckpointFormatError: The format cannot store this head, or the head needs an adapter. Nothing is written.
     """
     folder = Path(path)
     _check_format(head, format)
@@ -54,6 +55,8 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
             (staged / "new").rename(folder)
         except OSError as error:
             if not folder.is_dir() or not any(folder.iterdir()):
+                if (staged / "old").exists() and not folder.exists():
+                    (staged / "old").rename(folder)
                 raise
             raise InvalidConfigError(
                 f"Another process wrote files into {folder} during the export.", "Choose another directory."
@@ -70,11 +73,11 @@ OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "recipe", "tau
 HEAD_FILES = re.compile(
     r"config\.json|.+\.(safetensors|bin|pt)(\.index\.json)?|README\.md|[\w-]+\.png|custom_generate(/generate\.py)?"
 )
-"""Files of a head; a directory with any other file is never replaced."""
+"""Names of a head's files; a directory with any other file is never replaced."""
 
 
 def lost_settings(head: Head, format: str) -> list[str]:
-    """Return the settings of a head that a format cannot store; reading the export gives the drafter's defaults."""
+    """Return the names of settings of a head that a format cannot store; loading the export gives their defaults."""
     if format == NATIVE_LAYOUT:
         return []
     defaults, holds = type(head.config)(), FORMATS[format].holds

@@ -1,6 +1,6 @@
 """Reasons why a head does not fit a layout that `export_head` writes.
 
-Every function returns all possible reasons, and whether each applies to the head.
+Each `*_refusals` function returns all possible reasons as keys, and whether each applies to the head as values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.verification.features import LAST
 
 PLAIN_THETA = 10000.0
-"""Rotary base that EAGLE's scaled classes use regardless of the config."""
+"""Rotary base that EAGLE's classes for scaled rotary positions use, regardless of the config."""
 
 
 def _tied(head: MedusaHeads) -> bool:
-    """Whether all residual blocks of a head are equal, for every head."""
+    """Whether each Medusa head consists of equal residual blocks."""
     blocks = [list(parts.children())[: head.config.medusa_num_layers] for parts in head.heads]
     return all(
         torch.equal(tensor, other.state_dict()[name])

@@ -19,16 +19,17 @@ from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.records import MAX_OBJECT_BYTES, Fields, open_regular, read_object
 
 MAX_INDEX_BYTES = 64 * 2**20
-"""Maximum size of an index, which has one line per tensor."""
+"""Maximum size in bytes of an index, which has one line per tensor."""
 
 PICKLED = (".pt", ".bin")
+"""Suffixes of files written by `torch.save`."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_OBJECT_BYTES) -> Fields:
-    """Read a file with one JSON object.
+    """Return the JSON object in a file.
 
     Raises:
-        CheckpointFormatError: The file does not exist, is too long, or does not hold a JSON object.
+        CheckpointFormatError: The file cannot be read, is too long, or does not hold a JSON object.
     """
     return read_object(path, max_bytes, CheckpointFormatError)
 
@@ -48,7 +49,7 @@ class _SafeTensors:
 
 
 class _Pickled:
-    """A `torch.save` file of tensors by name."""
+    """A `torch.save` file of tensors by name; the constructor raises `NotTensorsError` for any other content."""
 
     def __init__(self, file: Path) -> None:
         self._file = TorchFile(open_regular(file, CheckpointFormatError))
@@ -73,7 +74,8 @@ class TensorFiles:
         files: All files of the checkpoint, `.safetensors`, `.pt` or `.bin`.
 
     Raises:
-        CheckpointFormatError: A file is broken or holds anything but tensors, or two files hold the same tensor.
+        CheckpointFormatError: A file cannot be read, is broken or holds anything but tensors, or two files hold
+            tensors of the same name.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -120,7 +122,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the names of the files in an index.
+    """Return the distinct names of the weight files in an index (`*.index.json`), in its order.
 
     Raises:
         CheckpointFormatError: The index is invalid, or names a file in another directory or of another type.
@@ -136,7 +138,7 @@ def shard_names(index: Path) -> list[str]:
 
 
 def listed(names: Sequence[str], at_most: int = 8) -> str:
-    """Format names for an error message, shortened.
+    """Return names as a text for an error message: at most `at_most` of them, each cut after 120 characters.
 
     Example: `listed(["a", "b", "c"], 2)` is "a, b and 1 more".
     """
@@ -151,7 +153,7 @@ def read_frequent_tokens(file: Path) -> Tensor:
         `[n]` int64 target ids, most frequent first.
 
     Raises:
-        CheckpointFormatError: The file does not hold a list of distinct token ids.
+        CheckpointFormatError: The file cannot be read, or does not hold a list or vector of distinct token ids.
     """
     with _readable(file):
         opened = TorchFile(open_regular(file, CheckpointFormatError))

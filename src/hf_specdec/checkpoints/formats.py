@@ -51,6 +51,11 @@ HEADS: dict[type[Any], type[Head]] = {
 def find_layout(fields: Fields, names: Names, where: str) -> Layout:
     """Return the layout of a checkpoint.
 
+    Args:
+        fields: Its config.
+        names: Names of its tensors.
+        where: Its name, for error messages.
+
     Raises:
         CheckpointFormatError: The layout is unknown, or its heads are not supported.
     """
@@ -77,7 +82,8 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
         where: Name of the checkpoint, for error messages.
 
     Returns:
-        The head, in the smallest dtype that represents all its tensors, with `layout` set.
+        The head on the CPU, in eval mode and in the smallest dtype that represents all its tensors. `layout` is set,
+        and `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
 
     Raises:
         CheckpointFormatError: The layout is unknown, the config is invalid, or tensors have invalid dtypes or values.
@@ -112,7 +118,7 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
 
 
 def _planned(layout: Layout, fields: Fields, shapes: Shapes, file_names: Mapping[str, str], where: str) -> Head:
-    """Create a head on the meta device and compare its tensors with those of the files.
+    """Return a head on the meta device, after comparing its tensor names and shapes with those of the files.
 
     Args:
         layout, fields, where: See `read_head`.
@@ -144,7 +150,7 @@ def _meta_dtype(name: str) -> torch.dtype:
 
 
 def _empty_head(layout: Layout, fields: Fields, shapes: Shapes) -> Head:
-    """Create the head of a config on the meta device."""
+    """Return a head on the meta device, according to the config and the shapes of the tensors."""
     if layout.name == NATIVE_LAYOUT:
         config = layout.config_class.from_dict(fields)
     else:
@@ -158,7 +164,7 @@ def _empty_head(layout: Layout, fields: Fields, shapes: Shapes) -> Head:
 
 
 def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
-    """Return the fields of our config, from the checkpoint's config and tensors."""
+    """Return the fields of our config, from the checkpoint's config and the shapes of its tensors by our names."""
     for path, wanted in layout.expected.items():
         found = lookup(fields, path, wanted)
         if found != wanted:
@@ -195,7 +201,7 @@ def _check_shapes(head: Head, shapes: Shapes, file_names: Mapping[str, str], whe
 
 
 def _rotary(config: Any, where: str) -> DraftRotaryEmbedding:
-    """Create the rotary embedding, whose frequencies are not stored in checkpoints."""
+    """Return the rotary embedding on the CPU; its frequencies are computed, because checkpoints do not store them."""
     try:
         with torch.device("cpu"):
             rotary = DraftRotaryEmbedding(config)

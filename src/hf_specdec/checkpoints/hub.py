@@ -53,7 +53,7 @@ class Checkpoint:
     where: str
     fields: Fields
     files: TensorFiles
-    adapter: AdapterFiles | None = None  # of the target, without which the head must not be used
+    adapter: AdapterFiles | None = None  # the target's, which the head needs; None if there is none
 
 
 @persistent_tensors()
@@ -63,7 +63,7 @@ def load_head(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     hot_tokens: Tensor | str | Path | None = None,
 ) -> Head:  # fmt: skip
-    """Load a head in any layout of `checkpoints/layouts.py`; `head.layout` is its name.
+    """Return a head, in eval mode, from files in any layout of `checkpoints/layouts.py`; `head.layout` names it.
 
     Args:
         repo_or_path: A local directory or a Hub id.
@@ -77,7 +77,7 @@ def load_head(
             heads that share the target's lm_head.
 
     Raises:
-        CheckpointFormatError: The head does not exist, has an unknown layout, or a file is broken.
+        CheckpointFormatError: The head does not exist, has an unknown or unsupported layout, or a file is broken.
         HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
         InvalidConfigError: The hot tokens are invalid, or the head does not support them.
     """
@@ -103,7 +103,8 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
         **download: Arguments of `huggingface_hub.hf_hub_download`.
 
     Raises:
-        CheckpointFormatError: A repository, directory or file does not exist or is broken.
+        CheckpointFormatError: A repository, directory or file does not exist or is broken, the head is quantised, or
+            saving it was interrupted.
     """
     folder = Path(repo_or_path)
     source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
@@ -138,7 +139,11 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
 
 
 def _adapter_in(source: _Folder) -> AdapterFiles | None:
-    """Return the target's adapter beside a head; None if there is none."""
+    """Return the target's adapter beside a head; None if there is none.
+
+    Raises:
+        CheckpointFormatError: There is an adapter's config, but no weights.
+    """
     config = source.find(ADAPTER_CONFIG_NAME)
     if config is None:
         return None
@@ -204,6 +209,8 @@ class _Repository(_Folder):
     def find(self, name: str) -> Path | None:
         """Return the path of a file, downloaded if it is not cached; None if it does not exist.
 
+        Offline, the result is also None for a file other than `config.json` that is not cached.
+
         Raises:
             CheckpointFormatError: There is no such repository or revision, no access or connection, or the file has
                 another hash than on the Hub.
@@ -234,7 +241,11 @@ class _Repository(_Folder):
 
 
 def _check_hash(path: Path) -> None:
-    """Compare a cached file with its hash on the Hub, which is the name of its blob."""
+    """Compare a file in the Hub's cache with its hash on the Hub, which is the name of its blob.
+
+    Raises:
+        CheckpointFormatError: The hashes differ.
+    """
     blob = path.resolve()
     if blob.parent.name != "blobs":
         return
@@ -256,7 +267,7 @@ def _check_hash(path: Path) -> None:
 
 
 SHA256_DIGITS, GIT_DIGITS = 64, 40
-"""Digits of the hash of a large (LFS) file, and of a file that is stored in git."""
+"""Hexadecimal digits of the hash of a large (LFS) file, and of a file that is stored in git."""
 
 CHUNK = 2**20
-"""Bytes that are hashed at once."""
+"""Bytes read at once for hashing."""

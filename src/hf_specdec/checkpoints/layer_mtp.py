@@ -46,7 +46,10 @@ ALTERNATIVES = "Load an MTP module that was trained for it (model.load_drafter(.
 
 
 def drops_mtp(model: PreTrainedModel) -> bool:
-    """Whether transformers drops MTP tensors of this model's checkpoints, and its own MTP code cannot read them."""
+    """Whether `target_mtp` is needed: transformers drops the MTP tensors of this model's checkpoints.
+
+    False if transformers' own MTP code can read them, or if `LayerMtpHead` does not support the model's layers.
+    """
     text = text_config(model)
     patterns = unexpected_keys(model) or ()
     ignored = any(re.match(pattern, "mtp.fc.weight") for pattern in patterns)
@@ -55,12 +58,14 @@ def drops_mtp(model: PreTrainedModel) -> bool:
 
 @persistent_tensors()
 def target_mtp(model: PreTrainedModel) -> LayerMtpHead:
-    """Read the MTP module in a target's own checkpoint, a local directory or a repository in the Hub cache.
+    """Return the MTP module in a target's checkpoint: a local directory, or a repository (cached or downloaded).
 
     Raises:
-        DrafterMismatchError: The model was not loaded from a checkpoint with safetensors, or that has no MTP module.
+        DrafterMismatchError: The model was not loaded from a checkpoint, or its checkpoint has no safetensors, no MTP
+            module, or lacks a file.
         UnsupportedModelError: The checkpoint has several modules.
-        HeadTensorsError, CheckpointFormatError: Tensors are missing, unknown, or have wrong shapes, dtypes or values.
+        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
+        CheckpointFormatError: The config is invalid, a file is broken, or tensors have invalid dtypes or values.
     """
     name, where = model_name(model.config), type(model).__name__
     if not name:
@@ -82,7 +87,7 @@ def target_mtp(model: PreTrainedModel) -> LayerMtpHead:
 
 
 def speculators_layer_mtp(fields: Fields, files: TensorFiles, where: str) -> LayerMtpHead:
-    """Read a module that speculators (type `mtp`) stores for a target with one of `LAYER_TYPES`.
+    """Return an MTP module that speculators (type `mtp`) stored for a target with one of `LAYER_TYPES`.
 
     Args:
         fields: The checkpoint's config.
@@ -122,7 +127,11 @@ def _checked_layer(layer: Fields, where: str) -> dict[str, Any]:
 
 
 def _target_files(name: str, revision: str | None) -> TensorFiles:
-    """Open the files of a target's checkpoint that hold MTP tensors."""
+    """Open the safetensors files of a target's checkpoint that hold MTP tensors, or its only one.
+
+    Raises:
+        DrafterMismatchError: There are no safetensors, or a file of the index is missing.
+    """
     whole = _find(name, WEIGHTS, revision)
     if whole is not None:
         return TensorFiles([whole])
@@ -141,7 +150,7 @@ def _target_files(name: str, revision: str | None) -> TensorFiles:
 
 
 def _find(name: str, file: str, revision: str | None) -> Path | None:
-    """Return the path of a file of a checkpoint; None if it does not exist."""
+    """Return the path of a checkpoint's file, downloaded if necessary; None if it does not exist or is unreachable."""
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
@@ -156,13 +165,16 @@ def _find(name: str, file: str, revision: str | None) -> Path | None:
 
 
 def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], where: str) -> LayerMtpHead:
-    """Create a module and load its tensors, after comparing their names and shapes.
+    """Return a module with its tensors loaded, in eval mode on the CPU, after checking their names and shapes.
 
     Args:
         config: Its config.
         files: The files.
         names: Our tensor names by those in the files.
         where: Name of the checkpoint, for error messages.
+
+    Raises:
+        HeadTensorsError, CheckpointFormatError: See `target_mtp`.
     """
     head = _on_meta(config, where)
     try:

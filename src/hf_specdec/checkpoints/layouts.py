@@ -28,18 +28,18 @@ class Layout:
 
     name: str
     config_class: ConfigClass
-    matches: Callable[[Fields, Names], bool]
+    matches: Callable[[Fields, Names], bool]  # given config and tensor names
     writers: str  # programs that write it
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout
     expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value
-    renames: tuple[tuple[str, str], ...] = ()  # regular expression: our tensor name
+    renames: tuple[tuple[str, str], ...] = ()  # regular expression: our name; the first that matches is used
     unread: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     layer_config: str = ""  # path of the draft layer's config; "" is the top level
     of_verifier: bool = False  # the layer config is that of the whole target; its first layer type is used
-    layer_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of layer ids, and what may be added to them
+    layer_ids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # paths of layer ids, with their possible offsets
     final_norm: tuple[bool, ...] = (False, True)  # see `Ambiguity`
-    unsure_of_norm_output: bool = False  # whether `norm_output` may have been written with another meaning
+    unsure_of_norm_output: bool = False  # `norm_output: true` may be wrong, see `heads/readings.py`
 
 
 def lookup(fields: Fields, path: str, default: Any = None) -> Any:
@@ -103,6 +103,7 @@ SPECULATORS_EAGLE = Layout(
     layer_config="transformer_layer_config",
 )
 FIRST_LAYER = r"(model\.)?(midlayer|midlayer\.0|layers\.0)\.hidden_norm\.weight"
+"""Name of a tensor that only EAGLE-3 heads have."""
 
 EAGLE3 = Layout(
     "eagle3",
@@ -272,11 +273,11 @@ LAYOUTS = (
     MEDUSA_MODEL, MEDUSA_V2,
     MEDUSA_V1, NEMO_EAGLE3, DEEPSPEC_EAGLE3, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
 )  # fmt: skip
-"""All layouts; the first that matches is used."""
+"""All layouts that can be read; the first that matches is used."""
 
 
 def is_head_config(fields: Fields) -> bool:
-    """Whether a config can only be a head's; False for EAGLE-1 and some EAGLE-3 heads, which look like a Llama."""
+    """Whether a config can only be a head's; False for EAGLE-1 and some EAGLE-3 heads, whose configs are a Llama's."""
     architectures, kind = fields.get("architectures"), fields.get("model_type")
     return (
         any(kind == layout.config_class.model_type for layout in NATIVE)
@@ -286,6 +287,7 @@ def is_head_config(fields: Fields) -> bool:
 
 
 HEAD_FIELDS = ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size", "eagle_config")
+"""Config fields that only heads have."""
 HEAD_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
     "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",

@@ -63,7 +63,7 @@ class TorchFile:
     disk between check and read has no effect.
 
     Args:
-        file: Opened for reading; closed with this object.
+        file: Opened for reading; closed when this object is deleted.
 
     Raises:
         NotTensorsError: The file is broken or hostile, or does not hold tensors.
@@ -136,7 +136,7 @@ class TorchFile:
         return content
 
     def _check_sizes(self) -> None:
-        """Refuse storages of another size than declared (out-of-bounds reads), and too many tensors in one of them."""
+        """Refuse storages of another size than declared (out-of-bounds reads), and tensors beyond `MAX_SHARING`."""
         for key, storage in self._declared.items():
             if self._stored_bytes.get(key) != storage.numel * storage.dtype.itemsize:
                 raise NotTensorsError(f"it does not hold the {storage.numel} values of storage {key!r}")
@@ -154,7 +154,7 @@ def _read_at(file: IO[bytes], offset: int, size: int) -> bytes:
 
 @contextmanager
 def _faults_as_errors() -> Iterator[None]:
-    """Turn whatever `zipfile`, `pickle` or torch raises for a broken file into a `NotTensorsError`."""
+    """Convert every exception, such as those of `zipfile`, `pickle` and torch, to `NotTensorsError`."""
     try:
         yield
     except NotTensorsError:
@@ -173,7 +173,7 @@ class _Names(dict[str, Any]):
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_ignored: Any) -> StoredTensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`.
+    """Return a `StoredTensor`, where `torch._utils._rebuild_tensor_v2` would create the tensor.
 
     Raises:
         NotTensorsError: The arguments have wrong types, invalid sizes or many dimensions (multiplying thousands of
@@ -202,7 +202,7 @@ GLOBALS: dict[str, Any] = {
     "torch.ShortStorage": torch.int16, "torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8,
     "torch.BoolStorage": torch.bool,
 }  # fmt: skip
-"""Globals that a pickle may import, and their replacements, which have no side effects."""
+"""Names (functions and classes) that a pickle may import, and their replacements, which have no side effects."""
 
 INSTRUCTIONS = (
     "PROTO", "FRAME", "MARK", "STOP", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL",
@@ -232,14 +232,14 @@ class _Unpickler(pickle._Unpickler):
         self._declared = declared
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a global, or refuse the global, which could run any code."""
+        """Return the replacement of a global; raise `NotTensorsError` for others, which could run any code."""
         path = f"{module}.{name}"
         if path not in GLOBALS:
             raise NotTensorsError(f"its pickle imports {path[:120]}, which tensors do not need")
         return GLOBALS[path]
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return a storage; refuse views of storages, and one that is declared with two types or sizes."""
+        """Return a storage; raise `NotTensorsError` for a view, or if it is declared with two types or sizes."""
         kind, dtype, key, _location, numel, *view = pid
         valid = kind == "storage" and isinstance(dtype, torch.dtype) and type(key) is str and view in ([], [None])
         if not valid or type(numel) is not int or not 0 <= numel < MAX_INTEGER:

@@ -7,7 +7,7 @@ from hf_specdec.heads.schema import shown
 from hf_specdec.records import Fields
 
 SPECULATORS = ("eagle", "eagle3", "mtp")
-"""Types of speculators checkpoints that are read."""
+"""Values of `speculators_model_type` that are read."""
 
 SPECULATORS_TYPES = {
     "peagle": "a P-EAGLE head (speculators)",
@@ -23,12 +23,15 @@ ARCHITECTURES = {
     "DFlashDraftModel": "a DFlash drafter",
     "DSparkDraftModel": "a DSpark drafter",
     "MLPSpeculatorPreTrainedModel": "an MLP speculator",
+    "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
+    "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
 }
 MLA_TENSORS = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj")
+"""Tensors of multi-head latent attention."""
 
 
 def unsupported_kind(fields: Fields, names: Names) -> str | None:
-    """Return what an unsupported head is, for an error message; None if nothing speaks against it.
+    """Return a description of an unsupported head, for an error message; None if no unsupported kind is recognised.
 
     Args:
         fields: Its config.

@@ -22,12 +22,12 @@ class HeadReport:
     method: str  # for `speculative=`
     head: str  # class name
     target: str | None  # according to its config
-    parameters: int
+    parameters: int  # number of weights
     dtype: str
     files: dict[str, int]  # sizes in bytes by name
     vocabulary: int | None  # V of the target
     draft_vocabulary: int | None  # Vd
-    layers_read: list[int] | None  # indices of hidden states; -1 is after the final norm, None the paper's three
+    layers_read: list[int] | None  # numbers of hidden states, see `Features`; None: the paper's three
     ambiguous: list[str]  # fields of `Reading` that the files leave open
     needs_adapter: bool  # whether the head was trained together with an adapter of its target
     config: dict[str, Any]  # fields with other values than the defaults of the class
@@ -45,7 +45,7 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
         **kwargs: Arguments of `open_checkpoint`: `revision`, `token`, `subfolder`, ...
 
     Raises:
-        CheckpointFormatError: The head cannot be loaded.
+        CheckpointFormatError: The head cannot be loaded; a `HeadTensorsError` if its tensors do not fit its config.
     """
     checkpoint = open_checkpoint(repo_or_path, **kwargs)
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)

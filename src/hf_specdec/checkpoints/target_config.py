@@ -10,7 +10,7 @@ EXPECTED_MODEL = "Give a model's directory or its Hub id."
 
 
 def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
-    """Refuse a config that makes transformers download kernels from a repository which the user did not name.
+    """Raise if a config makes transformers download kernels from a repository that the user did not name.
 
     Args:
         fields: The model's `config.json`.
@@ -30,7 +30,7 @@ def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return an error message up to the end of the first sentence that ends after 20 characters."""
+    """Return an error's message up to its first ". " after 20 characters, or the whole message; newlines removed."""
     text = " ".join(str(error).split()) or type(error).__name__
     end = text.find(". ", 20)
     return text if end < 0 else text[: end + 1]

@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VOCABULARIES = ("d2t", "token_map")
-"""The only tensors of integers: token ids of a draft vocabulary."""
+"""Names of the integer tensors, which define a draft vocabulary: offsets (`d2t`) or token ids (`token_map`)."""
 
 VLLM_VOCABULARY = 32001
 """Vocabulary size of vLLM's Medusa heads if the config has none."""
@@ -60,7 +60,7 @@ def names_of(layout: Layout, names: Iterable[str], where: str) -> tuple[dict[str
 
 
 def _input_norm(name: str) -> str | None:
-    """Return our name of the input norm of an EAGLE-3 layer after the first.
+    """Return our name of the input norm of an EAGLE-3 layer after the first; None for other tensors.
 
     SGLang and TensorRT-LLM call it `hidden_norm`. Layers that also read the token embedding have a norm of each name.
     """
@@ -69,10 +69,10 @@ def _input_norm(name: str) -> str | None:
 
 
 def copy_checked(name: str, tensor: Tensor, where: str) -> Tensor:
-    """Copy a tensor out of its file, after checking its dtype and values.
+    """Return a copy of a tensor after checking its dtype and values; integers become int64.
 
     Raises:
-        CheckpointFormatError: The dtype is not supported, or a value is not finite or too large for float16.
+        CheckpointFormatError: The dtype is not supported, or a weight is not finite or too large for float16.
     """
     is_vocabulary = name in VOCABULARIES
     wanted = INTEGERS if is_vocabulary else FLOATS
@@ -92,18 +92,22 @@ def copy_checked(name: str, tensor: Tensor, where: str) -> Tensor:
 
 
 def in_one_dtype(tensors: Tensors) -> tuple[Tensors, torch.dtype]:
-    """Convert weights to the smallest dtype that represents all of them; return them and the dtype."""
+    """Return the tensors, with weights in the smallest dtype that represents all of them, and that dtype."""
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors.values() if t.is_floating_point()))
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}, dtype
 
 
 def completed(layout: Layout, fields: Fields, tensors: Tensors) -> Tensors:
-    """Add the tensors that a layout leaves implicit, and give those of vLLM's Medusa heads our names.
+    """Return the tensors with those that a layout leaves implicit, and with our names for vLLM's Medusa heads.
 
     Args:
         layout: The layout.
         fields: The checkpoint's config.
         tensors: The tensors by our names, on any device; on the meta device only shapes are computed.
+
+    Raises:
+        CheckpointFormatError: More than `MAX_SHARED_HEADS` heads share one lm_head.
+        InvalidConfigError: `logit_scale` is invalid.
     """
     if layout.name == "vllm-medusa":
         return _vllm_medusa(fields, tensors)
@@ -159,7 +163,7 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int |
     """Sort the draft vocabulary by token id, and the rows of every lm_head with it.
 
     ModelOpt and NeMo sort it by frequency. A `d2t` of 0, 1, 2, ... holds ids instead of offsets if it covers the whole
-    vocabulary, or if `t2d` says so (verl-SpeCo).
+    vocabulary, or if `t2d` selects exactly the first tokens (verl-SpeCo). Without `d2t` nothing is changed.
 
     Args:
         tensors: The tensors by our names.
@@ -168,7 +172,8 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int |
         where: Name of the checkpoint, for error messages.
 
     Raises:
-        CheckpointFormatError: Token ids are repeated or out of range, or `t2d` selects other tokens.
+        CheckpointFormatError: Token ids are repeated or out of range, or `t2d` has an invalid dtype or selects other
+            tokens.
     """
     if "d2t" not in tensors:
         return tensors
@@ -185,7 +190,7 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int |
     ids, order = ids.sort()
     if bool((ids[1:] == ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:
         raise CheckpointFormatError(f"{where}: d2t must yield distinct target ids from 0 to {size - 1}.")
-    # initial values: all ones in SpecForge, zeros in AngelSlim
+    # buffers that were never set are ignored: t2d is all ones in SpecForge, zeros in AngelSlim, and d2t zeros
     is_unset = mask is not None and bool(mask.all() or not mask.any()) and not bool(offsets.any())
     is_whole = vocab_size is None or mask is None or len(mask) == vocab_size
     if mask is not None and not is_unset and not (is_whole and torch.equal(mask.nonzero().flatten(), ids)):

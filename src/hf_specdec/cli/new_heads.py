@@ -24,7 +24,7 @@ NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head)
 
 
 def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
-    """Return the config fields that the user has set for a new head, which are those that are not None.
+    """Return the config fields that the user has set for a new head, that is, those that are not None.
 
     Raises:
         InvalidConfigError: A field is set, but training starts from `--initial-head`, which has its own config.
@@ -67,6 +67,7 @@ def load_initial_head(source: str, kind: Any, name: str) -> Any:
 
     Raises:
         InvalidConfigError: The head is not an instance of `kind`.
+        CheckpointFormatError: The head cannot be read.
     """
     loaded = load_head(source)
     if not isinstance(loaded, kind):
@@ -75,7 +76,7 @@ def load_initial_head(source: str, kind: Any, name: str) -> Any:
 
 
 def name_target(config: Any, name: str | None, path: str | None = None) -> None:
-    """Store the target's name in a head's config: `name`, else `path`, else the present name if it is no local path.
+    """Store the target's name in a head's config: `name`, else `path`, else the current name, or None if it is local.
 
     Args:
         config: Config of the head.

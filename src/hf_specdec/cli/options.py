@@ -17,7 +17,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def finite(value: Any) -> Any:
-    """Return an option's value unchanged; for use as callback of options, because typer's range check accepts NaN.
+    """Return an option's value if it is finite (a callback of options, because typer's range check accepts NaN).
 
     Raises:
         BadParameter: The value, or a number in the list, is infinite or NaN.

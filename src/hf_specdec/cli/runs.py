@@ -91,7 +91,10 @@ def print_result(result: dict[str, Any], as_json: bool) -> None:
 def finish_training(
     target: PreTrainedModel, head: Head, output: Path, evaluation: TrainingData | None, as_json: bool
 ) -> None:
-    """Save a trained head and print its accuracy and, given evaluation data, its expected speed-up on this device."""
+    """Save a trained head; print its accuracy and, given evaluation data, its expected speed-up on this device.
+
+    The main process does this, while all others wait.
+    """
     from hf_specdec.training.processes import processes
 
     if is_main():
@@ -102,7 +105,10 @@ def finish_training(
 
 
 def _save_head(head: Head, output: Path, as_json: bool) -> None:
-    """Save a trained head in bfloat16, and a plot of its training log; print the final accuracies and taus."""
+    """Convert a trained head to bfloat16 and save it; plot its training log; print the final accuracies and taus.
+
+    Without matplotlib, or if the log has no accuracies, there is no plot.
+    """
     log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:

@@ -276,7 +276,7 @@ def _start_from_target(head: Eagle3Head, target: PreTrainedModel) -> None:
 
 
 class _TrainingRun:
-    """Directories and training arguments of a `train` command, checked on creation.
+    """Directories and training arguments of a `train` command; raises `InvalidConfigError` if one cannot be used.
 
     Args:
         output: Directory for the head, checkpoints and log.
@@ -313,7 +313,7 @@ class _TrainingRun:
         evaluation: list[Conversation],
         layers: tuple[int, ...],
     ) -> tuple[TrainingData, TrainingData | None]:
-        """Return the data for training and for evaluation (or None): conversations, or their features if stored."""
+        """Return the data for training and for evaluation (or None): conversations, or features captured from them."""
         if self._features is None:
             return conversations, evaluation or None
         training = training_package()
@@ -328,7 +328,7 @@ class _TrainingRun:
 def _split_conversations(
     data: list[str], model: str | None, max_length: int, held_out: int | None, drop_seen: float | None
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Read conversations; return those for training, without near-duplicates, and those held out for evaluation.
+    """Read conversations; return those for training (no near-duplicates if `drop_seen` is set) and those held out.
 
     Raises:
         InvalidConfigError: No conversations can be read, or `held_out` or `drop_seen` leaves none for training.

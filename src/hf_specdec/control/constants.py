@@ -15,28 +15,32 @@ from __future__ import annotations
 # ------------------------------------------------------------------------------------------- cost of a step
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Nodes per row for which a step is timed; widths between them are interpolated."""
+"""Widths (nodes per row) for which a verify forward is timed, up to the largest width needed, which is timed as well;
+costs between them are interpolated."""
 
 TIMED_ROUNDS = 5
-"""Timed forwards per tree size in an offline measurement (`search_tree`); the median is used."""
+"""Default number of timed forwards per tree size, used while no user waits (`search_tree`); the median is reported."""
 
 QUICK_ROUNDS = 3
 """Timed forwards per width while a user waits; the fastest is used, because noise only makes a forward slower."""
 
 MEASURED_CONTEXT = 512
-"""Maximum context, in tokens, of the timed forwards; costs with longer contexts are corrected by real steps."""
+"""Maximum context, in tokens, of the forwards timed for `StepCosts`; real steps correct it for longer contexts."""
 
 MAX_MEASURED_NODES = 128
-"""Maximum nodes of all rows together in a timed forward; widths up to `MIN_MEASURED_WIDTH` may exceed it."""
+"""Maximum nodes of all rows together in a forward timed for `StepCosts`; widths up to `MIN_MEASURED_WIDTH` may exceed
+it."""
 
 MIN_MEASURED_WIDTH = 4
 """Width up to which forwards are timed for every batch size."""
 
 COST_SMOOTHING = 0.2
-"""Weight of a real step in the moving average of the cost of its width."""
+"""Weight of a real step in the moving (geometric) average of the cost of its width; more if the width was unused for
+long, see `StepCosts.observe`."""
 
 MAX_SURPRISE = 2.0
-"""Maximum ratio of a step's time to its expected time (and the reverse): larger ones come from other load."""
+"""Limit of the ratio of a step's time to its expected time, and of the reverse. Larger ratios are clamped to it: they
+come from other load."""
 
 STALE_STEPS = 50
 """A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
@@ -44,13 +48,13 @@ lasting change, such as other load or a faster clock, affects all widths."""
 
 RETRY_STEPS = 300
 """A width that was unused for this many steps is assumed to cost 63 % less, so that it is tried and a bad measurement
-corrected. A width that is 10 % too expensive is tried every 30 steps, one at twice the cost every 200; this wastes
-less than 0.5 %."""
+corrected. A width that is 10 % slower than the best one is tried every 30 steps, one that takes twice as long every
+200; this wastes less than 0.5 %."""
 
 # ------------------------------------------------------------------------------------------- how wide a tree is
 
 MIN_PATH_PROBABILITY = 0.01
-"""Drafted nodes that are accepted with a lower probability are left out of a merged tree."""
+"""Nodes with a lower estimated path probability are left out of a merged tree."""
 
 SLOW_ROW_POWER = 4
 """Exponent p of `mean(tokens ** -p) ** (-1 / p)`, the mean of expected tokens over rows (1: harmonic). A high value
@@ -72,32 +76,35 @@ IDLE_QUERY_SHARE = 0.05
 """Fraction of plain steps' time that may be spent on querying free sources while no draft pays."""
 
 PAUSE_STEPS = 8
-"""Consecutive plain steps before querying pauses, and the maximum length of a pause in steps."""
+"""Querying pauses once more than this number of consecutive steps were plain; also the maximum length of a pause in
+steps."""
 
 # ------------------------------------------------------------------------------------------- draft heads
 
 HEAD_SMOOTHING = 0.05
-"""Weight of the newest step in moving averages of gains and times."""
+"""Weight of the newest step in moving averages of gains and times (higher at first, see `QueryStats.learn`)."""
 
 FASTER_SMOOTHING = 0.3
-"""Weight of a time below its moving average (higher, because noise and first calls only make times longer)."""
+"""Minimum weight of a time below its moving average (higher, because noise and first calls only make times longer)."""
 
 FIRST_TRIALS = 3
-"""Number of queries of a head to each depth that are made at first to measure its cost."""
+"""Number of queries of a head to each depth that are made at first to measure its gain and cost."""
 
 MIN_PAUSE, MAX_PAUSE = 8, 256
-"""Steps before a depth that does not pay is tried again, first and at most; the pause doubles after each trial."""
+"""First pause and maximum pause, in steps, before a depth is tried again while another depth pays. Pauses double after
+each trial. While no depth pays, `TRIAL_SHARE` determines the maximum."""
 
 TRIAL_SHARE = 0.0125
 """Fraction of the time that trials may take while no depth pays; pauses need not be longer than that requires. With
 1 % a head that became useful again was noticed after several hundred steps, with 3 % a useless head cost 4 %."""
 
 STALE_WEIGHT = 0.4
-"""Maximum weight, in the average gain, of the first query after a pause, in which the text may have changed."""
+"""Maximum weight that a pause gives the next query in the average gain: the text may have changed in the meantime."""
 
 PRIOR_GAIN = 1.5
-"""Assumed gain of an unknown head: accepted tokens per row and step, if the free sources are expected to find none. If
+"""Assumed gain of an unknown head, in accepted tokens per row and step, if none are expected from the free sources. If
 even that would not pay, the first trials are skipped."""
 
 SATURATED_TOKENS = 8.0
-"""Tokens per row that free sources are expected to yield from which on an unknown head is assumed to add none."""
+"""If at least this number of accepted tokens per row is expected from the free sources, an unknown head is assumed to
+add none. Also the start of the last class of `_gain_class`, in tokens per row."""

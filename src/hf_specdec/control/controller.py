@@ -1,4 +1,4 @@
-"""`Controller`, which decides the budget of every step of one generation, and a controller with a fixed budget."""
+"""`Controller`, the protocol for deciding the budget of every step of one generation, and `FixedController`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class FixedController:
         """Ignore the step."""
 
     def report(self) -> dict[str, Any]:
-        """Return the budget."""
+        """Return the controller's name ("fixed") and the three sizes of the budget."""
         limits = {name: getattr(self.budget, name) for name in ("num_nodes", "num_steps", "top_k")}
         return {"controller": "fixed", **limits}

@@ -31,7 +31,7 @@ class CostModelController:
         return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Correct the costs by the step's duration, unless it contains one-time work, and count the step."""
+        """Count the step; correct the costs by its time without drafting, unless that contains one-time work."""
         width, plain = step.draft.tree.num_nodes, self._costs.plain
         if seconds.usual:
             self._costs.observe(width, seconds.verify + seconds.rest)
@@ -43,7 +43,11 @@ class CostModelController:
         self._lost += max(0.0, taken - per_row * plain)
 
     def report(self) -> dict[str, Any]:
-        """Return the width of each step, the speed-up over plain steps, and the seconds lost in slower steps."""
+        """Return the widths of all steps, the fraction and cost of plain steps, `gain` and `seconds_lost`.
+
+        `gain` is the speed-up over plain steps; 1.0 if there were no steps. `seconds_lost` adds up the time by which
+        steps took longer than plain steps for the same tokens would have.
+        """
         plain, widths = self._costs.plain, Counter(self._widths)
         return {
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),

@@ -1,4 +1,4 @@
-"""Measure on this machine how long verify forwards take, by the size of the tree, and the forward of a head."""
+"""Measure on this machine how long verify forwards take, by tree size, and how long one forward of a head takes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def verify_seconds(
 ) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a verify forward by the number of nodes of its tree.
 
-    The timed forward is that of generation, with the same cache and masks. A model that supports no trees verifies
-    chains.
+    The timed forward is that of generation, with the same cache and masks. The trees are binary, or chains if the
+    model supports no trees.
 
     Args:
         model: The target.
         sizes: Numbers of nodes, root included.
-        context: Committed tokens before the tree.
+        context: Committed tokens before the tree, at least 1.
         facts: The result of the probe; None probes the model.
         rows: Batch size.
         rounds: Timed forwards per size, after one warm-up.
@@ -76,7 +76,7 @@ def verify_seconds(
 
 
 def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
-    """Arrange tokens in a binary tree, or in a chain."""
+    """Arrange tokens `[B, N]` in a binary tree, or in a chain if `branches` is False."""
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     parents = (nodes - 1).div(2, rounding_mode="floor") if branches else nodes - 1
     return TokenTree(tokens, parents)
@@ -84,7 +84,13 @@ def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
 
 @torch.no_grad()
 def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> float:
-    """Return the median seconds of one forward of the head: one level of an EAGLE tree, or all Medusa heads."""
+    """Return the median seconds of one forward of the head: one level of a tree, or all levels if it is Medusa's.
+
+    Args:
+        model: The target, whose lm_head the head may share.
+        head: The head.
+        position: Position id of the forward's only token.
+    """
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     features = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
     rows: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
@@ -156,8 +162,8 @@ class StepCosts:
             model: The target.
             facts: The result of the probe.
             rows: Batch size.
-            widest: Nodes of the largest tree.
-            context: Tokens of the prompt.
+            widest: Nodes per row of the largest tree; fewer are timed for large batches, see `MAX_MEASURED_NODES`.
+            context: Tokens of the prompt; at most `MEASURED_CONTEXT` are used.
             runner: Compiled or captured forward; None: the model's own.
         """
         most = _widest_measured(widest, rows)
@@ -175,7 +181,7 @@ class StepCosts:
         return cls(seconds)
 
     def covers(self, widest: int, rows: int) -> bool:
-        """Whether the costs reach the width up to which `measure` would time trees of at most `widest` nodes."""
+        """Whether `measure` would time no wider trees for this number of rows and largest width."""
         return self.max_width >= _widest_measured(widest, rows)
 
     @property
@@ -199,7 +205,10 @@ class StepCosts:
         })  # fmt: skip
 
     def observe(self, width: int, seconds: float) -> None:
-        """Correct the costs by the seconds that a real step took to verify, accept and commit."""
+        """Correct the costs by the seconds that a real step took to verify, accept and commit.
+
+        Ignored if the step is wider than `max_width`.
+        """
         if width > self.max_width:
             return
         expected = _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured})

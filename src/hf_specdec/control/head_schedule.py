@@ -1,8 +1,8 @@
 """Decide whether to query a draft head, and to which depth, from the gains and costs of earlier queries.
 
-A head costs one forward per level. Its gain is the number of tokens that it adds to a step. If another source has
-found a long match in the prompt, a head adds little; so gains are averaged separately for each class of the number of
-tokens expected without the head.
+A head usually costs one forward per level. Its gain is the number of tokens that it adds to a step. If another source
+has found a long match in the prompt, a head adds little; so gains are averaged separately for each class of the number
+of tokens expected without the head.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class QueryStats:
     """Measured gain and cost of querying a head to one depth, and when to try this depth again."""
 
     num_steps: int
-    gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by class: (queries, mean tokens per row)
-    seconds: float = 0.0  # that a query adds to a step
+    gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by `_gain_class`: (queries, mean tokens a row)
+    seconds: float = 0.0  # moving average of the time that a query adds to a step
     num_queries: int = 0
     waited: int = 0  # steps since the last query
-    pause: int = MIN_PAUSE  # steps until the next trial
-    trials: int = FIRST_TRIALS  # first queries, made to measure gain and cost
-    stale: int = 0  # steps without a query before the current one
+    pause: int = MIN_PAUSE  # steps to wait before the next trial
+    trials: int = FIRST_TRIALS  # number of first queries, made to measure gain and cost
+    stale: int = 0  # steps from the previous query to the latest one
 
     def is_due(self, without: Width, rows: int, share: float) -> bool:
         """Whether to try this depth although it is not expected to be the fastest choice.
@@ -45,7 +45,7 @@ class QueryStats:
         Args:
             without: The best width without the head.
             rows: Active rows.
-            share: Fraction of the time that trials may take, which is the limit for pauses; 0: `MAX_PAUSE` is.
+            share: Fraction of the time that trials may take, which limits the pause; 0: `MAX_PAUSE` limits it.
         """
         if self.num_queries < self.trials and self._rate(without, rows, PRIOR_GAIN) > without.rate:
             return True
@@ -67,7 +67,7 @@ class QueryStats:
 
         Args:
             without, with_it: The best widths without and with the head's draft.
-            gained: Tokens of all rows beyond what was expected without the head.
+            gained: Emitted tokens of all rows beyond those expected without the head; may be negative.
             rows: Active rows.
         """
         expected, self.num_queries = without.tokens / rows, self.num_queries + 1
@@ -80,7 +80,7 @@ class QueryStats:
 
 
 def _average_time(average: float, seconds: float, weight: float) -> float:
-    """Update a moving average of times.
+    """Return a moving average of times, updated by one measurement.
 
     A measurement below half the average replaces it: the average was inflated by other load.
     """
@@ -90,7 +90,7 @@ def _average_time(average: float, seconds: float, weight: float) -> float:
 
 
 def _gain_class(expected: float) -> int:
-    """Return the class of an expected number of tokens per row: 2 from 1.0 to 1.5, 3 up to 2.0, ..."""
+    """Return the class of an expected number of tokens per row: 2 in [1.0, 1.5), 3 in [1.5, 2.0), ..., 16 from 8.0."""
     return int(2 * min(expected, SATURATED_TOKENS))
 
 
@@ -101,19 +101,19 @@ def _prior_gain(expected: float) -> float:
 class HeadSchedule:
     """Schedule that decides in every step whether to query a head, and to which depth.
 
-    The depth with the most expected progress per second is queried if that exceeds the progress without a query.
-    Other depths are tried again after pauses that double each time.
+    The depth with the most expected progress per second is queried if that exceeds the rate without a query. Other
+    depths are tried a few times at first, and again after pauses that double with each trial until the depth pays.
 
     Args:
         num_steps: The head's depth.
         stops_itself: Whether the head stops at unlikely levels (`Budget.min_level_probability`): then the full depth
-            is the only option, otherwise 1, 2, 4, ... levels are.
+            is the only option, otherwise 1, 2, 4, ... levels and the full depth are.
     """
 
     def __init__(self, num_steps: int, *, stops_itself: bool = False) -> None:
         depths = {1 << power for power in range(num_steps.bit_length())} | {num_steps}
         self.options = [QueryStats(depth) for depth in sorted(depths)] if not stops_itself else [QueryStats(num_steps)]
-        self.level_seconds = 0.0  # moving average
+        self.level_seconds = 0.0  # moving average of drafting one level; 0.0: not measured yet
 
     @property
     def deepest(self) -> QueryStats:

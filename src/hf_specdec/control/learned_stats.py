@@ -31,7 +31,10 @@ class LearnedStats:
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
-        """Return the schedule of a head; a new one starts with the gains of another batch size, if known.
+        """Return the schedule of a head, created if there is none for this batch size and depth.
+
+        A new schedule starts with the gains of the head's schedule for another batch size or depth, if any; see
+        `HeadSchedule.inherit`.
 
         Args:
             name: Name of the head's drafter.

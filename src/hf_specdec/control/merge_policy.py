@@ -1,7 +1,7 @@
-"""Decide in each step of merged drafting how wide the tree is, which heads to query, and when to pause.
+"""Decide in each step of merged drafting how wide the tree is, which heads to query, and when to pause drafting.
 
 *Width*: nodes per row, root included. *Free sources* need no forward (such as prompt lookup) and are queried in every
-step; *heads* need one forward per level.
+step unless drafting is paused; *heads* usually need one forward per level.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MergePolicy:
     # ------------------------------------------------------------------------------------------- one step
 
     def begin_step(self) -> bool:
-        """Update the costs and return whether to draft in this step; False while querying is paused."""
+        """Return whether to draft in this step; if so, update the costs, otherwise count down the current pause."""
         if self._step_costs is not None:
             if self._paused_steps:
                 self._paused_steps, self._expected = self._paused_steps - 1, None
@@ -64,7 +64,7 @@ class MergePolicy:
         return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def choose_width(self, rows: Sequence[Sequence[float]], num_nodes: int, head_seconds: float = 0.0) -> Width:
-        """Return the best width; the largest if costs are unknown.
+        """Return the best width; the largest, with placeholders for tokens and seconds, if costs are unknown.
 
         Args:
             rows: Path probabilities of the trees, see `best_width`.
@@ -76,7 +76,10 @@ class MergePolicy:
         return best_width(rows, self._costs[:num_nodes], self._free_seconds + head_seconds)
 
     def finish_draft(self, rows: Sequence[Sequence[float]], width: Width, free_seconds: float) -> None:
-        """Record the tree to verify, and pause querying after more than `PAUSE_STEPS` steps without a draft.
+        """Record the tree to verify; pause querying if more than `PAUSE_STEPS` consecutive steps were plain.
+
+        The pause in steps, rounded down, limits the time of querying the free sources to `IDLE_QUERY_SHARE`; it is at
+        most `PAUSE_STEPS`. There is none if costs are unknown.
 
         Args:
             rows: Path probabilities of the trees.
@@ -125,9 +128,10 @@ class MergePolicy:
         return schedule.choose(without, active_rows)
 
     def choose_launch(self, schedule: HeadSchedule, active_rows: int) -> QueryStats | None:
-        """Return the same as `choose_query` for the next step, before the host has read the result of this step.
+        """Apply `choose_query` for the next step, before the host has read the result of this step.
 
-        The best width without heads is not known for that step yet, so that of this step is used.
+        The best width without heads is not known for the next step yet, so that of this step is used. Returns None if
+        that is not known either, or if querying is paused.
         """
         if self._without is None or self._paused_steps:
             return None
@@ -138,7 +142,10 @@ class MergePolicy:
         self._without = without
 
     def min_level_probability(self, schedule: HeadSchedule, without: Width) -> float:
-        """Return `Budget.min_level_probability` for a head: below it, another level costs more than it gains."""
+        """Return `Budget.min_level_probability` for a head: below it, another level costs more than it gains.
+
+        0.0 (no minimum) if reading the device is not free or costs are unknown.
+        """
         return schedule.level_seconds * without.rate if self._stops_heads and self._costs else 0.0
 
     def note_query(self, stats: QueryStats, before: Width, after: Width) -> None:

@@ -16,12 +16,14 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 MARGIN = 0.5
-"""In accepted drafted tokens (SGLang's value). The tier below is chosen if the average is at least this far below that
-tier's depth, the tier above if the average is less than this far below the current depth; hysteresis shifts both."""
+"""Margin in accepted drafted tokens (SGLang's value). Without hysteresis, the next lower tier is chosen if the average
+is at most its depth - `MARGIN`, the next higher tier if the average exceeds the current depth - `MARGIN`."""
 
 
 class TierController:
-    """Controller that switches between the depths of `candidate_steps`; trees shrink with the depth.
+    """Controller that switches between the depths of `candidate_steps`; each has a tree size, see `tier_budget`.
+
+    It starts with the middle depth, or the higher of the two middle ones.
 
     Args:
         config: The depths, and when to switch.
@@ -54,7 +56,11 @@ class TierController:
         return self.tiers[self._index]
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Update the average of accepted drafted tokens per row; every `update_interval` steps, choose a tier."""
+        """Update the average of accepted drafted tokens per row, and choose a tier if a decision is due.
+
+        Decisions are made after `warmup_batches` steps and then every `update_interval` steps; steps without active
+        rows do not count.
+        """
         accepted = [count - 1 for count in step.acceptance.counts if count]
         if not accepted:
             return
@@ -85,7 +91,7 @@ class TierController:
 
 
 def tier_budget(num_steps: int, limits: Budget) -> Budget:
-    """Return the budget of a depth, with as many nodes per level as the largest tree has on average.
+    """Return the budget of a depth, with as many nodes per level as the largest tree has on average (rounded up).
 
     Example: with limits (16, 5, 4) the budget of 2 steps is (7, 2, 4): three nodes per level and the root.
     """

@@ -17,7 +17,7 @@ class Width:
 
     num_nodes: int  # root included
     tokens: float  # expected, summed over rows
-    progress: float  # expected tokens, with more weight on rows that gain few
+    progress: float  # expected tokens, with more weight on rows that gain few, see `best_width`
     seconds: float  # of the step, drafting included
 
     @property
@@ -61,13 +61,14 @@ class StopRule:
 def best_width(rows: Sequence[Sequence[float]], costs: Sequence[float], draft_seconds: float) -> Width:
     """Return the width with the most expected progress per second.
 
-    For one row the objective is `(1 + sum of path probabilities) / seconds`, the goodput of TurboSpec
-    (https://arxiv.org/abs/2406.14066) node by node. For several rows it is the number of rows times a power mean of
-    their expected tokens that is close to the smallest: a batch ends with its slowest row. With several rows,
-    drafting must be at least `MIN_BATCH_GAIN` times as fast as a plain step.
+    For one row, progress is 1 + the sum of the drafted nodes' path probabilities; divided by the seconds, this is the
+    goodput of TurboSpec (https://arxiv.org/abs/2406.14066), here optimised node by node. For several rows, progress is
+    the number of rows times a power mean of their expected tokens that is close to the smallest: a batch ends with its
+    slowest row. With several rows, drafting must be more than `MIN_BATCH_GAIN` times as fast as a plain step.
 
     Args:
-        rows: Path probabilities of each active row's nodes, root first, falling. All rows are verified at one width.
+        rows: Path probabilities of each active row's nodes, root first, in falling order. All rows are verified at one
+            width.
         costs: Seconds of a step that verifies 1, 2, ... nodes per row.
         draft_seconds: Seconds of drafting.
     """

@@ -33,10 +33,10 @@ class Needs:
     """The inputs that a drafter needs in addition to token ids.
 
     Args:
-        feature_layers: Hidden states of the target, numbered as in transformers' `hidden_states`; -1 is the last one,
-            after the final norm.
-        prompt_logits: Logits of all prompt positions, `B * P * V` numbers.
-        step_costs: Measured seconds of a step by the number of nodes verified per row, for a drafter that chooses
+        feature_layers: Numbers of the target's hidden states that it reads, as in transformers' `hidden_states`; -1 is
+            the last one, after the final norm.
+        prompt_logits: Whether it reads the logits `[B, P, V]` of all prompt positions.
+        step_costs: Whether it reads the measured seconds of a step by the number of nodes verified per row, to choose
             this number itself.
     """
 
@@ -51,8 +51,8 @@ class DraftContext:
 
     input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
     padding: PromptPadding | None
-    roots: Tensor  # [B] these tokens, the roots of the first trees
-    features: Features | None = None  # of all P positions; None if not needed
+    roots: Tensor  # [B] the emitted tokens, which are the roots of the first trees
+    features: Features | None = None  # of the prompt, without tokens whose keys the user passed; None if not needed
     logits: Tensor | None = None  # [B, P, V]; None if not needed or if the prompt was read in chunks
     launches: bool = False  # whether `DraftSession.launch` is called in every step
     step_costs: StepCostFunction | None = None  # None if not needed or unknown
@@ -62,7 +62,8 @@ class DraftSession(ABC):
     """State of a drafter in one generation, which drafts the tree of each step.
 
     Attributes:
-        can_launch: Whether `launch` makes the whole next draft, so that `hybrid` can launch it in advance.
+        can_launch: Whether `propose` can return the next draft right after `launch`, before `observe`. `hybrid` then
+            drafts before the host reads the step.
         has_candidates: Whether `candidates` is defined, which lists possible next tokens at almost no cost.
     """
 
@@ -85,7 +86,8 @@ class DraftSession(ABC):
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
         Called only if the accepted tokens are chosen on the device (`acceptance/pipelining.py`). After the host
-        has read the step, `observe` gets it; then `propose` may be called, possibly with another budget.
+        has read the step, `observe` gets it; then `propose` may be called, possibly with another budget. If
+        `can_launch`, `hybrid` calls `propose` before `observe` as well, with the budget of `launch`.
 
         Args:
             step: The step, whose accepted tokens are known only on the device.
@@ -98,14 +100,14 @@ class DraftSession(ABC):
 
     @property
     def candidates(self) -> Sequence[Candidates]:
-        """Possible next tokens of each row, which `hybrid` merges. Defined only if `has_candidates`."""
+        """One source of possible next tokens per row, which `hybrid` merges. Defined only if `has_candidates`."""
         raise NotImplementedError(f"{type(self).__name__} sets has_candidates but does not define candidates.")
 
     def close(self) -> None:  # noqa: B027  (most sessions hold nothing)
         """Release the memory of the session; called when the generation ends, also after an error."""
 
     def report(self) -> dict[str, Any]:
-        """Return plain values for `stats.control`."""
+        """Return figures about the session for `stats.control`, as plain Python values; the default is none."""
         return {}
 
 
@@ -177,7 +179,7 @@ class Drafter(ABC):
         """Restore what the drafter had learned when `state_dict` was called.
 
         Args:
-            state: The copy, which later calls do not change; None resets the drafter to its initial state.
+            state: Result of `state_dict`, which is not modified; None resets the drafter to its initial state.
         """
 
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)
@@ -185,15 +187,18 @@ class Drafter(ABC):
 
         Raises:
             DrafterMismatchError: It was made for another model.
+            UnsupportedModelError: The method does not work with this model.
         """
 
 
 def bind_head(head: DraftHead, model: PreTrainedModel) -> None:
     """Check that a head fits the target, then move it to the lm_head's device and cast it to the target's dtype.
 
+    If the lm_head is offloaded, the head is moved to the device on which the target runs.
+
     Raises:
-        DrafterMismatchError: Hidden size, vocabulary or number of layers do not match, the head's weights are on the
-            meta device, or the target has no lm_head.
+        DrafterMismatchError: Hidden size, vocabulary, number of layers or input size of the lm_head do not match, the
+            head's weights are on the meta device, or the target has no lm_head.
     """
     head.check_sizes(text_config(model))
     if any(parameter.is_meta for parameter in head.parameters()):

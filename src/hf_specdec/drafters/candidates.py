@@ -1,8 +1,8 @@
 """Merge the candidates of several sources into one tree, the likeliest nodes first.
 
 For each node, a source lists candidate next tokens. If several sources list the same token after a node, it becomes
-one child with the largest probability. Nodes are added by falling path probability, so the first n nodes are the best
-tree of n nodes. A node is never likelier than its parent, so parents come first.
+one child with the largest of their probabilities. Nodes are added by falling path probability, so the first n nodes
+are the best tree of n nodes. A node is never likelier than its parent, so parents come first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Candidates(ABC):
 
     @abstractmethod
     def after(self, place: Any) -> Sequence[Candidate]:
-        """Return the candidates after the node at a place, likeliest first, each token once."""
+        """Return the candidates after the node at a place, each token once; empty if there are none."""
 
     @abstractmethod
     def follow(self, place: Any, token: int) -> Any:
-        """Return the place after a token; None if the source has no candidates there."""
+        """Return the place after a token. None means that there are no candidates at or below that node."""
 
 
 class CachedCandidates(Candidates):
@@ -69,13 +69,15 @@ class CachedCandidates(Candidates):
 class DraftedCandidates(Candidates):
     """One row of a drafted tree as a source of candidates; places are node indices.
 
+    Padding is ignored, and so is a child whose token an earlier child of the same node has, with its descendants.
+
     Args:
-        tokens, parents: Token and parent of each node of the row.
+        tokens, parents: Token and parent of each node of the row, root first.
         log_probs: Log-probability of each node given its parent. If None, the children of a node are assumed to have
             the probabilities 1/2, 1/4, ... in the order drafted.
 
     Attributes:
-        depth: Depth of the deepest node.
+        depth: Depth of the deepest node; 0 if nothing was drafted.
     """
 
     start = 0
@@ -115,13 +117,14 @@ class Child(NamedTuple):
 def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[float]) -> list[Child]:
     """Merge the candidates of all sources after one node, the likeliest first, each token once.
 
-    A token gets the largest probability that any source gives it. Sources that list different tokens cannot both be
-    right, so tokens of one source reduce the probabilities of the others' less likely tokens. The sum is at most 1.
+    A token gets the largest probability that any source gives it, times the trust in that source. Sources that list
+    different tokens cannot both be right, so tokens of one source reduce the probabilities of the others' less likely
+    tokens. The sum is at most 1.
 
     Args:
         sources: The sources.
         places: Each source's place at the node; None if it has no candidates there.
-        trusts: Factor for each source's probabilities.
+        trusts: Factor for each source's probabilities; the products are limited to 1.
     """
     best: dict[int, tuple[float, int]] = {}
     for index, (source, place, trust) in enumerate(zip(sources, places, trusts, strict=True)):
@@ -155,14 +158,15 @@ def merge(
     root: int, sources: Sequence[Candidates], *, num_nodes: int, num_steps: int, top_k: int,
     trusts: Sequence[float] | None = None, stop_rule: StopRule | None = None,
 ) -> MergedTree:  # fmt: skip
-    """Grow the likeliest tree from the candidates of all sources, without nodes below `MIN_PATH_PROBABILITY`.
+    """Return the likeliest tree of all sources' candidates, without nodes below `MIN_PATH_PROBABILITY`.
 
     Args:
         root: The root token.
         sources: The sources of this row.
         num_nodes, num_steps, top_k: Maximum nodes (root included), depth below the root and children per node.
         trusts: Factor for each source's probabilities; None means 1 for all sources.
-        stop_rule: Unused rule that may end the growth early; None lets the tree grow to `num_nodes`.
+        stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to
+            `num_nodes`.
     """
     tokens, parents, path_probs, edge_probs, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (negative path probability, insertion order, parent, child, the parent's places)

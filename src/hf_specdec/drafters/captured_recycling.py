@@ -37,12 +37,12 @@ class CapturedRecycling:
         Args:
             table: The table to update, then read.
             step: The step, whose accepted tokens are known only on the device.
-            previous: `[B]` tokens before the step's roots.
-            budget: Budget of the draft.
+            previous: `[B]` tokens before the step's roots; -1 if unknown.
+            budget: Budget of the draft, as returned by `growth.growable`.
 
         Returns:
-            The draft and the tokens `[B]` before its roots; None if the step's tree has more nodes
-            than the largest captured size.
+            The draft and the tokens `[B]` before its roots; None, with the table unchanged, if the step's tree has
+            more nodes than the largest captured size.
         """
         (rows, num_nodes), length = step.draft.tree.tokens.shape, step.acceptance.path.shape[1]
         if num_nodes > CAPTURED_WIDTHS[-1]:
@@ -81,7 +81,7 @@ class _Recycling(CapturableStep):
             self._log_probs = torch.zeros(rows, width, candidates, dtype=torch.float32, device=device)
 
     def fill(self, step: UnreadStep, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
-        """Copy a step into the buffers; the padding consists of nodes that `learn` ignores."""
+        """Copy a step into the buffers, padded with nodes and path entries that `learn` ignores."""
         tree, kept = step.draft.tree, step.acceptance
         num_nodes, length = tree.num_nodes, kept.path.shape[1]
         self._tokens[:, :num_nodes] = tree.tokens
@@ -98,7 +98,11 @@ class _Recycling(CapturableStep):
         self._previous.copy_(previous)
 
     def compute(self) -> Sequence[Tensor]:
-        """Return tokens, parents and the tokens before the roots in one tensor, and the log-probabilities."""
+        """Update the table and draft a tree of N nodes.
+
+        Returns:
+            `[B, 2 * N + 1]` tokens, parents and the token before the root; `[B, N]` log-probabilities.
+        """
         tree = TokenTree(self._tokens, self._parents)
         previous = learn(self._table, tree, self._log_probs, self._ids, self._path, self._previous)
         draft = recycle(self._table, previous, self._roots, self._budget)

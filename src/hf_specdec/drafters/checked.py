@@ -29,7 +29,7 @@ from hf_specdec.verification.target import Target
 Result = TypeVar("Result")
 
 CHECKED_STEPS = 2
-"""Number of first drafts whose values are checked on an accelerator, and whose `draft_probs` are on any device."""
+"""Drafts of a session, from the first, whose values are checked on an accelerator and `draft_probs` on any device."""
 
 DRAFT_FORMAT = (
     "A draft is a `Draft` of a `TokenTree`: token ids [B, N] (long) whose column 0 holds the last emitted tokens, "
@@ -84,7 +84,8 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
         part: Name of the drafter if it is merged with others, for error messages.
 
     Raises:
-        DrafterMismatchError: `check_drafter` fails, or the limits are not a valid `Budget`.
+        DrafterMismatchError: `check_drafter` fails, the limits are not a valid `Budget`, or `limits` of a merged
+            third-party drafter raises an exception that is not one of this package.
         InvalidConfigError: The drafter rejects the configuration.
     """
     check_drafter(drafter)
@@ -113,7 +114,8 @@ def start_session(
         target, context, config: See `Drafter.start`.
 
     Raises:
-        DrafterMismatchError: `start` does not return a session.
+        DrafterMismatchError: `start` does not return a session, or `start` of a merged third-party drafter raises an
+            exception that is not one of this package.
     """
     if not is_third_party(drafter):
         return drafter.start(target, context, config)
@@ -126,7 +128,10 @@ def start_session(
 
 
 class _CheckedSession(DraftSession):
-    """A session that wraps the session of a third-party drafter and checks its drafts."""
+    """A session that wraps the session of a third-party drafter and checks its drafts.
+
+    `can_launch` is False, so `hybrid` does not launch these drafts before the host reads the previous step.
+    """
 
     def __init__(
         self, drafter: Drafter, part: str | None, session: DraftSession, roots: Tensor, model: PreTrainedModel
@@ -140,7 +145,11 @@ class _CheckedSession(DraftSession):
 
     @property
     def candidates(self) -> Sequence[Candidates]:
-        """Candidates of the wrapped session; their tokens and probabilities are not checked."""
+        """Candidates of the wrapped session; their tokens and probabilities are not checked.
+
+        Raises:
+            DrafterMismatchError: They are not one `Candidates` per row.
+        """
         found = self._do("candidates", lambda: self._session.candidates)
         if len(found) != len(self._roots) or not all(isinstance(row, Candidates) for row in found):
             raise DrafterMismatchError(
@@ -196,7 +205,7 @@ class _CheckedSession(DraftSession):
         return _called(self._drafter, self._part, what, function)
 
     def _fault_of_shape(self, draft: Any, budget: Budget) -> str:
-        """Describe the first invalid type, dtype or shape in a draft; return an empty string if there is none."""
+        """Describe the first invalid type, dtype, device or size in a draft; return an empty string if none is."""
         if not isinstance(draft, Draft) or not isinstance(draft.tree, TokenTree):
             return _shown(draft) if not isinstance(draft, Draft) else f"a Draft of {_shown(draft.tree)}"
         tree, rows = draft.tree, len(self._roots)
@@ -223,7 +232,7 @@ class _CheckedSession(DraftSession):
         return tuple(values.shape) if isinstance(values, Tensor) and values.device == self._roots.device else None
 
     def _fault_of_values(self, draft: Draft) -> str:
-        """Describe the first invalid value in a draft of valid shapes; return an empty string if there is none."""
+        """Describe the first invalid value in a draft of valid shapes; empty string if none or not checked."""
         first, self._steps_to_check = self._steps_to_check > 0, self._steps_to_check - 1
         if not first and not self._on_host:
             return ""
@@ -267,7 +276,7 @@ def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
 
 
 def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], Result]) -> Result:
-    """Call a third-party drafter; if it is merged, raise errors as a `DrafterMismatchError` that names it."""
+    """Call a third-party drafter; if it is merged, turn errors of other packages into a `DrafterMismatchError`."""
     try:
         return function()
     except SpeculativeDecodingError:

@@ -22,11 +22,15 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
 
     Args:
         model: An attached model.
-        name: Name of a registered drafter.
-        prompts: Token ids, each `[1, P]`; None samples prompts from the model.
+        name: Name of a registered drafter that can draft the static tree `[(0,)]`.
+        prompts: Token ids, each `[1, P]`; None samples `TRIAL_PROMPTS` prompts from the model.
 
     Returns:
-        The share of accepted first tokens; if it is below 0.1, a warning is issued.
+        The share of steps in which the first token is accepted, 0.0 without any step. Below `MIN_ACCEPTANCE`, a
+        warning is issued.
+
+    Raises:
+        InvalidConfigError: The drafter rejects this tree.
     """
     drafted = accepted = 0
     for prompt in _sampled_prompts(model) if prompts is None else prompts:
@@ -48,7 +52,7 @@ def try_drafter(model: Any, name: str, prompts: Sequence[Tensor] | None = None) 
 
 
 def _sampled_prompts(model: Any) -> list[Tensor]:
-    """Sample prompts from the model with fixed seeds, starting from its BOS token (0 if it has none or several)."""
+    """Sample prompts with fixed seeds, starting from the model's BOS token (token 0 if it has none or several)."""
     first = model.generation_config.bos_token_id
     begin = torch.full((1, 1), first if isinstance(first, int) else 0, dtype=torch.long, device=model.device)
     devices = [] if model.device.type == "cpu" else [model.device]

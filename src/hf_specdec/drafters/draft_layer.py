@@ -23,7 +23,7 @@ class DraftLayer(Protocol):
     """
 
     config: Any  # has `sliding_window`, and the default sizes of the tree
-    shares_lm_head: bool
+    shares_lm_head: bool  # whether it has no lm_head of its own and `score` uses the target's
 
     @property
     def device(self) -> torch.device:
@@ -35,7 +35,7 @@ class DraftLayer(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Numbers of the target's hidden states that the layer reads, see `Needs`."""
+        """Numbers of the target's hidden states that the layer reads, see `Needs.feature_layers`."""
 
     @property
     def hot_token_ids(self) -> Tensor | None:
@@ -50,10 +50,24 @@ class DraftLayer(Protocol):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """Run the layer on T new entries, append them to its cache and return their features `[B, T, D]`."""
+        """Run the layer on T new entries, append them to its cache and return their features `[B, T, D]`.
+
+        Args:
+            token_embeddings, hidden: `[B, T, D]` token embedding and previous feature (from `fuse` or `read`) of each
+                entry.
+            position_ids: `[B, T]`.
+            cache: Cache from `new_cache`.
+            mask: `[B, 1, T, S]` bool over all S cached entries, True where an entry attends; None: causal, for an
+                empty cache.
+        """
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
-        """Return the logits `[..., Vd]` of the tokens after features `[..., D]`."""
+        """Return the logits `[..., Vd]` of the tokens after features `[..., D]`.
+
+        Args:
+            hidden: The features.
+            lm_head: The target's lm_head, only the rows of `hot_token_ids`; None unless `shares_lm_head`.
+        """
 
     def new_cache(self, reserve: int) -> TreeCache:
         """Return a cache for one generation, with `reserve` free slots after the text."""

@@ -1,4 +1,4 @@
-"""EAGLE drafting: grow a tree level by level with a draft layer, and keep its most likely nodes.
+"""EAGLE drafting: grow a tree level by level with a draft layer; a dynamic tree keeps its most likely nodes.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077) for static trees, EAGLE-2 (https://arxiv.org/abs/2406.16858) for
 dynamic trees. `LayerDrafter` works with any `DraftLayer`: EAGLE heads and MTP modules (`drafters/mtp.py`).
@@ -53,10 +53,13 @@ class LayerDrafter(Drafter):
     default_top_k = DEFAULT_TOP_K
 
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
-        """Return the largest tree for this config; fields that are None come from the head's config.
+        """Return the largest tree for this config; fields that are None come from the head's config or the defaults.
+
+        A static tree determines all sizes; `top_k` of the config is then ignored.
 
         Raises:
-            InvalidConfigError: A size contradicts the static tree, or `top_k` exceeds the draft vocabulary.
+            InvalidConfigError: The static tree is invalid or contradicts `num_draft_tokens` or `num_steps`, or `top_k`
+                exceeds the draft vocabulary.
         """
         defaults = self.head.config
         tree = config.tree or defaults.tree
@@ -113,7 +116,7 @@ class EagleDrafter(LayerDrafter):
     from the head's config; without them, the tree is dynamic with 4 steps, `top_k` 4 and 16 nodes.
 
     Args:
-        head: The head; `bind` moves it next to the target's lm_head.
+        head: The head. It is put in eval mode and its parameters are frozen; `bind` moves and casts it.
     """
 
     method = "eagle"
@@ -126,7 +129,7 @@ class EagleDrafter(LayerDrafter):
         return f"{type(self).__name__}({type(self.head).__name__} of {self.head.name_or_path or 'this process'})"
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> EagleDrafter:
-        """See `Drafter.compiled`; on a device with graphs, a head of one layer grows whole trees in one graph."""
+        """See `Drafter.compiled`; if the device has graphs, a head of one layer grows whole trees in one graph."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
         layer = CompiledDraftLayer.of(self.head, lm_head) if mode == "inductor" else self.head
@@ -136,10 +139,11 @@ class EagleDrafter(LayerDrafter):
         return other
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check the head against the model and move it next to the model's lm_head.
+        """Check, move and cast the head as `bind_head` does, and drop its embedding if it equals the model's.
 
         Raises:
-            DrafterMismatchError: Hidden size, vocabulary or number of layers do not match, or there is no lm_head.
+            DrafterMismatchError: See `bind_head`; or the embedding sizes differ, or the head needs the target's
+                embedding as lm_head and this is offloaded.
         """
         bind_head(self.head, model)
         self.needs = Needs(feature_layers=self.head.feature_layers)

@@ -38,18 +38,21 @@ MAX_STEPS = 48
 MAX_CHILDREN = 8
 """Default maximum number of children per node."""
 HEAD_NODES = 32
-"""Nodes that a head drafts; the merged tree takes the best of them."""
+"""Nodes that a head drafts, root included; the merged tree takes the best of them."""
 
 
 class HybridDrafter(Drafter):
     """Merges the drafts of several drafters, its parts. Works with any model that the parts work with.
 
     Config fields: `methods` names the parts (default: the loaded drafters, `prompt_lookup` and `token_recycling`),
-    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree.
+    `num_draft_tokens` (default 64), `num_steps` (48) and `top_k` (8) limit the merged tree. `tree` is rejected.
 
     Args:
         parts: Drafters by name.
         learned: Statistics of earlier calls, updated by this drafter; None starts with empty ones.
+
+    Raises:
+        InvalidConfigError: There are no parts.
     """
 
     method = "hybrid"
@@ -76,7 +79,7 @@ class HybridDrafter(Drafter):
         return self.learned.state_dict(), {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore the statistics and what the parts had learned."""
+        """Restore the statistics and what the parts had learned; None resets both."""
         learned, of_parts = state or (None, dict.fromkeys(self._parts))
         self.learned.load_state_dict(learned)
         for name, part in self._parts.items():
@@ -98,6 +101,7 @@ class HybridDrafter(Drafter):
 
         Raises:
             InvalidConfigError: `tree` is set, or a part rejects its configuration.
+            DrafterMismatchError: A third-party part is invalid, see `checked.limits_of`.
         """
         if config.tree is not None:
             raise InvalidConfigError(
@@ -179,7 +183,12 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Merge the candidates of each active row; if only one is active, growth stops when more nodes cannot pay."""
+        """Return one merged tree per active row, with one row and known costs only as large as can pay.
+
+        Args:
+            budget: Maximum size of each tree.
+            head_seconds: Seconds of the heads' drafts in this step.
+        """
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
             merge(
@@ -191,7 +200,13 @@ class _HybridSession(DraftSession):
         ]  # fmt: skip
 
     def _answer(self, head: Source, budget: Budget, without: Width) -> Answer | None:
-        """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay."""
+        """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay.
+
+        Args:
+            head: The head.
+            budget: Budget of the merged tree.
+            without: The best width of the merged tree without this head.
+        """
         if self._launches and head.session.can_launch:
             return self._queries.launched(head)
         schedule = self._policy.schedule(head.name, min(head.limits.num_steps, budget.num_steps))
@@ -204,7 +219,7 @@ class _HybridSession(DraftSession):
         return answer
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Launch drafts of the heads that are expected to pay; the host reads the trees together with this step."""
+        """Launch drafts of the heads that are expected to pay; return their trees for the host to read."""
         tensors = list[Tensor]()
         for head in self._heads:
             if head.session.can_launch:
@@ -215,7 +230,7 @@ class _HybridSession(DraftSession):
         return tensors
 
     def _draft(self, trees: Sequence[MergedTree], num_nodes: int) -> Draft:
-        """Return the first `num_nodes` nodes of each tree as a draft, in which ended rows have only a root."""
+        """Return the first `num_nodes` nodes of each active row's tree as a draft; ended rows have only a root."""
         widest = max((min(len(tree.tokens), num_nodes) for tree in trees), default=1)
         if widest == 1:
             return Draft.plain(self._roots)
@@ -252,7 +267,7 @@ class _HybridSession(DraftSession):
             self._tokens[row] = emitted[row][-1]
 
     def _count(self, row: int, emitted: Sequence[int]) -> None:
-        """Count for each source how often the token that a row emitted was one of its candidates."""
+        """Count for each source how many of the tokens that a row emitted were among its candidates."""
         for name, candidates in self._candidates.items():
             source = candidates[row]
             place = source.start
@@ -271,7 +286,7 @@ class _HybridSession(DraftSession):
             source.session.close()
 
     def report(self) -> dict[str, Any]:
-        """Return each head's number and seconds of queries, the free sources, and expected and actual acceptance."""
+        """Return queries and seconds by head, the free sources, and how many drafts were expected and accepted."""
         return {
             "queries": {head.name: head.num_queries for head in self._heads},
             "query_seconds": {head.name: head.query_seconds for head in self._heads},

@@ -15,9 +15,9 @@ from hf_specdec.verification.step import Step, UnreadStep
 
 
 class LaunchingSession(DraftSession):
-    """A session that needs only tensors on the device to draft.
+    """A session that drafts from tensors on the device alone, without values on the host.
 
-    After `launch`, the next `propose` returns the launched draft if its budget is the same.
+    After `launch`, `propose` returns the launched draft if its budget is the same, until the next step is observed.
 
     Args:
         roots: `[B]` first emitted tokens.
@@ -32,7 +32,7 @@ class LaunchingSession(DraftSession):
 
     @abstractmethod
     def _draft(self, budget: Budget) -> Draft:
-        """Draft the next tree; `_follow` has got all steps so far."""
+        """Draft the next tree. Called only after `_follow` was called with every step so far."""
 
     @abstractmethod
     def _follow(self, step: Step | UnreadStep) -> None:
@@ -42,10 +42,10 @@ class LaunchingSession(DraftSession):
         """
 
     def _settle(self, acceptance: Acceptance) -> None:
-        """Update the state on the host with the step that `launch` got, now that the host has read it."""
+        """Update the host's part of the state for a step that `launch` got, after the host has read it."""
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
-        """Update the state with the step and draft the next tree; the host needs no tensors of it."""
+        """Update the state with the step and draft the next tree; return no tensors, because the host needs none."""
         self._follow(step)
         self._roots = step.acceptance.next_token
         self._note_launched(budget, self._draft(budget))
@@ -55,7 +55,7 @@ class LaunchingSession(DraftSession):
         self._launched, self._is_unread = (budget, draft), True
 
     def propose(self, budget: Budget) -> Draft:
-        """Return the launched draft if it was made with this budget, otherwise a new draft."""
+        """Return the launched draft if it was made with this budget, otherwise a new one; none for a plain budget."""
         if budget.is_plain:
             return Draft.plain(self._roots)
         if self._launched is not None and self._launched[0] == budget:
@@ -74,7 +74,11 @@ class LaunchingSession(DraftSession):
 
 
 def features_of(step: Step | UnreadStep) -> Features:
-    """Return the features of a step's nodes, which are there only if the drafter's `needs` include features."""
+    """Return the features of a step's nodes.
+
+    Raises:
+        ValueError: There are none, because the drafter's `needs` include no features.
+    """
     if step.verification.features is None:
         raise ValueError("This session needs the target's features in every step, got none.")
     return step.verification.features

@@ -47,6 +47,9 @@ class EagleSession(LaunchingSession):
         model: The target.
         context: The prompt; must include the target's features.
         limits: The largest tree.
+
+    Raises:
+        ValueError: The context has no features.
     """
 
     def __init__(self, head: DraftLayer, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> None:
@@ -158,7 +161,7 @@ class EagleSession(LaunchingSession):
         return self._last
 
     def _read_prompt(self, prompt: Entries) -> Tensor:
-        """Run the layer on the prompt and return its features `[B, 1, D]` of the last entry."""
+        """Run the layer on the prompt, commit its entries and return the features `[B, 1, D]` of the last one."""
         width, device = prompt.tokens.shape[1], prompt.tokens.device
         entries = torch.arange(width, device=device)
         positions, visible = entries[None], None
@@ -176,7 +179,10 @@ class EagleSession(LaunchingSession):
         return features[:, -1:]
 
     def _read_steps(self, entries: Entries) -> Tensor:
-        """Run the layer on entries; return its features `[B, 1, D]` of each row's last one (arbitrary if none)."""
+        """Run the layer on entries and commit them; return the features `[B, 1, D]` of each row's last one.
+
+        They are arbitrary in rows without entries.
+        """
         counts = (entries.path >= 0).sum(-1, keepdim=True)
         indices = torch.arange(entries.tokens.shape[1], device=entries.path.device)
         valid = (entries.path[:, :, None] == indices).any(1)  # [B, T]

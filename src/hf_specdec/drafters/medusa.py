@@ -1,7 +1,8 @@
 """Medusa drafting: each head ranks the tokens of one depth, and a static tree of ranks chooses from them.
 
-Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.1.2. The heads run on the last accepted node only; the
-reference implementation runs them on every node, but uses only the result at that node.
+Source: Medusa (https://arxiv.org/abs/2401.10774), section 2.1.2. The heads run only on the hidden state of the last
+kept node (the root if no draft is accepted); the reference implementation runs them on every node, but uses only the
+result at that node.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class MedusaDrafter(Drafter):
 
     Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else `tree_for_model`).
     `num_draft_tokens` (default: the heads' config, else 24), `num_steps` (depth) and `top_k` (children per node) limit
-    the part of the default tree that is drafted.
+    the part of the default tree that is drafted. With choices, the first two must agree with them, and `top_k` has no
+    effect.
 
     Args:
-        heads: The heads; `bind` moves them next to the target's lm_head.
+        heads: The heads. They are put in eval mode and their parameters are frozen; `bind` moves and casts them.
     """
 
     method = "medusa"
@@ -62,11 +64,13 @@ class MedusaDrafter(Drafter):
         bind_head(self.heads, model)
 
     def choices(self, config: SpeculativeConfig) -> list[Choice]:
-        """Return the tree's nodes as paths of ranks: most useful first, or level by level if `config` sets the tree.
+        """Return the tree's nodes below the root as paths of ranks; empty if the limits leave only the root.
+
+        The order is that of the default tree, cut after the first nodes, or level by level if `config` sets the tree.
 
         Raises:
-            InvalidConfigError: The tree is dynamic, deeper than the number of heads, wider than the vocabulary, or
-                contradicts `num_draft_tokens` or `num_steps`.
+            InvalidConfigError: The tree is dynamic or invalid, deeper than the number of heads, uses a rank beyond the
+                vocabulary, or contradicts `num_draft_tokens` or `num_steps`.
         """
         own = self.heads.config
         if config.tree == "dynamic":
@@ -112,10 +116,10 @@ class MedusaDrafter(Drafter):
 class _RankTree:
     """A static tree as index tensors."""
 
-    parents: Tensor  # [N]
-    depths: Tensor  # [N - 1] head that drafts each node: its depth, 0 for children of the root
+    parents: Tensor  # [N] parent of each node, root included
+    depths: Tensor  # [N - 1] index of the head that drafts each node: 0 for children of the root
     ranks: Tensor  # [N - 1] rank of each node among the tokens of its head
-    top_k: int
+    top_k: int  # tokens needed of each head: the largest rank + 1
     max_depth: int
 
     @classmethod

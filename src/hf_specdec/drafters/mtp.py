@@ -56,7 +56,8 @@ class MtpDrafter(EagleDrafter):
 
         Raises:
             DrafterMismatchError: The model or its checkpoint has no MTP modules.
-            UnsupportedModelError: The modules are not plain attention layers, or transformers cannot build them.
+            UnsupportedModelError: The modules are not plain attention layers, transformers cannot build them, or there
+                are several of those that transformers drops.
             HeadTensorsError, CheckpointFormatError: See `checkpoints.layer_mtp.target_mtp`.
         """
         return MtpDrafter(target_mtp(model)) if drops_mtp(model) else NativeMtpDrafter(model)
@@ -68,7 +69,10 @@ class NativeMtpDrafter(LayerDrafter):
     A single module is applied repeatedly, like a trained one. N modules draft chains of at most N tokens, not trees.
 
     Args:
-        model: The target.
+        model: The target, of which only the config is read until `bind`.
+
+    Raises:
+        DrafterMismatchError, UnsupportedModelError: See `MtpDrafter.native`.
     """
 
     method = "mtp"
@@ -82,11 +86,12 @@ class NativeMtpDrafter(LayerDrafter):
         return f"NativeMtpDrafter({self.head.config.num_layers} of {self.head.where})"
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Load the modules in the first call, and move them next to the target's lm_head.
+        """Load the modules in the first call; move them to the lm_head's device and cast them to the model's dtype.
 
         Raises:
-            DrafterMismatchError: `model` is not the model passed to the constructor, has no lm_head, or its checkpoint
-                lacks the modules.
+            DrafterMismatchError: `model` has another name or config than the constructor's model, has no lm_head, or
+                its modules cannot be loaded.
+            UnsupportedModelError: See `MtpDrafter.native`.
         """
         self.head.bind(model)
         self.needs = Needs(feature_layers=self.head.feature_layers)
@@ -95,7 +100,8 @@ class NativeMtpDrafter(LayerDrafter):
         """See `LayerDrafter.tree_limits`.
 
         Raises:
-            InvalidConfigError: There are several modules, and the config sets a tree or more steps than modules.
+            InvalidConfigError: As there; or there are several modules, and `top_k` is above 1 or `num_steps` above
+                their number.
         """
         limits, count = super().tree_limits(config), self.head.config.num_layers
         budget = limits.budget
@@ -116,9 +122,9 @@ class NativeMtpDrafter(LayerDrafter):
 class _ModulesSession(EagleSession):
     """A session with L MTP modules, which draft one token each.
 
-    For entry t, module k (from 0) reads the output of module k-1 and the token x[t+1+k]. The last L-1 entries
-    therefore need drafted tokens; they are read again in every step until all their tokens are known. Only earlier
-    entries, which do not depend on drafted tokens, are committed.
+    For entry t, module k (from 0) reads the token x[t+1+k] and the output of module k-1, for module 0 the target's
+    feature of x[t]. The last L-1 entries therefore need drafted tokens; they are read again in every step until all
+    their tokens are known. Only earlier entries, which do not depend on drafted tokens, are committed.
     """
 
     can_launch = False  # the host must know how many of the last entries to read again
@@ -141,7 +147,10 @@ class _ModulesSession(EagleSession):
         return Draft(tree, torch.nn.functional.pad(log_probs[:, :steps], (1, 0)))
 
     def _read_known(self, prompt: Entries) -> Entries:
-        """Run all modules on the prompt's entries except the last L-1, and commit them; return the last L-1."""
+        """Run all modules on the prompt's entries except the last L-1 and commit these; return the last L-1.
+
+        `_padding` then covers only the committed entries.
+        """
         width, layers, padding = prompt.tokens.shape[1], self._num_layers, self._padding
         known = max(width - layers + 1, 0)
         device, rows = prompt.tokens.device, len(prompt.tokens)
@@ -167,7 +176,9 @@ class _ModulesSession(EagleSession):
         )
 
     def _draft_chain(self, entries: Entries) -> tuple[Tensor, Tensor]:
-        """Draft L tokens and commit the entries that need none of them; return tokens and log-probabilities `[B, L]`.
+        """Draft L tokens; return tokens and log-probabilities `[B, L]`.
+
+        Entries that need none of these tokens are committed; the last L-1 are kept in `_pending`.
 
         Args:
             entries: Entries from `_aligned`.

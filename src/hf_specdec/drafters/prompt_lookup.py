@@ -2,7 +2,7 @@
 
 Source: Saxena, "Prompt Lookup Decoding" (https://github.com/apoorvumang/prompt-lookup-decoding). Differences: the
 longest match is used (`suffix_automaton.py`); several continuations form one tree; shorter matches add further ones;
-a longer match gives a larger tree, because it usually means that text is being copied, while short ones are chance.
+a longer match gives a larger tree, because it usually means that text is being copied; short ones are often chance.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hf_specdec.verification.target import Target
 DEFAULT_NUM_NODES = 32
 """Default nodes of all rows together, because the cost of a forward depends on the tokens of the whole batch."""
 MIN_NUM_NODES = 4
-"""Default nodes per row in large batches."""
+"""Minimum of the default nodes per row, reached at batch size 8."""
 DEFAULT_NUM_CONTINUATIONS = 2
 NODES_PER_MATCHED_TOKEN = 3
 """Nodes drafted per token of the match; 2 to 6 perform equally well on greedy answers of a small model."""
 
 MAX_CANDIDATES = 4
-"""Maximum continuations considered per node."""
+"""Continuations considered per match; shorter matches are added only until this many are found in a text."""
 MATCH_CLASSES = (0, 1, 2, 4, 8, 16)
 """Largest match length of each class; longer matches form one more class."""
 ONLY_ACCEPTANCE = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
@@ -42,7 +42,7 @@ ONLY_ACCEPTANCE = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
 SEVERAL_ACCEPTANCE = (0.15, 0.12, 0.08, 0.06)
 """Acceptance rate of each of several continuations of a match, latest first (same measurement)."""
 SHORTER_FACTOR = 0.25
-"""Factor on these rates for continuations of shorter matches only."""
+"""Factor on these rates for tokens that followed a suffix of the match, but not the match itself."""
 
 
 class PromptLookupDrafter(Drafter):
@@ -54,6 +54,9 @@ class PromptLookupDrafter(Drafter):
 
     Args:
         corpus: Further texts to search, as token ids, for example earlier answers.
+
+    Raises:
+        InvalidConfigError: `corpus` is not an iterable of texts of non-negative token ids.
     """
 
     method = "prompt_lookup"
@@ -99,7 +102,7 @@ def _token_ids(corpus: Iterable[Iterable[int]]) -> Iterator[list[int]]:
     """Yield each text of a corpus as a list of ints.
 
     Raises:
-        InvalidConfigError: A text is not a sequence of token ids.
+        InvalidConfigError: The corpus or a text is not iterable, or a token id is not an integer >= 0.
     """
     try:
         for text in corpus:
@@ -162,7 +165,7 @@ class RepeatedText(Candidates):
 
     Args:
         tokens: The text so far.
-        corpus: Further texts to search.
+        corpus: Automaton of further texts to search; None if there are none.
 
     Example: [1, 2, 3, 1, 2] ends in [1, 2], which was followed by 3 before, so 3 is a candidate.
     """
@@ -180,12 +183,12 @@ class RepeatedText(Candidates):
 
     @property
     def start(self) -> Place:
-        """The longest earlier occurrence of the text's last tokens in the text, and their longest in the corpus."""
+        """The longest earlier occurrence of the text's last tokens in the text, and the longest in the corpus."""
         return Match(*self._text.matched), self._in_corpus
 
     @property
     def longest_match(self) -> int:
-        """Length of the longer of these matches."""
+        """Number of tokens of the longer match in `start`."""
         return max(match.length for match in self.start if match is not None)
 
     def after(self, place: Place) -> Sequence[Candidate]:
@@ -197,7 +200,7 @@ class RepeatedText(Candidates):
         return sorted(found.values(), key=lambda candidate: -candidate.probability)
 
     def follow(self, place: Place, token: int) -> Place:
-        """Return the longest matches after one more token."""
+        """Return the longest matches after one more token; does not change the text."""
         here, in_corpus = place
         return Match(*self._text.follow(here.state, here.length, token)), self._follow_corpus(in_corpus, token)
 

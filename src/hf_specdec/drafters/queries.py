@@ -39,7 +39,7 @@ class Answer:
 
     stats: QueryStats  # statistics of the depth that was queried
     candidates: list[DraftedCandidates]  # per row
-    seconds: float
+    seconds: float  # to draft it and read it; device time, without reading, if launched with the last step
     usual: bool  # whether its time is typical: not a first draft, and nothing was captured or compiled
 
 
@@ -68,12 +68,12 @@ class Queries:
         self._answers: dict[str, Answer] = {}  # launched with the last step, by source
 
     def query(self, source: Source, stats: QueryStats, budget: Budget, min_level_probability: float) -> Answer:
-        """Let a head draft now and read its tree.
+        """Make a head draft now, read its tree and return it with the time taken.
 
         Args:
             source: The head.
             stats: Statistics of the depth to draft.
-            budget: Budget of the merged tree.
+            budget: Budget of the merged tree; if its `top_k` is 1, the head drafts a chain.
             min_level_probability: See `Budget`.
         """
         begin, before = time.perf_counter(), one_time_work()
@@ -117,7 +117,7 @@ def _head_budget(source: Source, stats: QueryStats, budget: Budget, min_level_pr
 
 
 def _as_integers(draft: Draft) -> list[Tensor]:
-    """Return a draft's tokens, parents and rounded log-probabilities as integer tensors `[B, N]`, for one transfer."""
+    """Return tokens, parents and (if known) rounded log-probabilities as integers `[B, N]`, for one transfer."""
     tensors = [draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
     if draft.log_probs is not None:
         tensors.append((draft.log_probs.clamp(min=-100.0, max=0.0) / LOG_PROB_UNIT).round().long())

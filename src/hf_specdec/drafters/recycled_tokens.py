@@ -23,11 +23,11 @@ NO_PAIR, UNKNOWN_PAIR = -1, -2
 class RecycledTokens:
     """Table of the best candidates after each token and after pairs of tokens, with their log-probabilities.
 
-    Takes `(V + pairs) * width * 12 + pairs * 8` bytes.
+    Takes about `(V + pairs) * width * 12 + pairs * 8` bytes.
 
     Args:
         vocab_size: V.
-        width: Candidates per entry.
+        width: W, candidates per entry; at most V.
         pairs: Hash slots for pairs.
         device: Device of the tables.
     """
@@ -69,7 +69,7 @@ class RecycledTokens:
         return log_probs, torch.where(known, self.ids[1][slot], self.ids[0][tokens])
 
     def row(self, previous: int, token: int) -> tuple[list[float], list[int], bool]:
-        """Look up one pair in a table on the CPU; return log-probabilities, ids, and whether the pair was known."""
+        """Look up a pair on the CPU; return `MERGED_TOP_K` log-probabilities and ids, and whether it is known."""
         slot = (previous * HASH_MULTIPLIER + token) % self.pairs
         # numpy reads a single entry in a fifth of the time that torch takes
         paired = previous >= 0 and int(self.keys.numpy()[slot]) == previous * self.vocab_size + token
@@ -106,17 +106,17 @@ class RecycledTokens:
 def learn(
     table: RecycledTokens, tree: TokenTree, log_probs: Tensor, ids: Tensor, path: Tensor, previous: Tensor
 ) -> Tensor:
-    """Store the target's candidates at every node of a verified tree.
+    """Store the target's candidates at every node of a verified tree, except in rows that kept nothing.
 
     Args:
         table: The table to update.
         tree: The verified tree.
         log_probs, ids: `[B, N, W]`, see `RecycledTokens.candidates`.
         path: `[B, P]` kept nodes, padded with -1.
-        previous: `[B]` tokens before the roots.
+        previous: `[B]` tokens before the roots; -1 if unknown.
 
     Returns:
-        `[B]` tokens before the next roots.
+        `[B]` tokens before the next roots; `previous` in rows that kept nothing.
     """
     parents = tree.parents.expand(tree.tokens.shape)
     before = tree.tokens.gather(1, parents.clamp(min=0))
@@ -140,8 +140,8 @@ def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budg
 
     Args:
         table: The table to read.
-        previous, roots: `[B]` tokens before the roots, and the roots.
-        budget: A budget as returned by `growth.growable`.
+        previous, roots: `[B]` tokens before the roots (-1 if unknown), and the roots.
+        budget: A budget as returned by `growth.growable`; `top_k` must not exceed W.
     """
 
     def follow(before: Tensor, tokens: Tensor) -> Level:
@@ -156,7 +156,7 @@ def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budg
 
 
 def known_nodes(draft: Draft) -> Draft:
-    """Turn missing candidates (-inf) and their descendants into padding; on the CPU, also trim it."""
+    """Turn missing candidates (-inf) and their descendants into padding at the end; on the CPU, also trim it."""
     assert draft.log_probs is not None
     tree, unknown = draft.tree, draft.log_probs == -torch.inf
     known = ~(tree.ancestor_mask() & unknown[:, None]).any(-1)

@@ -72,7 +72,7 @@ def register_drafter(
     heads: Sequence[type[DraftHead]] = (), part: str = "", how_given: str = "",
     native: Callable[[PreTrainedModel], Drafter] | None = None,
 ) -> Method:  # fmt: skip
-    """Add a drafting method, so that `speculative=name` finds it.
+    """Add a drafting method, so that `speculative=name` finds it, and return it.
 
     Args:
         name: Name of the method.
@@ -84,7 +84,7 @@ def register_drafter(
         native: Makes a drafter of the model's own modules if no head is loaded.
 
     Raises:
-        InvalidConfigError: One of the names, or one of the heads, belongs to another method.
+        InvalidConfigError: A name is `"auto"`, `"hybrid"` or another method's, or a head belongs to another method.
     """
     return _add(Method(name, make, tuple(aliases), tuple(heads), part, how_given, native))
 
@@ -115,7 +115,11 @@ register_drafter(
 
 
 def methods() -> Mapping[str, Method]:
-    """Return every method by name, including those that installed packages add."""
+    """Return every method by name, including those that installed packages add.
+
+    Raises:
+        InvalidConfigError: An entry point is not a `Method`, or its names or heads belong to another method.
+    """
     _load_entry_points()
     return dict(_METHODS)
 
@@ -170,7 +174,7 @@ def choose_drafter(
 
     Args:
         config: Its `method` names a registered drafter, a method, or several of them merged (`"auto"`, `"hybrid"`).
-            `"auto"` with a `tree` uses the first loaded drafter alone, because a tree belongs to one drafter.
+            `"auto"` with a `tree` uses the first loaded drafter alone, if any: a tree belongs to one drafter.
         model: The target.
         registered: Drafters of the model by name.
         made: Drafters made earlier for methods without a head, by method; new ones are added.
@@ -178,8 +182,10 @@ def choose_drafter(
 
     Raises:
         InvalidConfigError: A name is unknown, or `methods` names a drafter that already merges others.
-        DrafterMismatchError: The method needs a head or another part, and none is loaded.
+        DrafterMismatchError: The method needs a head or another part, and none is loaded; or the model's own modules
+            that it needs do not exist.
         UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
+        CheckpointFormatError: These modules cannot be read from the model's checkpoint.
     """
 
     def single(name: str) -> Drafter:

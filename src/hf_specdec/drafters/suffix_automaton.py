@@ -62,7 +62,10 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extend a match by a token; return state and length of the longest suffix that then occurs in the text."""
+        """Return state and length of the longest suffix of a match plus a token that occurs in the text.
+
+        (`START`, 0) if there is none.
+        """
         while state > START and token not in self.following[state]:
             state = self.link[state]
             length = self.length[state]
@@ -90,7 +93,7 @@ class SuffixAutomaton:
             known = following[state][token]
             if length[known] == length[state] + 1:
                 link[new] = known
-            else:  # only shorter substrings of `known` end here: split them off into a new state
+            else:  # only the shorter substrings of `known` now also end here: split them off into a new state
                 shorter = self._add_state(dict(following[known]), length[state] + 1, link[known])
                 self.latest[shorter] = self.latest[known]
                 while state != NO_STATE and following[state].get(token) == known:

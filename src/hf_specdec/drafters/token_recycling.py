@@ -46,7 +46,7 @@ WIDTH = 8
 PAIRS = 2**16
 """Default number of hash slots for pairs of tokens; a new pair overwrites the pair in its slot."""
 MAX_PAIRS = 2**24
-"""Maximum of `pairs`, for which the table takes about 2 GB with 8 candidates per slot."""
+"""Maximum of `pairs`, for which the table takes about 1.7 GB with 8 candidates per slot."""
 MAX_HEADER_BYTES = 64 * 1024
 """Maximum size of the safetensors header of a saved table, which lists only five tensors."""
 MIN_LOG_PROB = -4.0
@@ -59,12 +59,15 @@ class TokenRecyclingDrafter(Drafter):
     """Drafts from a table of the tokens that the target found most likely after each token. Works with any model.
 
     The table is kept between calls; it affects the speed, never the output. Config fields: `num_draft_tokens` (default
-    8), `num_steps` (4), `top_k` (4).
+    8), `num_steps` (4), `top_k` (4, at most `width`). `tree` is rejected.
 
     Args:
         width: Candidates stored per token and per pair.
         pairs: Hash slots for pairs of tokens.
         reads_prompt: Also learn from the prompt, which requires the logits of all its positions.
+
+    Raises:
+        InvalidConfigError: `width` or `pairs` is not an integer in its range.
     """
 
     method = "token_recycling"
@@ -107,7 +110,7 @@ class TokenRecyclingDrafter(Drafter):
         return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Create an empty table, unless there is one for this vocabulary size and device."""
+        """Create an empty table, which replaces one for another vocabulary size or device; keep a table that fits."""
         # some models embed more tokens than config.vocab_size
         embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
         size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
@@ -115,7 +118,7 @@ class TokenRecyclingDrafter(Drafter):
             self.table = RecycledTokens(size, self._width, self._pairs, device)
 
     def reset(self) -> None:
-        """Clear the table."""
+        """Replace the table by an empty one; no effect before the drafter is bound to a model."""
         if self.table is not None:
             keys = self.table.keys
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
@@ -141,11 +144,12 @@ class TokenRecyclingDrafter(Drafter):
             save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
 
     def load(self, path: str | Path) -> None:
-        """Load a table written by `save`.
+        """Overwrite the table with one written by `save`.
 
         Raises:
             InvalidConfigError: The drafter was never bound to a model.
-            CheckpointFormatError: The file is not such a table, has other sizes or contains invalid values.
+            CheckpointFormatError: The file cannot be read, is not such a table, has other sizes or contains invalid
+                values. The table is then unchanged.
         """
         mine = self._learned().tensors()
         with open_regular(Path(path), CheckpointFormatError) as file:
@@ -187,7 +191,7 @@ class TokenRecyclingDrafter(Drafter):
         return (_HostRecyclingSession if on_host else _RecyclingSession)(table, context, self._program)
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> TokenRecyclingDrafter:
-        """Return a copy that shares the table and runs as device graphs; the drafter itself on devices without."""
+        """Return a copy that shares the table and runs as device graphs; the drafter itself if the device has none."""
         device = execution_device(model)
         if device.type not in GRAPH_BACKENDS:
             return self

@@ -1,4 +1,4 @@
-"""`AutoSpeculativeModelForCausalLM`: load a target model and its draft head in one call."""
+"""`AutoSpeculativeModelForCausalLM`: load a target model and, if any, its draft head in one call."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ HEAD_OPTIONS = ("revision", "subfolder")
 
 
 class AutoSpeculativeModelForCausalLM:
-    """Loader of a target model with a draft head: `from_pretrained(target, drafter=head)`.
+    """Loader of a target model with speculation attached: `from_pretrained(target, drafter=head)`.
 
-    `from_pretrained(head)` loads the target model that the head's config names.
+    `from_pretrained(head)` loads the head and the target that its config names; `from_pretrained(target)` loads no
+    head.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,11 @@ class AutoSpeculativeModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *, drafter: Any = None, **kwargs: Any) -> Any:
-        """Load a target model, attach speculation, and load and register a head for it.
+        """Load a target model, attach speculation, register a head for it (if any) and return the model.
 
         Args:
             name_or_path: Path or Hub id of a target model, or of a head that names its target.
-            drafter: Path or Hub id of a head; None: the head is the one at `name_or_path`, if any.
+            drafter: Path or Hub id of a head; None: the head is at `name_or_path`, or there is none.
             **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained` for the target (dtype, device_map, ...).
                 `token`, `cache_dir`, `force_download` and `local_files_only` apply to the head as well; `revision` and
                 `subfolder` apply to `name_or_path` only.
@@ -50,9 +51,9 @@ class AutoSpeculativeModelForCausalLM:
         Raises:
             CheckpointFormatError: The head names no target, or a target that is neither a Hub id nor a directory with
                 a model (checked before any weights are read); there is no head at `drafter`; the target cannot be
-                loaded, or its config loads kernels from another repository.
+                loaded; or its config loads kernels from another repository and `attn_implementation` is not given.
             InvalidConfigError: `trust_remote_code` with a head alone; it is not passed on to a second repository.
-            DrafterMismatchError: The head was made for another model.
+            DrafterMismatchError: The head was made for another model, or its tensors do not match its config.
             UnsupportedModelError: The target does not support speculation.
         """
         shared = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
@@ -84,7 +85,11 @@ def _target_of(head: Any, named: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
     Args:
         head: The head.
         named: The head's path or Hub id, as given by the user.
-        kwargs: The user's arguments.
+        kwargs: The user's arguments of `from_pretrained`.
+
+    Raises:
+        CheckpointFormatError: The head names no target, or one that it must not name, see `_check_target`.
+        InvalidConfigError: `trust_remote_code` with a target in another repository.
     """
     base = head.config.base_model_name_or_path
     if head.layout in WHOLE_MODELS:  # the target and its heads are one checkpoint
@@ -95,7 +100,7 @@ def _target_of(head: Any, named: Any, kwargs: dict[str, Any]) -> tuple[Any, dict
         )
     subfolder = kwargs.get("subfolder") or ""
     _check_target(base, named, subfolder)
-    if base.startswith(RELATIVE_PREFIX):  # Medusa-2: the target that was trained with the head
+    if base.startswith(RELATIVE_PREFIX):  # Medusa-2: the target trained with the head is inside it
         return named, {**kwargs, "subfolder": str(Path(subfolder) / base.removeprefix(RELATIVE_PREFIX))}
     if kwargs.get("trust_remote_code"):
         raise InvalidConfigError(
@@ -119,7 +124,7 @@ def _check_target(base: Any, head: Any, subfolder: str) -> None:
     Args:
         base: The target in the head's config; None and "" mean no target.
         head: The head's path or Hub id.
-        subfolder: The head's folder inside it.
+        subfolder: Folder of the head inside that path or repository; "" is its top.
 
     Raises:
         CheckpointFormatError: The head must not name this target, or the name is neither a Hub id nor a directory.
@@ -156,7 +161,9 @@ def _is_hub_id(name: Any) -> bool:
 
 @contextmanager
 def _translate_errors(name: Any, head: Any) -> Iterator[None]:
-    """Convert errors of transformers and the Hub client in the block to `CheckpointFormatError`.
+    """Context manager that converts `OSError` and `ValueError` of its block to `CheckpointFormatError`.
+
+    transformers and the Hub client raise them. Errors of this package pass unchanged.
 
     Args:
         name: The model's path or Hub id.

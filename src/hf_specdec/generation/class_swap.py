@@ -15,7 +15,8 @@ def swap_in(model: Any, mixin: type) -> None:
     """Check that a model supports speculation, then give it the mixin and a `SpeculationState`.
 
     Raises:
-        UnsupportedModelError: The model can verify neither trees nor chains; it is not changed.
+        UnsupportedModelError: The model's plain `generate()` is unsuitable (see `check_plain_generate`), or the model
+            can verify neither trees nor chains. The model is not changed.
     """
     state = SpeculationState()
     base: Any = type(model)
@@ -26,7 +27,7 @@ def swap_in(model: Any, mixin: type) -> None:
     try:
         model.__dict__[STATE] = state
         model.__class__ = speculative_class(mixin, base)
-    except BaseException:  # an interrupt, too
+    except BaseException:  # including KeyboardInterrupt
         model.__class__ = base
         model.__dict__.pop(STATE, None)
         raise
@@ -51,7 +52,10 @@ def swap_out(model: Any, mixin: type) -> None:
 
 @functools.cache
 def speculative_class(mixin: type, base: type) -> type:
-    """Return a subclass of mixin and model class with the latter's name, which transformers and pipelines read."""
+    """Return the subclass of mixin and model class, created once per pair.
+
+    It has the model class's name, module and docstring: transformers and pipelines read the class name.
+    """
     return type(
         base.__name__,
         (mixin, base),
@@ -61,7 +65,7 @@ def speculative_class(mixin: type, base: type) -> type:
 
 
 def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
-    """Pickle mixin, model class and attributes, since the class made by `speculative_class` cannot be imported."""
+    """Implement `__reduce_ex__` with mixin, model class and attributes: pickle cannot import a `speculative_class`."""
     return _new_attached, type(self).__mro__[1:3], self.__dict__
 
 

@@ -37,7 +37,7 @@ from hf_specdec.verification.target import Target, Verification
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """The output of transformers' `generate()`, with the statistics of speculation."""
+    """Output of a speculative `generate()`: transformers' fields, and the call's statistics in `speculation`."""
 
     speculation: SpeculationStats | None = None
 
@@ -55,15 +55,19 @@ class Call:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: BaseStreamer | None
-    has_unfinished: Callable[[bool], bool]  # transformers' test, which also keeps ranks in lockstep
-    returns_cache: bool  # whether to return the cache, or to update the one that the caller passed
+    has_unfinished: Callable[[bool], bool]  # gets whether all rows are finished; True: continue, also for other ranks
+    returns_cache: bool  # whether the cache is returned, or was passed by the caller and must be updated
     layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Run the decoding loop and return its output.
+    """Run the decoding loop until every row is finished, and return its output.
 
-    A returned cache holds all tokens except the last one of each row, as in plain `generate()`.
+    A returned cache holds all columns of the returned sequences except the last, as in plain `generate()`.
+
+    Args:
+        call: The call, whose target has an empty cache or the one passed by the caller.
+        transcript: Gets every emitted token; the loop ends when all its rows are finished.
     """
     config, target = call.generation_config, call.target
     stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
@@ -122,8 +126,8 @@ def _step(
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
     """Run one step (draft, verify, accept, commit), count its tokens, and return it with its durations.
 
-    With a stopwatch, the session launches the next draft before the host reads this step, see
-    `acceptance/pipelining.py`.
+    With a stopwatch (given if steps are decided on the device), and unless the step is plain, the session launches the
+    next draft before the host reads this step, see `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
     before = one_time_work()
@@ -154,7 +158,12 @@ def _step(
 
 
 def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:
-    """Return the inputs of a new draft session."""
+    """Return the inputs of a new draft session; prompt logits only if they cover the whole prompt.
+
+    Args:
+        call, prefill, roots: The call, the outputs of its prompt, and the first token `[B]` of each row.
+        launches: Whether the session's `launch` is called, because steps are decided on the device.
+    """
     width, padding = call.input_ids.shape[1], call.target.padding
     whole = call.drafter.needs.prompt_logits and prefill.logits.shape[1] == width
     return DraftContext(

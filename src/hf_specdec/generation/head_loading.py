@@ -1,4 +1,4 @@
-"""Load a head for a target: check that it belongs to the target, and decide how an ambiguous one is read."""
+"""Load a head for a target, check the adapter that it was trained with, and decide how an ambiguous head is read."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ def head_drafter(
     model: PreTrainedModel, source: str | Path | DraftHead, reading: Mapping[str, Any] | None, tries_readings: bool,
     options: Mapping[str, Any],
 ) -> Drafter:  # fmt: skip
-    """Load a head and return its drafter, bound to the target if the head is ambiguous.
+    """Load a head, choose its reading if its files allow several (*ambiguous*), and return its drafter.
+
+    A loaded head whose reading has already been chosen keeps it unless `reading` is given. The drafter is bound to the
+    target only if several readings are tried.
 
     Args:
         model: The target.
         source: A directory, a Hub id, or a loaded head.
         reading: Fields of a `Reading` that the caller sets; None for none.
-        tries_readings: Whether an ambiguous head is tried in each reading; otherwise the documented one is used.
-        options: Arguments of `load_head`; None stands for the default.
+        tries_readings: Whether an ambiguous head is tried in each reading, see `choose_reading`; otherwise the first
+            one (the documented one) is used.
+        options: Arguments of `load_head`; those that are None are left out.
 
     Raises:
         CheckpointFormatError, DrafterMismatchError: See `load_drafter`.
-        InvalidConfigError: `reading` is invalid or the head is not ambiguous, or options were given for a loaded head.
+        InvalidConfigError: `reading` is invalid, or given for a head that is not ambiguous; options were given for a
+            loaded head; or the `hot_tokens` in them are invalid.
     """
     wanted = checked_reading(reading or {})
     given = {name: value for name, value in options.items() if value is not None}
@@ -71,6 +76,6 @@ def head_drafter(
             head.read_as(choose_reading(model, head, readings), config)
         except BaseException:
             head.read_as(readings[0], config)
-            head.reading = None  # undecided
+            head.reading = None  # not chosen: the next call tries again
             raise
     return drafter

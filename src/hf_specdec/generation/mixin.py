@@ -57,10 +57,10 @@ class SpeculativeGenerationMixin:
         """Add the mixin to a loaded model and return the same object. Attaching twice has no effect.
 
         Args:
-            model: A decoder-only transformers model, or a PEFT model around one.
+            model: A decoder-only transformers model, or a PEFT model around one, whose base model gets the mixin.
 
         Raises:
-            UnsupportedModelError: The model can verify neither trees nor chains; it is not changed.
+            UnsupportedModelError: The model can verify neither trees nor chains, or its `generate()` is unsuitable.
         """
         if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
             SpeculativeGenerationMixin.attach(model.get_base_model())
@@ -72,7 +72,7 @@ class SpeculativeGenerationMixin:
 
     @staticmethod
     def detach(model: Any) -> Any:
-        """Undo `attach` and drop the model's drafters; without effect on a model without the mixin.
+        """Undo `attach`, drop the model's drafters and return the model; no effect on a model without the mixin.
 
         Raises:
             UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating with
@@ -90,6 +90,7 @@ class SpeculativeGenerationMixin:
         """Generate as transformers does, and register the call as running, so that other threads cannot detach.
 
         `cache=` works with every supported version of transformers, which calls it `past_key_values` before 5.24.
+        With `speculative`, this package drafts with `assistant_model`; transformers does not see it.
         """
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
@@ -111,7 +112,7 @@ class SpeculativeGenerationMixin:
 
     @property
     def last_speculation(self) -> SpeculationStats | None:
-        """Statistics of the last speculative `generate()` on this model."""
+        """Statistics of the last speculative `generate()` on this model; None before the first."""
         return state_of(self).last
 
     def load_drafter(
@@ -119,26 +120,27 @@ class SpeculativeGenerationMixin:
         token: str | bool | None = None, verify: bool | Sequence[Tensor] | None = None,
         reading: Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
-        """Load a head in any supported layout, check it against this model and register it.
+        """Load a head in any supported layout, check it against this model, register its drafter and return it.
 
         Files of some EAGLE-3 heads can be read in several ways (`heads/readings.py`). Such a head is tried in each
-        way on texts that this model writes, once per head and model, which takes a few seconds.
+        way on texts that this model writes. This takes a few seconds, once per head and model: the result is stored.
 
         Args:
             repo_or_path: A local directory, a Hub id, or a loaded head.
             name: The head's name in `speculative=`; None uses the name of its method.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
-            verify: Try the head on a few prompts and warn if fewer than one in ten first drafted tokens are accepted:
-                prompts of token ids `[1, P]`, or True for prompts that this model generates. False also reads an
-                ambiguous head in the documented way, without trying others.
+            verify: Prompts of token ids `[1, P]` to test the head on, or True for prompts that this model generates; a
+                warning is issued if fewer than one in ten first drafted tokens are accepted. None and False skip the
+                test; False also reads an ambiguous head in the documented way, without trying others.
             reading: Fixes how an ambiguous head is read, for example `{"layer_offset": 0}`; see `Reading`.
             **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
 
         Raises:
-            CheckpointFormatError: The files do not contain a draft head.
+            CheckpointFormatError: There is no draft head, its layout is unknown, or a file is broken.
             DrafterMismatchError: The head was made for another model, or for this one with an adapter.
-            InvalidConfigError: Loading options were given together with a loaded head, or `reading` is invalid.
+            InvalidConfigError: Loading options are invalid or given with a loaded head, or `reading` is invalid.
+            UnsupportedModelError: The model gives no access to the hidden states that the head needs.
         """
         model: Any = self
         options = {"revision": revision, "token": token, **kwargs}
@@ -150,14 +152,15 @@ class SpeculativeGenerationMixin:
         return drafter
 
     def add_drafter(self, drafter: Drafter, name: str | None = None) -> Drafter:
-        """Check a drafter against this model and register it.
+        """Check a drafter against this model, move and cast its weights to match, register it and return it.
 
         Args:
             drafter: Any drafter, including your own.
             name: Its name in `speculative=`; None uses the name of its method.
 
         Raises:
-            DrafterMismatchError: It was made for another model, or is not a drafter.
+            DrafterMismatchError: It was made for another model, or is not a valid drafter.
+            UnsupportedModelError: The model gives no access to the hidden states that it needs.
         """
         add_drafter(self, drafter, name)
         return drafter
@@ -182,7 +185,8 @@ class SpeculativeGenerationMixin:
             prompt_length: Approximate prompt length of later calls, in tokens.
 
         Raises:
-            InvalidConfigError, DrafterMismatchError, UnsupportedGenerationError: As in `generate()`.
+            InvalidConfigError: `batch_size` or `prompt_length` is below 1, or as in `generate()`.
+            DrafterMismatchError, UnsupportedGenerationError, UnsupportedModelError: As in `generate()`.
         """
         if batch_size < 1 or prompt_length < 1:
             raise InvalidConfigError(
@@ -197,9 +201,10 @@ class SpeculativeGenerationMixin:
     # ------------------------------------------------------------------------------------------- saving
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, with the default stored as `generation_config.speculative`, if any.
+        """Save as transformers does, including a default set as `generation_config.speculative`.
 
-        transformers drops unknown fields of a generation config that it derived from the model's config.
+        transformers drops unknown fields of a generation config that is marked as derived from the model's config, so
+        the mark is removed while saving.
         """
         stored: Any = self.generation_config  # type: ignore[attr-defined]
         speculative = getattr(stored, "speculative", None)
@@ -218,7 +223,7 @@ class SpeculativeGenerationMixin:
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Store `speculative` as a `Request` on this call's own copy of the generation config."""
+        """Store `speculative=` or its default as a `Request` in this call's generation config; check a given cache."""
         given = "speculative" in kwargs
         speculative = kwargs.pop("speculative", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
@@ -252,7 +257,7 @@ class SpeculativeGenerationMixin:
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Add to the plan a `Target` whose cache has slots for the prompt, the answer and one tree."""
+        """Check inputs and size, and add to the plan a `Target` whose cache can hold prompt, answer and one tree."""
         plan = plan_of(generation_config)
         if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -273,7 +278,7 @@ class SpeculativeGenerationMixin:
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         plan = with_programs(plan, model)
-        if plan.runner is not None:  # measure costs before this call occupies the kept memory
+        if plan.runner is not None:  # measure before this call takes the cache memory that the runner keeps
             step_costs_of(plan, model, rows, max_cache_length, synced_gpus=is_distributed())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}

@@ -1,7 +1,7 @@
-"""Checks of the options of `generate()`, made before any work.
+"""Checks of the options of `generate()`, made before the prompt is processed.
 
-If speculation cannot support an option, a check raises `UnsupportedGenerationError`, which names the option, the
-reason and a fix. Nothing here has side effects.
+*Refuse* means: raise `UnsupportedGenerationError`, which names the option, the reason and a fix. Nothing here has side
+effects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",
     "video_grid_thw", "second_per_grid_ts",
 })  # fmt: skip
-"""Model inputs that speculation supports: their values for generated tokens are known."""
+"""Model inputs that speculation supports, because their values for generated tokens are known; any number, string or
+bool is supported as well."""
 
 ROWWISE_PROCESSORS = frozenset({
     "EpsilonLogitsWarper",
@@ -59,7 +60,7 @@ CHUNKS_CONTINUE_CACHES = Version(transformers.__version__) >= Version("5.23")
 """Whether transformers' chunked prefill can continue a cache that already holds part of the prompt."""
 
 KEPT_PREFIX_RULES = ("auto", "greedy", "rejection")
-"""Acceptance rules that call processors only with prefixes that are kept, once each and in order."""
+"""Acceptance rules that call stateful processors only with emitted text, once per token and in order."""
 
 
 def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> rules.AcceptanceRule:
@@ -78,7 +79,7 @@ def rule_for(config: SpeculativeConfig, generation_config: GenerationConfig) -> 
         top_p = generation_config.top_p
         if top_p is None or top_p >= 1:
             return rules.nucleus
-        # when sampling, the warpers have already removed all other tokens
+        # when sampling, the top-p warper has already removed all other tokens
         return functools.partial(rules.nucleus, top_p=1.0 if do_sample else top_p)
     return {"greedy": rules.greedy, "rejection": rules.rejection, "block": rules.block}[name]
 
@@ -142,7 +143,7 @@ def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
 
 
 def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Check that `top_k` is at most the vocabulary size.
+    """Check that the config's `top_k` (children per node) is at most the vocabulary size.
 
     Raises:
         InvalidConfigError: `top_k` exceeds the vocabulary size.
@@ -155,7 +156,7 @@ def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
 
 
 def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None:
-    """Refuse model inputs whose values for generated tokens are unknown."""
+    """Refuse model inputs whose values for generated tokens are unknown, and embeddings with a chunked prefill."""
     if config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
             "With `prefill_chunk_size`, transformers processes all of `inputs_embeds` again in every chunk.",
@@ -180,12 +181,14 @@ def check_cache(
     Args:
         cache: The user's cache.
         config: Generation config of the call.
-        max_cache_length: Tokens of prompt and answer.
+        max_cache_length: Slots that prompt and answer need: one less than their tokens, as the last is not cached.
         layout: Layout of the cache that the model fills; None if the model verifies chains only.
         rows: Batch size, after `num_return_sequences`.
 
     Raises:
-        CacheCapacityError: It is a static cache that is too small for the answer.
+        UnsupportedGenerationError: The cache does not match the model or the batch, or cannot be combined with other
+            options of the call.
+        CacheCapacityError: It is a static cache that is too small for prompt and answer.
     """
     if config.cache_implementation is not None:
         raise UnsupportedGenerationError(
@@ -232,7 +235,7 @@ def check_training(model: PreTrainedModel) -> None:
 
 
 def check_device(input_ids: torch.Tensor, model: PreTrainedModel) -> None:
-    """Refuse a prompt on another device than the model."""
+    """Refuse a prompt on another type of device than the model's inputs, such as the CPU instead of a GPU."""
     device = execution_device(model)
     if input_ids.device.type != device.type:
         raise UnsupportedGenerationError(
@@ -242,7 +245,7 @@ def check_device(input_ids: torch.Tensor, model: PreTrainedModel) -> None:
 
 
 def check_chain(config: GenerationConfig, chain_only_reason: str) -> None:
-    """Refuse a static cache for a model that verifies chains only, which needs a dynamic cache."""
+    """Refuse a static cache if the model verifies chains only (the reason is not empty): chains need a dynamic one."""
     if chain_only_reason and config.cache_implementation == "static":
         raise UnsupportedGenerationError(
             f"This model cannot verify trees ({chain_only_reason}), and chains need a dynamic cache.",
@@ -251,7 +254,7 @@ def check_chain(config: GenerationConfig, chain_only_reason: str) -> None:
 
 
 def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
-    """Refuse `synced_gpus` for models that need a second forward in some steps: ranks would wait for each other."""
+    """Refuse `synced_gpus` if some steps need a second forward: ranks would run different numbers and deadlock."""
     if synced_gpus and needs_replay:
         raise UnsupportedGenerationError(
             "For a model with a recurrent state, `synced_gpus` cannot be combined with `speculative`: ranks would run "
@@ -261,13 +264,13 @@ def check_synced(synced_gpus: bool, needs_replay: bool) -> None:
 
 
 def check_prompt(input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> None:
-    """Refuse a prompt without tokens or embeddings."""
+    """Refuse a prompt that has neither tokens nor embeddings."""
     if input_ids.shape[1] == 0 and inputs_embeds is None:
         raise UnsupportedGenerationError("The prompt is empty.", "Pass at least one token, e.g. the BOS token.")
 
 
 def layer_outputs(config: GenerationConfig, *, chains_only: bool = False) -> dict[str, bool]:
-    """Return whether to collect hidden states and attentions; refuse attentions if the model verifies only chains."""
+    """Return whether to collect "hidden_states" and "attentions", by name; refuse attentions if `chains_only`."""
     wanted = {
         name: bool(config.return_dict_in_generate and getattr(config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
@@ -283,8 +286,8 @@ def layer_outputs(config: GenerationConfig, *, chains_only: bool = False) -> dic
 def in_lockstep(config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
     """Return whether all rows of a batch must emit the same number of tokens per step.
 
-    Required by processors and criteria that may depend on several rows (custom ones, guidance, time limits), which
-    then get the same batches as in plain generate, and by outputs per token.
+    Required by processors and criteria that may depend on several rows (custom ones, guidance, time limits): they then
+    get the same batches as in plain `generate()`. Also required by outputs with one `[B, ...]` tensor per token.
     """
     known_criteria: tuple[type, ...] = (EosTokenCriteria, MaxLengthCriteria)
     if any(isinstance(rule, EosTokenCriteria) for rule in criteria):
@@ -298,7 +301,7 @@ def in_lockstep(config: GenerationConfig, processors: LogitsProcessorList, crite
 
 
 def is_rowwise(processors: Iterable[object]) -> bool:
-    """Return whether every processor is one of `ROWWISE_PROCESSORS`."""
+    """Return whether every processor is one of `ROWWISE_PROCESSORS`, in transformers' own implementation."""
     return all(
         type(processor).__name__ in ROWWISE_PROCESSORS and type(processor).__module__.startswith("transformers.")
         for processor in processors
@@ -306,7 +309,7 @@ def is_rowwise(processors: Iterable[object]) -> bool:
 
 
 def check_processors(processors: LogitsProcessorList, config: SpeculativeConfig) -> None:
-    """Refuse processors that may be stateful if the acceptance rule evaluates prefixes that may be discarded."""
+    """Refuse processors that may be stateful (not rowwise) if the acceptance rule may discard evaluated prefixes."""
     if config.acceptance not in KEPT_PREFIX_RULES and not is_rowwise(processors):
         names = ", ".join(sorted(type(processor).__name__ for processor in processors if not is_rowwise([processor])))
         raise UnsupportedGenerationError(

@@ -13,7 +13,9 @@ from hf_specdec.verification.target import Verification
 
 
 class LayerOutputs:
-    """Hidden states and attentions by emitted token: of the prompt for the first token, of one tree node for others.
+    """Collector of hidden states and attentions, one entry per emitted token.
+
+    The entry of the first token is the prompt's; that of any other token is the tree node's after which it was chosen.
 
     Args:
         config: Config of the text decoder; gives each layer's sliding window.
@@ -33,11 +35,15 @@ class LayerOutputs:
 
     @property
     def attentions(self) -> tuple[tuple[Tensor | None, ...], ...] | None:
-        """Per token and layer: `[B, H, P, slots]` for the first token, `[B, H, 1, slots]` for all others, or None."""
+        """Per token and layer: `[B, H, P, slots]` for the first token, `[B, H, 1, slots]` for all others.
+
+        Slots are those of the text up to this token, as in plain `generate()`. None if not collected; an entry is None
+        if the layer returns no weights.
+        """
         return tuple(self._attentions) if self._collects_attentions else None
 
     def add_prompt(self, prefill: Verification) -> None:
-        """Add the outputs of the prompt, the entry of the first token."""
+        """Add the outputs of the prompt as the entry of the first token; nothing if they were not requested."""
         if prefill.hidden_states is not None:
             self._hidden.append(prefill.hidden_states)
         if prefill.attentions is not None:
@@ -50,8 +56,8 @@ class LayerOutputs:
 
         Args:
             verification: Result of the tree's verify forward.
-            acceptance: Kept paths, which have the same length in all rows.
-            start: Cache slot of the root.
+            acceptance: Kept paths, which have the same length in all rows (lockstep).
+            start: Cache slot of the root, before the step is committed.
         """
         if verification.hidden_states is None and verification.attentions is None:
             return
@@ -74,7 +80,10 @@ class LayerOutputs:
                 )
 
     def _within(self, layer: int, weights: Tensor | None) -> Tensor | None:
-        """Reduce the weights of a sliding-window layer to the columns that transformers' own cache would hold."""
+        """Cut weights `[B, H, N, slots]` of a sliding-window layer to the columns that transformers' cache would hold.
+
+        Unchanged: other layers, None, and square weights (a whole prompt).
+        """
         window = self._windows[layer] if layer < len(self._windows) else None
         if weights is None or window is None or weights.shape[-1] == weights.shape[-2]:
             return weights

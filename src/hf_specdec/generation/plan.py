@@ -54,7 +54,8 @@ NO_TOKEN = 2**31 - 1
 """A token id that no model emits; EOS of the warm-up generations, so that they never end early."""
 
 SHARED_NODES = 8
-"""Maximum nodes of a merged tree if several processes, whose measured costs would differ, must decide alike."""
+"""Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same
+size, but the costs that each would measure differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ def plan_call(
     mode_kwargs: dict[str, Any],
 ) -> Plan:
     """Check the options of a call and return a plan of everything that does not depend on the prompt.
+
+    If the model has changed, it is probed again and the drafter is bound again.
 
     Args:
         model: An attached model.
@@ -140,7 +143,7 @@ def plan_of(generation_config: GenerationConfig) -> Plan | None:
 
 
 def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
-    """Return the plan with compiled or captured forwards, as its config specifies.
+    """Return the plan with compiled or captured forwards, as its config specifies and as far as they are possible.
 
     `compile="auto"` uses graphs, which are captured during generation, if the device supports them; it never uses
     inductor, which needs about a minute.
@@ -165,6 +168,9 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
         speculative: As in `generate()`.
         rows: Batch size of later calls.
         context: Prompt tokens of later calls.
+
+    Raises:
+        InvalidConfigError, DrafterMismatchError, UnsupportedGenerationError, UnsupportedModelError: See `plan_call`.
     """
     mode = GenerationMode.GREEDY_SEARCH
     plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
@@ -179,7 +185,8 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
 def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: int, context: int) -> None:
     """Generate a few tokens after prompts of two lengths, the longer first, to capture graphs and allocate memory.
 
-    Nothing learned from it is kept.
+    The longer prompt needs the next larger graphs (`bucket_of`), as a growing text will. A length that exceeds the
+    model's maximum position is skipped. Nothing learned from these calls is kept.
     """
     state = state_of(model)
     learned, last = state.state_dict(), state.last
@@ -202,7 +209,9 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
 def _assisted(
     assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
 ) -> Drafter:
-    """Return a drafter for the call's assistant model, if possible that of the last call.
+    """Return a drafter for the call's assistant model, the last call's if it fits, and store it in `made`.
+
+    It samples its drafts if the call samples losslessly with chains of this drafter alone.
 
     Raises:
         UnsupportedGenerationError: The method does not draft with an assistant model.
@@ -220,7 +229,10 @@ def _assisted(
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
-    """Return the maximum size of a tree, which includes `candidate_steps` deeper than the drafter's default."""
+    """Return the maximum size of a tree.
+
+    With tiers, it is as deep as the largest of `candidate_steps`, unless the user or the drafter fixes depth or tree.
+    """
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
         return limits_of(drafter, config)
@@ -232,7 +244,7 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
             per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
             deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
             limits = limits_of(drafter, deeper)
-    except InvalidConfigError:  # its tree is fixed
+    except InvalidConfigError:  # for example, its tree is fixed
         return limits_of(drafter, config)
     return limits
 

@@ -1,8 +1,8 @@
 """Try an ambiguous head in each of its readings, and keep the one whose drafts the target accepts most often.
 
-The target writes a few texts. On these, every reading drafts after every token, as the head would in generation; the
-measure is the expected number of accepted tokens per draft with lossless sampling (https://arxiv.org/abs/2211.17192),
-which needs far fewer tokens than counting accepted ones. The result is kept on disk for each head and target.
+The target writes a few texts. On these, every reading drafts after every token, as the head would in generation. The
+measure is the expected number of accepted tokens per draft with lossless sampling (https://arxiv.org/abs/2211.17192):
+computing it needs far less text than counting accepted tokens. The result is stored on disk for each head and target.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from hf_specdec.verification.model import lm_head_rows, text_config
 logger = logging.getLogger(__name__)
 
 DRAFT_STEPS = 6
-"""Length of the drafts; what a head recycles shows from the second token on."""
+"""Tokens per draft; more than one, because `norm_output` changes drafts only from the second token on."""
 MARGIN = 1.01
-"""How many times the accepted tokens of the first reading another one needs; less is within the noise of the texts."""
+"""Minimum ratio of a reading's accepted tokens to the first reading's to replace it; smaller gains are noise."""
 VERSION = 1
-"""Version of the kept results."""
+"""Part of the key of stored results; a new version repeats all trials."""
 SAMPLED_VALUES = 64
-"""Values at each end of a tensor that identify it."""
+"""Number of values read at each end of a tensor to identify it."""
 
 
 @torch.no_grad()
 def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading]) -> Reading:
-    """Return the reading with the most accepted tokens, or the first if none is clearly better.
+    """Return the reading with the most accepted tokens, or the first if none is better by the factor `MARGIN`.
 
-    Does not change the random state of the process.
+    Returns the stored result of an earlier trial if there is one, else logs and stores the result. Does not change the
+    random state of the process.
 
     Args:
         model: The target, on its device.
-        head: An EAGLE-3 head, bound to the target. It is left in the last reading that was tried.
+        head: An EAGLE-3 head, bound to the target. A trial leaves it in the last reading that was tried.
         readings: Possible readings, the documented one first.
     """
     kept = _kept_file(model, head, readings)
@@ -85,13 +86,13 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
 
 
 def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, features: Features, logits: Tensor) -> float:
-    """Return the expected number of accepted tokens of a draft, averaged over all places in a continuation.
+    """Return the expected number of accepted tokens of a draft, averaged over all its positions in the continuation.
 
     Args:
         model: The target.
-        head: The head.
-        text: The text.
-        features: The target's hidden states at the text.
+        head: The head, in the reading to measure.
+        text: A prompt and its continuation, T tokens together.
+        features: The target's hidden states of all T tokens.
         logits: `[1, T, V]` of the target.
     """
     ids, device = head.hot_token_ids, head.device
@@ -102,7 +103,7 @@ def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, feature
     hidden = head.fuse(features.of(head.feature_layers)[:, :-1].to(device, head.dtype))
     attend = AlignedAttention(head.config.num_hidden_layers)
     positions = torch.arange(hidden.shape[1], device=device)[None]
-    first = max(text.prompt_length - 2, 0)  # entry t predicts the token after t + 1
+    first = max(text.prompt_length - 2, 0)  # entry t reads token t + 1, predicts t + 2
     starts = hidden.shape[1] - DRAFT_STEPS + 1 - first
     reached, total = torch.ones(starts, dtype=torch.float32, device=device), 0.0
     for step in range(DRAFT_STEPS):
@@ -119,8 +120,11 @@ def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, feature
 
 
 def _kept_file(model: PreTrainedModel, head: DraftHead, readings: Sequence[Reading]) -> Path | None:
-    """Return the file with the result for this head, target and choice; None if their weights cannot be identified."""
-    chosen = ("norm_output", "eagle_aux_hidden_state_layer_ids")  # a reading sets these
+    """Return the file, which may not exist, of the result for this head, target and list of readings.
+
+    None if the weights of head or target cannot be identified.
+    """
+    chosen = ("norm_output", "eagle_aux_hidden_state_layer_ids")  # set by `read_as`, so not part of the key
     fields = {name: value for name, value in head.config.to_dict().items() if name not in chosen}
     facts = [VERSION, [str(reading) for reading in readings], repr(head.ambiguity), fields]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
@@ -135,7 +139,7 @@ def _kept_file(model: PreTrainedModel, head: DraftHead, readings: Sequence[Readi
 
 
 def _identity(module: nn.Module) -> Iterator[bytes]:
-    """Yield names, shapes and some values of plain tensors; quantised, sharded and offloaded ones are left out."""
+    """Yield names, shapes, dtypes and some values of plain tensors, without quantised, sharded and offloaded ones."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta and tensor.numel():
             flat = tensor.detach().reshape(-1)
@@ -145,7 +149,7 @@ def _identity(module: nn.Module) -> Iterator[bytes]:
 
 
 def _read(file: Path, readings: Sequence[Reading]) -> Reading | None:
-    """Return a kept result; None if there is none, or if the file is invalid."""
+    """Return the stored one of these readings; None if the file does not exist, is invalid or names another."""
     if not file.is_file():
         return None
     try:

@@ -70,16 +70,16 @@ class SpeculationState:
 
     def __init__(self) -> None:
         self.drafters: dict[str, Drafter] = {}
-        self.made: dict[str, Drafter] = {}  # training-free drafters, created on first use
+        self.made: dict[str, Drafter] = {}  # drafters without a loaded head, by method, created on first use
         # state of the model that each drafter was last bound to
         self.bound: WeakKeyDictionary[Drafter, Fingerprint] = WeakKeyDictionary()
         self.facts: list[TargetFacts] = []  # results of probing the model, latest first
-        self.learned = LearnedStats()  # of merged drafting
+        self.learned = LearnedStats()  # statistics of merged drafting
         # by model state, batch size and execution mode, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
-        self.rule: CapturedGreedy | None = None  # for models with a captured forward
-        # compiled drafters, with the weights that they were built from
+        self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
+        # compiled drafters (None: nothing to compile), with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
@@ -127,7 +127,9 @@ def state_of(model: Any) -> SpeculationState:
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:
-    """Return the probe's result for the model; probe again if the model has changed.
+    """Return the probe's result for the model in its current state.
+
+    If none is cached, drop all compiled programs and probe the model.
 
     Raises:
         UnsupportedModelError: In its current state the model cannot verify drafted tokens.
@@ -147,7 +149,7 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
 
 
 def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> None:
-    """Bind a drafter to the model and keep it under a name; None is the name of its method.
+    """Bind a drafter to the model and register it by name (None: that of its method), replacing any of that name.
 
     Raises:
         DrafterMismatchError: The drafter was made for another model, or is invalid.
@@ -161,10 +163,16 @@ def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> N
 
 
 def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
-    """Bind the drafter again if the model has changed since it was last bound.
+    """Bind each part of a drafter that was not last bound to the model in its current state.
+
+    Args:
+        model: An attached model.
+        drafter: Any drafter; registration is not required.
+        now: Fingerprint of the model's current state.
 
     Raises:
-        DrafterMismatchError: The drafter no longer fits, for example after a resized vocabulary or removed layers.
+        DrafterMismatchError: The drafter does not fit, for example after a resized vocabulary or removed layers.
+        UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
     """
     bound = state_of(model).bound
     for part in drafter.parts:
@@ -175,7 +183,7 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
 def current_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> StepCosts:
-    """Return the costs of a step by its width; measure them if unknown.
+    """Return the costs of a step by its width (nodes per row); measure them if unknown.
 
     Args:
         model: An attached model.

@@ -11,12 +11,14 @@ from hf_specdec.verification.step import Step, StepSeconds
 
 
 def trace_step(step: Step, method: str, begin: float, seconds: StepSeconds) -> TracedStep:
-    """Copy a step to the host; takes several transfers, which calls without a trace avoid.
+    """Return a step's trees, probabilities and emitted tokens, copied to the host in several transfers.
+
+    Calls without a trace avoid these transfers.
 
     Args:
         step: The step.
         method: Name of its drafter; used as the source of nodes without one.
-        begin: Seconds between the end of the prefill and the start of the step.
+        begin: Seconds from the start of the decoding loop (after the prefill) to the start of the step.
         seconds: Duration of the step's stages.
     """
     draft, logits, acceptance = step.draft, step.verification.logits, step.acceptance

@@ -1,4 +1,4 @@
-"""Texts that a target writes, on which drafts are compared."""
+"""Texts written by a target, on which the readings of a draft head are compared (`reading_trial.py`)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class TrialText:
 
 
 def write_texts(model: Any) -> list[TrialText]:
-    """Let a target continue a few prompts; the random state of the process does not change.
+    """Let a target continue a few prompts by `TEXT_TOKENS` tokens each, and return the texts.
 
     A chat model whose tokenizer is on this machine answers `PROMPTS` greedily. Any other model samples as many texts
-    after its BOS token (0 if it has none or several).
+    from its BOS token (token 0 if it has none or several), with a fixed seed. The random state of the process does not
+    change; the model's generation config is replaced during the call.
 
     Args:
         model: An attached model.
@@ -71,7 +72,7 @@ def write_texts(model: Any) -> list[TrialText]:
 
 
 def _chat_prompts(model: Any) -> Any:
-    """Return `PROMPTS` as padded ids and mask `[B, P]`; None if there is no tokenizer with a chat template."""
+    """Return `PROMPTS` as left-padded ids and mask `[B, P]`; None without a local tokenizer whose template works."""
     name = model_name(model.config)
     if not name:
         return None

@@ -29,17 +29,24 @@ QUERY_BLOCK = 256
 """Number of queries per checkpointed block in `AlignedAttention`; limits the memory of the scores."""
 
 MAX_PACKED_QUERIES = 512
-"""Largest number of queries per head that is packed; above it keys are repeated, a smaller copy than the mask."""
+"""Maximum number of new entries T for which the query heads of a key head are packed into one attention.
+
+For more, keys and values are repeated per query head, which takes less memory than a packed mask."""
 
 
 class DraftAttention(nn.Module):
     """Grouped-query attention with rotary positions; tensor names match Llama and Qwen3.
+
+    Sliding windows are not applied here, but in the masks that callers pass to `attend_over`.
 
     Args:
         config: Provides `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `attention_bias`
             (bias of all four projections) and `qk_norm` (norms of queries and keys).
         input_size: Width of the input; 2D in EAGLE-3.
         bias: Add a bias to the query, key and value projections even if `attention_bias` is False.
+
+    Raises:
+        InvalidConfigError: A number of heads, `head_dim` or `sliding_window` is invalid.
     """
 
     def __init__(self, config: Any, input_size: int, bias: bool = False) -> None:
@@ -66,7 +73,13 @@ class DraftAttention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Return `[B, T, D]` for inputs `[B, T, input_size]`."""
+        """Return the attention output `[B, T, D]`.
+
+        Args:
+            hidden: `[B, T, input_size]` inputs.
+            rotary: Cosines and sines `[B, T, r]`, see `rotate`.
+            attend: Function that computes the attention, see `Attend`.
+        """
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -79,18 +92,19 @@ class DraftAttention(nn.Module):
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Let every entry attend to itself and the entries before it."""
+    """Return causal attention: every entry sees itself and the entries before it. Shapes: see `Attend`."""
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
     """Return a function that appends the new entries to a cache and attends to all of its entries.
 
-    The function uses the cache's layers in turn: its first call is by the first layer of the draft model.
+    Use one function per forward: its i-th call uses layer i of the cache, for the i-th layer of the draft model.
 
     Args:
         cache: Any transformers cache, with one layer per draft layer.
-        mask: `[B, 1, T, S]` bool, True for visible entries; None means causal attention over an empty cache.
+        mask: `[B, 1, T, S]` bool, True for visible entries, where S counts the cache's entries including the T new
+            ones; None means causal attention, and requires an empty cache.
     """
     layers = itertools.count()
 
@@ -106,7 +120,10 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Use `kernels.attend`; with a mask and `enable_gqa`, SDPA uses cuDNN's kernel or materializes all scores."""
+    """Return the attention of `kernels.attend`, with the arguments of `Attend` and a mask `[B, 1, T, S]`.
+
+    With a mask and `enable_gqa`, SDPA would use cuDNN's kernel (see `kernels.py`) or materialize all scores.
+    """
     groups = query.shape[1] // key.shape[1]
     if query.shape[2] > MAX_PACKED_QUERIES and groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -123,7 +140,8 @@ class AlignedAttention:
     j-1, and itself: a causal triangle and j diagonals. Scores exist for one block of queries at a time, also in the
     backward pass.
 
-    Source: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840), HASS (https://arxiv.org/abs/2408.15766).
+    Sources: the training-time test of EAGLE-3 (https://arxiv.org/abs/2503.01840) and HASS
+    (https://arxiv.org/abs/2408.15766).
 
     Args:
         num_layers: Number of draft layers, which call it in turn in every step.
@@ -136,7 +154,10 @@ class AlignedAttention:
         self._calls = itertools.count()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend in a layer's next step; keys and values are kept for later steps."""
+        """Return the attention of the calling layer in its next step; keep its keys and values for later steps.
+
+        Shapes are those of `Attend`.
+        """
         groups = query.shape[1] // key.shape[1]
         keys, values = self._entries[next(self._calls) % len(self._entries)]
         step = len(keys)
@@ -153,7 +174,13 @@ class AlignedAttention:
 
 
 def _attend_block(query: Tensor, begin: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> Tensor:
-    """Attend with the queries `begin : begin + QUERY_BLOCK` of the latest step."""
+    """Return the attention `[B, H, block, d]` of the queries `begin : begin + QUERY_BLOCK` in the latest step.
+
+    Args:
+        query: `[B, H, T, d]` all queries of the latest step.
+        begin: First query of the block.
+        keys, values: `[B, H, T, d]` for each step so far.
+    """
     step, length = len(keys) - 1, query.shape[2]
     end = min(begin + QUERY_BLOCK, length)
     query = query[:, :, begin:end] * query.shape[-1] ** -0.5

@@ -1,6 +1,7 @@
 """Base classes of draft heads: transformers models with an optional draft vocabulary, a model card and Hub upload.
 
-The heads are in `eagle.py`, `eagle3.py`, `mtp.py` and `medusa.py`; third-party heads are read by `checkpoints/hub.py`.
+The heads are in `eagle.py`, `eagle3.py`, `mtp.py`, `layer_mtp.py` and `medusa.py`; files are read by
+`checkpoints/hub.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
 from hf_specdec.heads.vocabulary import HotTokens
 
 NATIVE_LAYOUT = "hf-specdec"
+"""Name of the layout that `save_pretrained` writes."""
 
 CUSTOM_GENERATE = '''"""For `model.generate(..., custom_generate={repo!r}, trust_remote_code=True)`."""
 
@@ -44,7 +46,7 @@ def generate(model, speculative=None, **kwargs):
 
 
 def portable_name(name: str | None) -> str | None:
-    """Return the name if it can be a Hub id; None for a local path or an empty name.
+    """Return the name if it can be a Hub id; None if it is None or empty, looks like a path, or exists on this disk.
 
     Example: `"org/model"` is returned, `"/home/me/model"` gives None.
     """
@@ -64,11 +66,13 @@ class CheckedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Create the config as in transformers, from the fields in `rules` only; others are ignored.
+        """Create the config as in transformers, from the fields in `rules` only; other fields are dropped.
+
+        A `partial_rotary_factor` at the top level is moved into `rope_parameters`.
 
         Raises:
-            InvalidConfigError: A value has the wrong type or is out of range, or another field would change what the
-                head computes.
+            InvalidConfigError: A value has the wrong type or is out of range, sizes contradict each other, or a field
+                of `NEUTRAL` has a value that would change what the head computes.
         """
         for name, neutral in NEUTRAL.items():
             if config_dict.get(name) not in neutral:
@@ -91,8 +95,8 @@ class DraftHead(HotTokens, PreTrainedModel):
     Attributes:
         method: Name for `speculative=`.
         layout: Layout of the checkpoint that it was read from, see `checkpoints/layouts.py`.
-        ambiguity: What the files that the head was read from leave open; None if nothing.
-        reading: How an ambiguous head is read; None until that is decided.
+        ambiguity: Possible interpretations of the files of an EAGLE-3 head in a layout other than ours; else None.
+        reading: The interpretation chosen for an ambiguous head; None until one is chosen.
         adapter: The adapter of the target with which it was trained (`checkpoints.adapters.AdapterFiles`), or None.
     """
 
@@ -106,8 +110,8 @@ class DraftHead(HotTokens, PreTrainedModel):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move and cast as PyTorch does, but keep the dtype of rotary frequencies.
 
-        In bfloat16 they are rounded: the fastest of them then turns by up to 1.2 rad too much or too little in 1,000
-        tokens.
+        Rounding them to bfloat16 would change rotation angles by up to 1.8 rad per 1,000 tokens (`rope_theta` 500,000,
+        `head_dim` 128).
         """
         exact = [
             (module, name, buffer)
@@ -125,8 +129,10 @@ class DraftHead(HotTokens, PreTrainedModel):
     def check_sizes(self, target_config: Any) -> None:
         """Check that the head fits a target, given the config of the target's text decoder.
 
+        If the head's `vocab_size` is unknown, it is set to the target's.
+
         Raises:
-            DrafterMismatchError: The hidden size or vocabulary size differs, or the target has too few layers.
+            DrafterMismatchError: The hidden size or vocabulary size differs.
         """
         own = self.config
         hidden_size = getattr(own, "target_hidden_size", None) or own.hidden_size
@@ -141,7 +147,7 @@ class DraftHead(HotTokens, PreTrainedModel):
                 )
 
     def num_forwards(self, num_steps: int) -> int:
-        """Return the number of head forwards for a tree of this depth."""
+        """Return the number of forwards of the head that draft a tree with `num_steps` levels below the root."""
         return num_steps
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
@@ -151,19 +157,28 @@ class DraftHead(HotTokens, PreTrainedModel):
             features: `[B, 1, D]` hidden states, also used in place of token embeddings: only the cost matters.
             position: Position id of the entry.
             lm_head: The target's lm_head over the draft vocabulary, if the head shares it.
+
+        Returns:
+            `[B, 1, Vd]`; Medusa heads return `[K, B, 1, Vd]`.
         """
         raise NotImplementedError
 
     def save_pretrained(
         self, save_directory: str | Path, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save atomically, with transformers' arguments, and write a model card unless the directory has one.
+        """Save as in transformers, and write a model card unless the directory has one.
+
+        Weights of an earlier head in the directory are deleted. If the save is interrupted, the directory holds either
+        a complete head or one that `load_head` refuses, never a mixture.
 
         Args:
             save_directory: Created if missing.
             *args: As in transformers.
             push_to_hub: Also upload the head, to `repo_id` or to a repository with the directory's name.
             **kwargs: As in transformers.
+
+        Raises:
+            InvalidConfigError: `save_directory` is a file, or cannot be written.
         """
         repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
@@ -179,7 +194,7 @@ class DraftHead(HotTokens, PreTrainedModel):
             self.push_to_hub(repo_id, **upload, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
-        """Upload the head with a model card and a `custom_generate/generate.py`.
+        """Upload the head with a model card and a `custom_generate/generate.py`; create the repository if missing.
 
         Unlike transformers' method, it does not overwrite the card of an existing repository.
 
@@ -207,9 +222,10 @@ class DraftHead(HotTokens, PreTrainedModel):
 
 
 WEIGHT_PATTERNS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*")
-"""Patterns of weight files; a save deletes those that an earlier head left in the directory."""
+"""Glob patterns of weight files; a save deletes those that an earlier head left in the directory."""
 
 UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_description", "create_pr")
+"""Arguments for the upload, which are not passed on to transformers' `save_pretrained`."""
 
 
 class EagleFamilyHead(BaseDraftLayer, DraftHead):
@@ -224,7 +240,7 @@ class EagleFamilyHead(BaseDraftLayer, DraftHead):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Indices of the target's `hidden_states` that the head reads; -1 is the one after the final norm."""
+        """Numbers of the target's hidden states that the head reads, see `Features`; -1: after the final norm."""
         return (-1,)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -232,29 +248,33 @@ class EagleFamilyHead(BaseDraftLayer, DraftHead):
         return features
 
     def resolve_feature_layers(self, depth: int) -> None:
-        """Choose the feature layers for a target with `depth` layers, if the config has none."""
+        """Set the feature layers for a target with `depth` layers if the config names none; here nothing to do."""
 
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """Run one forward while drafting, which appends T entries to the draft layer's cache.
+        """Run one forward on T new entries, which are appended to the cache, and return their features `[B, T, D]`.
 
         Args:
             token_embeddings, hidden, position_ids: As for `forward`.
-            cache: Cache of one layer.
+            cache: Cache with one layer per draft layer.
             mask: `[B, 1, T, S]` bool, see `attend_over`.
         """
         output: Tensor = self(token_embeddings, hidden, position_ids, attend_over(cache, mask))
         return output
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
-        """See `DraftHead`; `[B, 1, Vd]`."""
+        """See `DraftHead`; returns `[B, 1, Vd]`."""
         positions = torch.full((1, 1), position, dtype=torch.long, device=features.device)
         logits: Tensor = self.score(self(features, features, positions), lm_head)
         return logits
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `DraftHead.check_sizes`; also resolves the feature layers."""
+        """See `DraftHead.check_sizes`; also calls `resolve_feature_layers`.
+
+        Raises:
+            DrafterMismatchError: See `DraftHead.check_sizes`; or the target has too few layers.
+        """
         depth = target_config.num_hidden_layers
         self.resolve_feature_layers(depth)
         super().check_sizes(target_config)
@@ -275,7 +295,11 @@ class EagleFamilyHead(BaseDraftLayer, DraftHead):
         return own
 
     def share_embedding(self, model: PreTrainedModel) -> None:
-        """Drop the head's own embedding if it equals the target's, as in most published checkpoints."""
+        """Drop the head's own embedding if it equals the target's, as in most published checkpoints.
+
+        Values are compared in the target's dtype. When the embedding is dropped, the config's `own_embedding` becomes
+        False. It is kept if the target's is not a plain `nn.Embedding` or is on the meta device.
+        """
         embedding = model.get_input_embeddings()
         if not self.config.own_embedding or type(embedding) is not torch.nn.Embedding:
             return

@@ -1,8 +1,10 @@
-"""A draft layer that captures its forwards as device graphs, one per shape: reading entries and growing whole trees.
+"""A draft layer whose work is captured as device graphs, one per shape of the inputs.
+
+There are graphs for a forward over new entries ("reading" them), for growing a whole tree, and for both together.
 
 As in `verification/graphs.py`, inputs and outputs are buffers that never move, and the layer's cache uses memory that
-later calls reuse; concurrent calls draft without graphs. A tree is grown by one graph, which contains all levels with
-their masks and positions, and the selection of nodes.
+later calls reuse; concurrent calls draft without graphs. The graph of a tree contains all levels with their masks and
+positions, and the selection of nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class GraphDraftLayer(WrappedLayer):
 
     Args:
         inner: The layer to capture.
-        lm_head: The target's lm_head, restricted to the draft vocabulary, if the layer shares it.
+        lm_head: The target's lm_head, restricted to the draft vocabulary, if the layer shares it; else None.
         backend: Graph backend of the layer's device.
     """
 
@@ -41,7 +43,7 @@ class GraphDraftLayer(WrappedLayer):
         self._memory = KeptMemory()
         self._readings, self._growths = Captures(backend, "The draft layer"), Captures(backend, "Tree growth")
         self._steps = Captures(backend, "The drafting step")
-        self._static: dict[tuple[Choice, ...], int] = {}  # an index for every static tree, used in shape keys
+        self._static: dict[tuple[Choice, ...], int] = {}  # index of each static tree seen, for shape keys
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
@@ -52,17 +54,21 @@ class GraphDraftLayer(WrappedLayer):
         return [key for captures in (self._steps, self._readings, self._growths) for key in captures.captured_keys()]
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """See `KeptMemory`."""
+        """See `BaseDraftLayer`; the cache reuses the memory of earlier calls, unless another call is using it."""
         return self._memory.new_cache((None,), 0, reserve)
 
     def release(self, cache: Cache) -> None:
-        """See `KeptMemory`."""
+        """See `BaseDraftLayer`; makes the memory available to later calls."""
         self._memory.release(cache)
 
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """See `EagleFamilyHead.read`; prompts and inputs wider than any captured width run without a graph."""
+        """See `EagleFamilyHead.read`.
+
+        Prompts, the first forward of a cache, inputs wider than any captured width and caches without the kept memory
+        run without a graph.
+        """
         rows, num_entries, _ = token_embeddings.shape
         if mask is None or num_entries > CAPTURED_WIDTHS[-1] or not self._memory.owns(cache):
             return self._inner.read(token_embeddings, hidden, position_ids, cache, mask)
@@ -83,11 +89,11 @@ class GraphDraftLayer(WrappedLayer):
         return output[:, :num_entries].clone()
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
-        """See `DraftLayer`; uses the lm_head passed to the constructor."""
+        """See `DraftLayer`; ignores `lm_head` and uses the one passed to the constructor."""
         return self._inner.score(hidden, self._lm_head)
 
     def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
-        """See `BaseDraftLayer`."""
+        """See `BaseDraftLayer`; returns None for a `Budget` that stops early, or a cache without the kept memory."""
         if not self._grows(tree_shape, start.roots, cache):
             return None
         rows, begin = len(start.roots), cache.start
@@ -113,7 +119,10 @@ class GraphDraftLayer(WrappedLayer):
     def advance(
         self, step: AcceptedStep, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module
     ) -> AdvancedDraft | None:
-        """See `BaseDraftLayer`; one graph reads the step and grows the tree."""
+        """See `BaseDraftLayer`; one graph reads the step and grows the tree.
+
+        Returns None in the cases of `grow`, if the cache is empty, or if the step is wider than any captured width.
+        """
         (layer,) = cache.layers
         if not layer.is_initialized or not self._grows(tree_shape, step.roots, cache):
             return None
@@ -142,7 +151,7 @@ class GraphDraftLayer(WrappedLayer):
 
     def _grows(self, tree_shape: TreeShape, roots: Tensor, cache: TreeCache) -> bool:
         """Whether a graph can grow this tree."""
-        # stopping at unlikely levels reads from the device
+        # whether to stop at an unlikely level is decided on the host, which a graph cannot do
         stops_early = isinstance(tree_shape, Budget) and tree_shape.min_level_probability > 0
         return not stops_early and roots.device == self.device and self._memory.owns(cache)
 

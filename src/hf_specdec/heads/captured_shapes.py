@@ -26,18 +26,18 @@ class CapturedLayer:
 
     inner: InnerLayer
     lm_head: nn.Module | None  # the target's, if the layer shares it
-    hot_token_ids: Tensor | None
-    window: int | None  # number of entries that an entry sees
+    hot_token_ids: Tensor | None  # [Vd] target ids of the draft vocabulary; None if it is the target's
+    window: int | None  # number of entries that an entry sees, itself included; None for all
     hidden_size: int
 
     def score(self, features: Tensor, top_k: int) -> Level:
-        """Return the best children of K nodes with features `[B, K, D]`."""
+        """Return the `top_k` best children of each of K nodes with features `[B, K, D]`."""
         return scored(features, self.inner.score(features, self.lm_head), top_k, self.hot_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthInputs:
-    """Inputs of `Growth`."""
+    """Inputs of `Growth`: the tree's root in each row, and the entries before it."""
 
     roots: Tensor  # [B]
     last: Tensor  # [B, 1, D] the layer's features of each row's last entry
@@ -47,15 +47,15 @@ class GrowthInputs:
 
 
 class Growth(CapturableStep):
-    """Captured growth of a tree of fixed shape; attention reads a bucket of slots.
+    """Growth of a tree of fixed shape, as one captured graph.
 
     Args:
         layer: The draft layer.
-        tree_shape: Size of the tree.
-        cached: The layer's cache.
+        tree_shape: Shape of the tree.
+        cached: The layer of the draft layer's cache.
         embedding: Token embedding.
         inputs: Example inputs, for sizes and dtypes.
-        sizes: Number of appended entries, and number of slots in the bucket.
+        sizes: Number of appended entries, and number of cache slots that attention reads (the bucket).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Growth(CapturableStep):
         self._slots.copy_(start + torch.arange(len(self._slots), device=self._slots.device))
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep`."""
+        """Return log-probabilities, tokens and parents of the tree's nodes, `[B, N]` each."""
         draft = grow(self._roots, self._score(self._last), self._expand, self._tree_shape)
         assert draft.log_probs is not None
         return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
@@ -122,12 +122,12 @@ class Growth(CapturableStep):
 
 
 class Advance(CapturableStep):
-    """Captured reading of a step's accepted path, followed by growth of a tree of fixed shape.
+    """Reading of a step's accepted path and growth of a tree of fixed shape, as one captured graph.
 
     Args:
         layer, tree_shape, cached, embedding: See `Growth`.
         states: Example of the target's hidden states `[B, N, layers * D]`.
-        sizes: Nodes of the step, length of its paths, entries of the tree, and slots in the bucket.
+        sizes: Nodes of the step, length of its paths, entries that the tree appends, and slots in the bucket.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Advance(CapturableStep):
         self._growth = Growth(layer, tree_shape, cached, embedding, example, (num_entries, bucket))
 
     def fill(self, step: AcceptedStep, states: Tensor, lengths: Tensor) -> None:
-        """Copy a step into the buffers; the padding, constant during a call, is copied once.
+        """Copy a step into the buffers; the padding is copied once per call, during which it is constant.
 
         Args:
             step: The step.
@@ -173,7 +173,12 @@ class Advance(CapturableStep):
                 self._padded.copy_(step.padding.counts)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep`."""
+        """Return three results of reading the path and growing the tree.
+
+        Returns:
+            `[B, 2N + 1]` tokens and parents of the tree's N nodes, and each row's new length; `[B, N]`
+            log-probabilities of the nodes; `[B, 1, D]` features of each row's last entry.
+        """
         counts, lengths, rows = (self._path >= 0).sum(-1), self._lengths, len(self._roots)
         output = self._read(counts)
         offsets = torch.arange(len(self._slots), device=lengths.device)
@@ -193,7 +198,7 @@ class Advance(CapturableStep):
         return [torch.cat([tokens, parents, grown[:, None]], dim=-1), log_probs, inputs.last]
 
     def _read(self, counts: Tensor) -> Tensor:
-        """Append the step's entries and return their features `[B, P, D]`."""
+        """Append `counts` `[B]` accepted entries per row; return the features `[B, P, D]`, padding included."""
         lengths, width, bucket = self._lengths, len(self._slots), self._valid.shape[1]
         offsets, slots = torch.arange(width, device=lengths.device), torch.arange(bucket, device=lengths.device)
         self._slots.copy_(lengths.amax() + offsets)
@@ -217,7 +222,7 @@ class Advance(CapturableStep):
 
 
 class Reading(CapturableStep):
-    """Reading new entries, for one batch size, width and bucket.
+    """A forward over new entries, captured for one batch size, width and bucket.
 
     Args:
         key: Batch size, width and bucket.
@@ -253,5 +258,5 @@ class Reading(CapturableStep):
         self._mask[:, :, size:, 0] = True  # padding rows attend to slot 0; a fully masked row would give NaN
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep`."""
+        """Return the features `[B, width, D]` of the entries, padding included."""
         return [self._inner.read(self._embeddings, self._hidden, self._positions, self._cache, self._mask)]

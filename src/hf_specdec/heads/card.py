@@ -8,7 +8,7 @@ from huggingface_hub import ModelCardData
 
 CARD_NAME = "README.md"
 RUN_PICTURE = "training.png"
-"""Plot of a training run, in the same directory as the card."""
+"""File name of the plot of a training run, which is in the same directory as the card."""
 
 TITLES = {
     "hf_specdec_eagle": "EAGLE head",
@@ -16,16 +16,17 @@ TITLES = {
     "hf_specdec_medusa": "Medusa heads",
     "hf_specdec_mtp": "MTP module",
 }
+"""Kind of head in the card's title, by `model_type`."""
 
 
 def model_card(config: Any, method: str, repo: str | None = None, picture: str | None = None) -> str:
-    """Return the card of a head.
+    """Return the card of a head as Markdown.
 
     Args:
-        config: Config of the head; `base_model_name_or_path`, `recipe` and `tau` are used.
+        config: Config of the head; `model_type`, `base_model_name_or_path`, `recipe` and `tau` are used.
         method: Name for `speculative=`.
         repo: Hub id of the head, if known.
-        picture: Plot of the training run, relative to the card.
+        picture: Path of the plot of the training run, relative to the card; None if there is none.
     """
     base = config.base_model_name_or_path
     parts = [
@@ -56,12 +57,12 @@ model.generate(**inputs, speculative="{method}")
 
 
 def export_card(config: Any, format: str, readers: str) -> str:
-    """Return the card of a head in the layout of another engine.
+    """Return the card, as Markdown, of a head exported to another layout.
 
     Args:
         config: Config of the head.
         format: Name of the layout.
-        readers: Programs that read the layout, and how to use them.
+        readers: Text about the programs that read the layout, and how to use them.
     """
     summary = f"A draft head for speculative decoding, converted by hf-specdec to the layout `{format}`."
     return "\n\n".join([_heading(config, [format]), summary, readers]) + "\n"

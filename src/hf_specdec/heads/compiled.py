@@ -22,13 +22,14 @@ from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.runners import CaptureError, compile_operations
 
 LAYER_EXAMPLE_SHAPE = (2, 7)
-"""Rows and entries of the traced forward."""
+"""Batch size and number of entries of the example inputs for tracing."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Maximum relative distance between a layer and its compiled form, by dtype."""
+"""Maximum median of the relative distances between outputs of a head and of its compiled form, by dtype."""
 HALF_TOLERANCE = 5e-2
 """The same for half precision, whose rounding errors are larger."""
 
 CompiledFunction = Callable[..., Sequence[Tensor]]
+"""A function compiled by inductor; here, each returns one tensor in a sequence."""
 
 
 class WrappedLayer(BaseDraftLayer):
@@ -57,7 +58,7 @@ class WrappedLayer(BaseDraftLayer):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states the layer reads."""
+        """Numbers of the target's hidden states that the layer reads, see `Features`."""
         return self._layer.feature_layers
 
     @property
@@ -79,8 +80,8 @@ class CompiledDraftLayer(WrappedLayer):
 
     Args:
         head: The head.
-        read: Function from embeddings, hidden states and positions of new entries to their features.
-        score: Function from features to logits.
+        read: Compiled function from embeddings, hidden states and positions of new entries to their features.
+        score: Compiled function from features to logits.
         fuse: Compiled `head.fuse`; None if that returns its input.
     """
 
@@ -99,7 +100,8 @@ class CompiledDraftLayer(WrappedLayer):
             lm_head: The target's lm_head, restricted to the draft vocabulary, if the head shares it.
 
         Raises:
-            CaptureError: The head overrides `read`, reads values on the host, or its outputs differ when compiled.
+            CaptureError: The head overrides `read`, reads values on the host or cannot be compiled, or its outputs
+                differ when compiled.
         """
         if type(head).read is not EagleFamilyHead.read:
             raise CaptureError(f"{type(head).__name__} overrides `read`")
@@ -121,7 +123,7 @@ class CompiledDraftLayer(WrappedLayer):
         return compiled
 
     def _check(self, hidden: Tensor, positions: Tensor, features: Tensor, lm_head: nn.Module | None) -> None:
-        """Raise `CaptureError` if the outputs differ from the head's by more than rounding."""
+        """Raise `CaptureError` if the outputs differ from the head's by more than the tolerance of the dtype."""
         layers: tuple[Any, Any] = (self._head, self)
         size = LAYER_EXAMPLE_SHAPE[1]
         mask = torch.ones(size, size, dtype=torch.bool, device=hidden.device).tril()
@@ -164,6 +166,7 @@ def _numbers(width: int) -> Tensor:
 
 
 _ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)
+"""Attention function of the forward that is running, called by the custom operation."""
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

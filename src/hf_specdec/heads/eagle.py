@@ -32,7 +32,8 @@ class EagleConfig(CheckedConfig, LlamaConfig):
 
     Args:
         bias: Whether `fc` has a bias; True if a published config lacks the key.
-        qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` includes the output.
+        qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` also covers the
+            output projection.
         qk_norm: Whether queries and keys are normalized, as in Qwen3.
         layernorms: Whether there are norms of the embedding, before attention and before the lm_head (speculators'
             HASS heads).
@@ -44,9 +45,10 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         num_steps: Default draft depth; None for the drafter's default.
         top_k: Default number of children per expanded node.
         num_draft_tokens: Default number of nodes verified per step, root included.
-        tree: `"dynamic"` or a list of paths.
+        tree: `"dynamic"`, or a static tree as a list of paths of child ranks.
         recipe: Training settings, for the model card.
         tau: Measured tokens per target forward, by data set, for the model card.
+        num_hidden_layers: Number of decoder layers; must be 1, except in EAGLE-3.
     """
 
     model_type = "hf_specdec_eagle"
@@ -108,7 +110,7 @@ class EagleConfig(CheckedConfig, LlamaConfig):
 
 
 def _of_last_layer(text_config: Any, name: str) -> Any:
-    """Return a field of the config, for the last layer if layers differ; None if missing."""
+    """Return a field of a config, or its value for the last layer if layers differ; None if missing."""
     varying = getattr(text_config, "per_layer_attributes", None) or ()
     if name in varying:
         text_config = text_config.per_layer_config[text_config.num_hidden_layers - 1]
@@ -159,11 +161,15 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(EagleFamilyHead):
-    """`f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`, where f are the target's hidden states after its final norm.
+    """An EAGLE-1/2 head: `f'[t+1] = layer(fc([embed(x[t+1]); f[t]]))`.
 
-    `lm_head(f'[t+1])`, with the target's lm_head, scores the token x[t+2]; the next level uses f' instead of f. With
-    `layernorms`, the embedding, the layer's input and the input of the lm_head (but not of the next level) are
-    normalized. Tensor names are those of the published checkpoints (`yuhuili/EAGLE-*`).
+    f are the target's hidden states after its final norm. `lm_head(f'[t+1])`, with the target's lm_head, scores the
+    token x[t+2]; the next level uses f' instead of f. With `layernorms`, the embedding, the layer's input and the
+    input of the lm_head (but not of the next level) are normalized. Tensor names are those of the published
+    checkpoints (`yuhuili/EAGLE-*`).
+
+    Raises:
+        InvalidConfigError: A size in the config is invalid, or `num_hidden_layers` is not 1.
     """
 
     shares_lm_head = True
@@ -196,7 +202,7 @@ class EagleHead(EagleFamilyHead):
             token_embeddings: `[B, T, D]` embeddings of x[t+1].
             hidden: `[B, T, D]` output of `fuse` for f[t], or the head's output for t below the first level.
             position_ids: `[B, T]` positions t.
-            attend: Attention function, see `heads/attention.py`.
+            attend: Attention function, see `Attend`.
 
         Returns:
             `[B, T, D]` predicted f[t+1].
@@ -213,6 +219,9 @@ class EagleHead(EagleFamilyHead):
         Args:
             hidden: Output of the head.
             lm_head: The target's lm_head over the draft vocabulary.
+
+        Raises:
+            ValueError: `lm_head` is None.
         """
         if lm_head is None:
             raise ValueError("This head shares the target's lm_head: pass it.")

@@ -1,8 +1,8 @@
-"""The EAGLE-3 draft layer, which reads low, middle and high hidden states of the target and has its own lm_head.
+"""The EAGLE-3 draft layer, which reads low, middle and high hidden states of the target.
 
 Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
 (https://arxiv.org/abs/2503.01840). The published weights differ from the paper's figure: query, key and value read
-the concatenation of embedding and hidden state, without a second linear layer.
+the concatenation of embedding and hidden state, without a second linear layer. Most have their own lm_head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_specdec.verification.features import LAST
 from hf_specdec.verification.memory import persistent_tensors
 
 PAPER_LAYERS = ("2", "L/2", "L-3")
-"""Hidden states that a head reads if its config names none, for a target with L layers."""
+"""Numbers of the hidden states that a head reads if its config names none, for a target with L layers."""
 
 
 class Eagle3Config(EagleConfig):
@@ -87,7 +87,7 @@ class Eagle3Config(EagleConfig):
 
 
 def paper_layers(depth: int) -> list[int]:
-    """Return the indices of the hidden states that the authors' code reads; fewer if `depth` layers are too few.
+    """Return the numbers of the hidden states that EAGLE's code reads: three, or fewer for a target of few layers.
 
     Example: `paper_layers(32)` is `[2, 16, 29]`.
     """
@@ -95,7 +95,7 @@ def paper_layers(depth: int) -> list[int]:
 
 
 def _are_layers(ids: Sequence[int]) -> bool:
-    """Whether ids are ascending numbers of hidden states; `LAST` may be the last one."""
+    """Whether ids are ascending numbers of hidden states, at least one; `LAST` may be at the end."""
     inner = ids[:-1] if ids and ids[-1] == LAST else ids
     return len(ids) > 0 and sorted(set(inner)) == list(inner) and all(number >= 0 for number in inner)
 
@@ -123,10 +123,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(EagleFamilyHead):
-    """`g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` for verified tokens.
+    """An EAGLE-3 head: `g'[t+1] = midlayer([embed(x[t+1]); g[t]])`, with `g[t] = fc(features[t])` for verified tokens.
 
     `lm_head(norm(g'[t+1]))` scores the token x[t+2]; the next level uses g' instead of g. Tensor names are those of
     the published checkpoints (`yuhuili/EAGLE3-*`); further layers are `layers.1`, `layers.2`, ...
+
+    Raises:
+        InvalidConfigError: The layer ids or a size is invalid, or fields contradict each other.
     """
 
     config_class = Eagle3Config
@@ -183,13 +186,13 @@ class Eagle3Head(EagleFamilyHead):
         return tuple(self.config.eagle_aux_hidden_state_layer_ids)
 
     def check_sizes(self, target_config: Any) -> None:
-        """See `EagleFamilyHead.check_sizes`; an ambiguous head is read in the documented way, or as by `read_as`."""
+        """See `EagleFamilyHead.check_sizes`; an ambiguous head without a reading first gets its first possible one."""
         if self.ambiguity is not None and self.reading is None:
             self.read_as(self.ambiguity.readings(target_config)[0], target_config)
         super().check_sizes(target_config)
 
     def read_as(self, reading: Reading, target_config: Any) -> None:
-        """Choose one of the readings of an ambiguous head.
+        """Choose one of the readings of an ambiguous head, and set the config fields that depend on it.
 
         Args:
             reading: The reading.
@@ -203,14 +206,17 @@ class Eagle3Head(EagleFamilyHead):
         self.reading = reading
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """See `BaseDraftLayer`."""
+        """See `BaseDraftLayer`; the cache has one layer per draft layer."""
         return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
 
     def share_embedding(self, model: PreTrainedModel) -> None:
         """See `EagleFamilyHead`; also give a head with `tie_word_embeddings` the target's embedding as its lm_head.
 
-        Only the rows of the draft vocabulary are used. Does nothing if the head has its own lm_head, or if the
-        target's lm_head is tied to its embedding anyway.
+        Only the rows of the draft vocabulary are copied. Not done if the head has its own lm_head, or if the target's
+        lm_head is tied to its embedding anyway.
+
+        Raises:
+            DrafterMismatchError: The head needs the target's embedding as lm_head, but the embedding is offloaded.
         """
         super().share_embedding(model)
         embedding = model.get_input_embeddings()
@@ -267,12 +273,13 @@ class Eagle3Head(EagleFamilyHead):
 
         Args:
             token_embeddings: `[B, T, D]` embeddings of x[t+1].
-            hidden: `[B, T, D]` output of `fuse` for x[t], or the head's output for t below the first level.
+            hidden: `[B, T, D]` output of `fuse` for the target's features at t, or the head's output for t below the
+                first level.
             position_ids: `[B, T]` positions t.
-            attend: Attention function, see `heads/attention.py`.
+            attend: Attention function, see `Attend`.
 
         Returns:
-            `[B, T, D]`.
+            `[B, T, D]`, normalized if `norm_output` is set.
         """
         rotary = self.rotary_emb(hidden, position_ids)
         output: Tensor = self.midlayer(token_embeddings, hidden, rotary, attend)
@@ -287,7 +294,10 @@ class Eagle3Head(EagleFamilyHead):
 
         Args:
             hidden: Output of the head.
-            lm_head: The target's lm_head over the draft vocabulary; used if the head has none.
+            lm_head: The target's lm_head over the draft vocabulary; used only if the head has none.
+
+        Raises:
+            ValueError: The head has no lm_head, and `lm_head` is None.
         """
         score = lm_head if self.shares_lm_head else self.lm_head
         if score is None:

@@ -1,4 +1,4 @@
-"""Operations of a draft layer that a captured layer runs as one graph, with their defaults for all other layers."""
+"""Base class of draft layers, and the inputs and outputs of `grow` and `advance`, which only captured layers run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_specdec.verification.masks import PromptPadding
 
 @dataclass(frozen=True, slots=True)
 class TreeStart:
-    """The state that a tree grows from."""
+    """Inputs of `BaseDraftLayer.grow`: the root in each row, and the entries before it."""
 
     roots: Tensor  # [B]
     last: Tensor  # [B, 1, D] the layer's features of each row's last committed entry
-    padding: PromptPadding | None  # of the entries in the layer's cache
+    padding: PromptPadding | None  # of the entries in the layer's cache; None if there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class AcceptedStep:
     """A verified step whose accepted path the layer has not read yet."""
 
     features: Features  # the target's hidden states at the step's nodes
-    path: Tensor  # [B, P] accepted nodes, -1 beyond
+    path: Tensor  # [B, P] accepted nodes of the step, -1 after the end of a row's path
     tokens: Tensor  # [B, P] the token after each of them
     roots: Tensor  # [B] the last of these tokens
     padding: PromptPadding | None  # of the entries in the layer's cache
@@ -36,21 +36,21 @@ class AcceptedStep:
 
 @dataclass(frozen=True, slots=True)
 class AdvancedDraft:
-    """Result of `advance`."""
+    """Result of `BaseDraftLayer.advance`."""
 
     draft: Draft
     last: Tensor  # [B, 1, D] the layer's features of each row's last entry; valid until the next step
 
 
 class BaseDraftLayer:
-    """Base of draft layers: `grow` and `advance` return None, and the session drafts level by level."""
+    """Base class of draft layers; its `grow` and `advance` return None, so that the session drafts level by level."""
 
     def new_cache(self, reserve: int) -> TreeCache:
-        """Return a cache for one call, with `reserve` free slots after the text."""
+        """Return a cache with one layer for one call; it keeps `reserve` free slots after the text."""
         return TreeCache([None], capacity=0, reserve=reserve)
 
     def release(self, cache: Cache) -> None:
-        """Release a cache whose call has ended."""
+        """Release a cache whose call has ended; here nothing to do."""
 
     def grow(self, start: TreeStart, tree_shape: TreeShape, cache: TreeCache, embedding: nn.Module) -> Draft | None:
         """Grow a tree after the committed entries of the cache; the tree's own entries are dropped again.

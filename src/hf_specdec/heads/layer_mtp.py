@@ -1,7 +1,7 @@
 """An MTP module that is built from a transformers decoder layer: the `mtp.*` tensors of Qwen3-Next and Qwen3.5.
 
-transformers drops these tensors when it loads the model. The module is the target's own full-attention layer, with
-norms of both inputs and of the output. One module is applied repeatedly to its own output.
+transformers drops these tensors when it loads the model. The module is one full-attention layer of the target's class,
+with norms of both inputs and of the output. One module is applied repeatedly to its own output.
 
 Sources: `qwen3_next_mtp.py` and `qwen3_5_mtp.py` of vLLM, which read the same tensors; speculators' type `mtp`, which
 stores them under other names; DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.2.
@@ -70,9 +70,12 @@ class LayerMtpConfig(PreTrainedConfig):
 
 
 class LayerMtpHead(EagleFamilyHead):
-    """`h'[t+1] = post_norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, as in `MtpHead`.
+    """An MTP module: `h'[t+1] = post_norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, as in `MtpHead`.
 
-    The target's last hidden states h are taken after its final norm. Norms and layer are the target's own classes.
+    The target's last hidden states h are taken after its final norm. Norms and layer have the target's classes.
+
+    Raises:
+        InvalidConfigError: The model type is not supported.
     """
 
     method = "mtp"
@@ -104,11 +107,11 @@ class LayerMtpHead(EagleFamilyHead):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """See `EagleFamilyHead.read`."""
+        """See `EagleFamilyHead.read`; the mask of a prompt (None) is causal."""
         length = hidden.shape[1]
         if mask is None:
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=hidden.device).tril()
-        # time, height and width, which are equal in texts; transformers 5.17 adds the dimension outside this class
+        # time, height and width, which are equal for text; transformers 5.17 adds the dimension outside this class
         axes = position_ids.expand(3, -1, -1) if hasattr(self.rotary_emb, "mrope_section") else position_ids
         output: Tensor = self.module(
             token_embeddings,
@@ -123,13 +126,21 @@ class LayerMtpHead(EagleFamilyHead):
     def forward(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, attend: Attend | None = None
     ) -> Tensor:
-        """Predict the next hidden states of a whole text with causal attention; see `MtpHead.forward`."""
+        """Predict the next hidden states of a whole text with causal attention; see `MtpHead.forward`.
+
+        Raises:
+            NotImplementedError: `attend` is not None.
+        """
         if attend is not None:
             raise NotImplementedError("The attention of a transformers layer cannot be replaced: use `read`.")
         return self.read(token_embeddings, hidden, position_ids, DynamicCache(), None)
 
     def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return the logits `[..., V]` for the module's output `[..., D]`, by the target's lm_head."""
+        """Return the target's `lm_head` of the module's output `[..., D]`: logits `[..., V]`.
+
+        Raises:
+            ValueError: `lm_head` is None.
+        """
         if lm_head is None:
             raise ValueError("An MTP module shares the target's lm_head: pass it.")
         return lm_head(hidden)
@@ -149,7 +160,7 @@ TENSOR_NAMES = {
     "norm.": "post_norm.",
     "layers.0.": "mtp_block.",
 }
-"""Names of `MtpLayer` by those in the target's checkpoint, after the prefix `mtp.`."""
+"""Starts of tensor names of `MtpLayer`, by those in the target's checkpoint after the prefix `mtp.`."""
 
 SPECULATORS_NAMES = {
     "input_proj.": "eh_proj.",
@@ -158,24 +169,26 @@ SPECULATORS_NAMES = {
     "final_layernorm.": "post_norm.",
     "": "mtp_block.",
 }
-"""Names of `MtpLayer` by those of speculators, after the prefix `mtp_layers.0.`."""
+"""Starts of tensor names of `MtpLayer`, by those of speculators after the prefix `mtp_layers.0.`."""
 
 
 def renamed(name: str, names: dict[str, str]) -> str:
-    """Return the name in `LayerMtpHead` of a stored tensor, whose prefix is removed."""
+    """Return the name in `LayerMtpHead` of a tensor stored as `name` (without prefix); unchanged if not in `names`."""
     old = next((old for old in names if name.startswith(old)), None)
     return name if old is None else f"module.{names[old]}{name[len(old) :]}"
 
 
 def experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join experts that are stored one by one to the two tensors of transformers' expert layers.
+    """Join experts that are stored one by one into the two tensors of transformers' expert layers.
+
+    Tensors without such experts are returned unchanged.
 
     Args:
         tensors: By name; `...experts.{e}.gate_proj.weight [I, H]`, `up_proj`, and `down_proj [H, I]` become
             `...experts.gate_up_proj [E, 2I, H]` and `...experts.down_proj [E, H, I]`.
 
     Raises:
-        HeadTensorsError: A tensor is missing, or has another shape than those of the other experts.
+        HeadTensorsError: A tensor of an expert is missing, unknown, or of another shape than those of other experts.
     """
     prefix = next((name.split(".experts.")[0] + ".experts." for name in tensors if ".experts.0." in name), None)
     if prefix is None:

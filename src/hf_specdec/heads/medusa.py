@@ -1,4 +1,4 @@
-"""Medusa heads: head k predicts the token k + 2 positions ahead from the target's last hidden state.
+"""Medusa heads: from the target's hidden state at t, head k (counted from 0) predicts the token at t + 2 + k.
 
 Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads"
 (https://arxiv.org/abs/2401.10774), section 2.1.1.
@@ -33,7 +33,7 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
         draft_vocab_size: Size Vd of the draft vocabulary; None for the target's whole vocabulary.
         base_model_name_or_path: The target that these heads were trained for.
         num_draft_tokens: Default number of nodes verified per step, root included.
-        tree: A list of paths; None for the paper's tree.
+        tree: A list of paths of child ranks; None for the paper's tree.
         recipe: Training settings, for the model card.
         tau: Measured tokens per target forward, by data set, for the model card.
     """
@@ -87,7 +87,7 @@ class MedusaConfig(CheckedConfig, PreTrainedConfig):
 
 
 class ResidualBlock(nn.Module):
-    """`x + SiLU(W x + b)`; W and b are initialized to zero, so that the block is the identity."""
+    """A residual block `x + SiLU(W x + b)`; W and b are initialized to zero, so that the block is the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -105,6 +105,9 @@ class MedusaHeads(DraftHead):
 
     Tensors: `heads.{k}.{l}.linear.weight [D, D]` and `.bias [D]` for residual block l; without a shared lm_head also
     `heads.{k}.{L}.weight [Vd, D]`, where L is the number of blocks.
+
+    Raises:
+        InvalidConfigError: A number of heads, blocks or tokens is invalid, or `vocab_size` is unknown but needed.
     """
 
     method = "medusa"
@@ -135,7 +138,7 @@ class MedusaHeads(DraftHead):
         """Keep the constructors' initialization (identity blocks); `start_from` sets the lm_heads."""
 
     def start_from(self, lm_head: nn.Module) -> None:
-        """Copy the target's lm_head into the heads, unless they share it."""
+        """Initialize the heads' lm_heads with the target's (its rows of the draft vocabulary); nothing if shared."""
         if not self.config.shared_lm_head:
             rows = self.rows_of(lm_head)
             for head in self.heads:
@@ -146,7 +149,7 @@ class MedusaHeads(DraftHead):
         return 1
 
     def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
-        """See `DraftHead`; `[K, B, 1, Vd]`."""
+        """See `DraftHead`; returns `[K, B, 1, Vd]`."""
         return self(features, lm_head)
 
     def forward(self, features: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -158,6 +161,9 @@ class MedusaHeads(DraftHead):
 
         Returns:
             `[K, ..., Vd]`.
+
+        Raises:
+            ValueError: The target's lm_head is shared, but `lm_head` is None.
         """
         logits = []
         for head in self.heads:

@@ -39,10 +39,13 @@ class MtpConfig(EagleConfig):
 
 
 class MtpHead(EagleFamilyHead):
-    """`h'[t+1] = norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`, h being the target's last hidden states.
+    """An MTP module: `h'[t+1] = norm(layer(eh_proj([enorm(embed(x[t+1])); hnorm(h[t])])))`.
 
-    h is taken after the target's final norm. `lm_head(h'[t+1])`, with the target's lm_head, scores the token x[t+2];
-    the next level uses h' instead of h. Tensor names are those of DeepSeek's checkpoints.
+    h are the target's hidden states after its final norm. `lm_head(h'[t+1])`, with the target's lm_head, scores the
+    token x[t+2]; the next level uses h' instead of h. Tensor names are those of DeepSeek's checkpoints.
+
+    Raises:
+        InvalidConfigError: A size is invalid, `num_hidden_layers` is not 1, or `layernorms` is False.
     """
 
     method = "mtp"
@@ -81,7 +84,7 @@ class MtpHead(EagleFamilyHead):
             token_embeddings: `[B, T, D]` embeddings of x[t+1].
             hidden: `[B, T, D]` the target's h[t], or the module's output for t below the first level.
             position_ids: `[B, T]` positions t.
-            attend: Attention function, see `heads/attention.py`.
+            attend: Attention function, see `Attend`.
 
         Returns:
             `[B, T, D]` predicted h[t+1], normalized.
@@ -96,6 +99,9 @@ class MtpHead(EagleFamilyHead):
         Args:
             hidden: Output of the module.
             lm_head: The target's lm_head over the draft vocabulary.
+
+        Raises:
+            ValueError: `lm_head` is None.
         """
         if lm_head is None:
             raise ValueError("An MTP module shares the target's lm_head: pass it.")

@@ -41,7 +41,7 @@ class NativeMtpConfig:
 
 
 class NativeMtp(BaseDraftLayer):
-    """The MTP modules of one model. The constructor reads the config only; `bind` loads the weights.
+    """The MTP modules of one model; the constructor reads the config only, `bind` loads the weights.
 
     Args:
         model: The target, loaded from a checkpoint with MTP modules.
@@ -76,7 +76,9 @@ class NativeMtp(BaseDraftLayer):
         return self._modules.layers[0].eh_proj.weight
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Load the modules unless they are loaded, and move them to the device of the model's lm_head.
+        """Load the modules unless they are loaded; convert them to the model's dtype and its lm_head's device.
+
+        They share the model's embedding and lm_head.
 
         Raises:
             DrafterMismatchError: The model is not the one passed to the constructor, or has no lm_head, or the modules
@@ -118,7 +120,7 @@ class NativeMtp(BaseDraftLayer):
         return features
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None) -> Tensor:
-        """Return the logits `[..., V]` by the model's lm_head."""
+        """Return the logits `[..., V]` of the model's lm_head for `hidden` `[..., D]`."""
         assert lm_head is not None
         logits: Tensor = lm_head(hidden)
         return logits
@@ -126,7 +128,7 @@ class NativeMtp(BaseDraftLayer):
     def read(
         self, token_embeddings: Tensor, hidden: Tensor, position_ids: Tensor, cache: Cache, mask: Tensor | None
     ) -> Tensor:
-        """Run the first module, see `read_layer`."""
+        """Run the first module; see `read_layer` with `layer` 0."""
         return self.read_layer(0, token_embeddings, hidden, position_ids, cache, mask)
 
     def read_layer(
@@ -141,7 +143,7 @@ class NativeMtp(BaseDraftLayer):
             hidden: `[B, T, D]` the target's hidden states of x[t], or the output of the previous module.
             position_ids: `[B, T]` positions t.
             cache: Cache with one layer per module.
-            mask: `[B, 1, T, S]` bool, True for allowed pairs; None is causal, for an empty cache.
+            mask: `[B, 1, T, S]` bool, True for visible entries; None means causal attention over an empty cache.
 
         Returns:
             `[B, T, D]`, normalized; `lm_head(output)` scores x[t+2+k].
@@ -168,7 +170,12 @@ class NativeMtp(BaseDraftLayer):
 
 
 def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
-    """Return the config of a model's modules, without loading them."""
+    """Return the config of a model's modules, without loading them.
+
+    Raises:
+        DrafterMismatchError: The model has no MTP modules, or was not loaded from a checkpoint.
+        UnsupportedModelError: See `NativeMtp`.
+    """
     text, name = text_config(model), type(model).__name__
     count = getattr(text, "num_mtp_layers", None)
     if not count:
@@ -207,7 +214,12 @@ def _config_of(model: PreTrainedModel) -> NativeMtpConfig:
 
 
 def _load(model: PreTrainedModel, device: torch.device) -> Any:
-    """Build the modules with the weights of the model's checkpoint."""
+    """Return the modules with the weights of the model's checkpoint, on a device.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the names of the model's MTP tensors.
+        DrafterMismatchError: The modules cannot be loaded.
+    """
     if not unexpected_keys(model):
         raise UnsupportedModelError(
             f"transformers does not know the names of the MTP tensors of {type(model).__name__}.", ALTERNATIVES

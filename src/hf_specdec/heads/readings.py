@@ -45,16 +45,16 @@ class Ambiguity:
     final_norm: tuple[bool, ...] = (False, True)  # possible values if the last layer is read, the usual one first
 
     def readings(self, target_config: Any) -> tuple[Reading, ...]:
-        """Return all readings that are possible for a target; the first is the one to use without a trial.
+        """Return all readings that are possible for a target; the first is used unless a trial compares them.
 
         Args:
             target_config: Config of the target's text decoder.
 
         Raises:
-            DrafterMismatchError: The target has fewer layers than the head reads.
+            DrafterMismatchError: In every reading, the target lacks a layer that the head reads.
         """
         depth, offsets = target_config.num_hidden_layers, self.layer_offsets
-        if str(getattr(target_config, "model_type", "")).startswith("gpt_oss"):  # SGLang adds nothing for these
+        if str(getattr(target_config, "model_type", "")).startswith("gpt_oss"):  # 0 first: SGLang does not add 1
             offsets = tuple(sorted(offsets))
         ids = self.layer_ids or ()
         found = [
@@ -76,8 +76,13 @@ class Ambiguity:
 
         A given value is used even if the files suggest another one.
 
+        Args:
+            target_config: Config of the target's text decoder.
+            given: Some fields of `Reading`, by name.
+
         Raises:
-            InvalidConfigError: A name or value is invalid.
+            InvalidConfigError: A name or value is invalid, or sets layers of a head whose files name none, or
+                `final_norm` for a head that does not read the last layer.
             DrafterMismatchError: See `readings`.
         """
         wanted = checked_reading(given)
@@ -98,7 +103,7 @@ class Ambiguity:
 
     @property
     def open_fields(self) -> list[str]:
-        """Names of the fields of `Reading` with several possible values, whatever the target."""
+        """Fields of `Reading` with several possible values; without `final_norm`, which depends on the target."""
         values = {"norm_output": self.norm_output, "layer_offset": self.layer_offsets}
         return [name for name, possible in values.items() if len(possible) > 1]
 
@@ -107,7 +112,7 @@ class Ambiguity:
         return self.layer_ids is not None and self.layer_ids[-1] + reading.layer_offset == depth
 
     def layers(self, reading: Reading, depth: int) -> list[int] | None:
-        """Return the hidden states to read, numbered as in `verification.features`; None for the paper's.
+        """Return the numbers of the hidden states to read, see `Features`; None for the paper's.
 
         Args:
             reading: The reading.
@@ -126,7 +131,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 def checked_reading(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a partial reading.
+    """Return some fields of a `Reading` as a dictionary, after checking names and values.
 
     Raises:
         InvalidConfigError: `given` is not a mapping, or a name or value is invalid.

@@ -19,7 +19,7 @@ class DraftRotaryEmbedding(LlamaRotaryEmbedding):
     """Llama's rotary embedding, which also honours `partial_rotary_factor` for the type `default`.
 
     Raises:
-        InvalidConfigError: An odd number of dimensions would be rotated.
+        InvalidConfigError: An odd number of dimensions, or none, would be rotated.
     """
 
     def __init__(self, config: Any) -> None:
@@ -44,7 +44,7 @@ def rotated_size(config: Any) -> int:
 
 
 def rotate(query: Tensor, key: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotate the first dimensions of queries `[B, H, T, d]` and keys `[B, G, T, d]`.
+    """Return queries `[B, H, T, d]` and keys `[B, G, T, d]` with their first r dimensions rotated.
 
     Args:
         query, key: The vectors.

@@ -20,8 +20,9 @@ from hf_specdec.errors import InvalidConfigError
 MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
 MAX_POSITIONS = 2**31 - 1
 MAX_PARTS = 128
-"""Maximum number of Medusa heads, of blocks per head, and of feature layers."""
+"""Maximum number of Medusa heads, of blocks per head, of EAGLE-3 layers, and of feature layers."""
 MAX_TEXT = 500
+"""Maximum length of a text, in characters."""
 MAX_FACTS = 100
 """Maximum number of entries in `recipe` and `tau`, and in a list in them."""
 
@@ -60,27 +61,27 @@ def _is_number(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> Rule:
-    """Allow integers within bounds, both included."""
+    """Return a rule that allows integers within bounds, both included."""
     return Rule(f"an integer from {least} to {most}", lambda value: _is_integer(value) and least <= value <= most)
 
 
 def number(least: float, most: float) -> Rule:
-    """Allow finite numbers within bounds, both included."""
+    """Return a rule that allows finite numbers within bounds, both included."""
     return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_number(value) and least <= value <= most)
 
 
 def one_of(*choices: str) -> Rule:
-    """Allow one of several strings."""
+    """Return a rule that allows one of several strings."""
     return Rule(f"one of {', '.join(choices)}", lambda value: isinstance(value, str) and value in choices)
 
 
 def optional(rule: Rule) -> Rule:
-    """Allow null as well."""
+    """Return a rule that allows null in addition to what `rule` allows."""
     return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.holds(value))
 
 
 def list_of(rule: Rule, most: int) -> Rule:
-    """Allow lists of 1 to `most` entries."""
+    """Return a rule that allows lists of 1 to `most` entries, each allowed by `rule`."""
     return Rule(
         f"a list of 1 to {most} entries, each {rule.expected}",
         lambda value: isinstance(value, list) and 0 < len(value) <= most and all(map(rule.holds, value)),
@@ -143,7 +144,7 @@ ROTARY: Mapping[str, Rule] = {
     "partial_rotary_factor": number(1e-3, 1),
     "truncate": TRUTH,
 }
-"""Fields of `rope_parameters` and `rope_scaling`; each may be null."""
+"""Rules of the fields in `rope_parameters` and `rope_scaling`; each field may be null."""
 
 
 def _is_rotary(value: Any) -> bool:
@@ -182,7 +183,7 @@ COMMON_FIELDS: Mapping[str, Rule] = {
     "tree": TREE,
     "dtype": DTYPE,
 }
-"""Fields that all our heads have."""
+"""Fields that EAGLE, EAGLE-3, MTP and Medusa configs have in common."""
 
 EAGLE: Mapping[str, Rule] = {
     **LAYER, **COMMON_FIELDS,
@@ -266,7 +267,7 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     """Return the fields that have a rule, after checking them; null is always allowed and other fields are dropped.
 
     Raises:
-        InvalidConfigError: A value is invalid, or sizes contradict each other.
+        InvalidConfigError: A value is invalid, sizes contradict each other, or the tree has too many candidates.
 
     Example: `checked({"bias": True, "attn_implementation": "org/kernel"}, EAGLE)` is `{"bias": True}`.
     """
@@ -288,7 +289,7 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
 
 
 def _listed(value: Any) -> Any:
-    """Replace tuples by lists, as JSON does."""
+    """Return a value with lists instead of tuples, as in JSON."""
     return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 

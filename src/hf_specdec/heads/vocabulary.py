@@ -25,7 +25,7 @@ class HotTokens:
     shares_lm_head: bool
 
     def _make_hot_tokens(self) -> None:
-        """Create the buffer `d2t` if the head has a draft vocabulary.
+        """Create the buffer `d2t` `[Vd]`, zeros, if the head has a draft vocabulary.
 
         Raises:
             InvalidConfigError: The draft vocabulary is empty or larger than the target's.
@@ -53,13 +53,13 @@ class HotTokens:
         self.d2t = token_ids.to(self.d2t) - torch.arange(len(token_ids), device=self.d2t.device)
 
     def use_hot_tokens(self, token_ids: Tensor) -> None:
-        """Restrict a head that shares the target's lm_head to these tokens.
+        """Restrict a head that shares the target's lm_head to these tokens, and set the config's `draft_vocab_size`.
 
         Args:
             token_ids: Target ids in any order.
 
         Raises:
-            InvalidConfigError: Ids are repeated or out of range, or the head has its own lm_head.
+            InvalidConfigError: There are no ids, ids are repeated or out of range, or the head has its own lm_head.
         """
         if not self.shares_lm_head:
             raise InvalidConfigError(
@@ -86,7 +86,7 @@ def linear_weight(layer: nn.Module, in_features: int) -> Tensor:
     weight = getattr(layer, "weight", None)
     if type(layer) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
         return weight.detach()
-    # works for any quantisation: the outputs for the unit vectors are the columns of the weight
+    # works for any quantisation: the outputs for the unit vectors are the columns of the weight, plus the bias
     example = next(layer.parameters())
     dtype = example.dtype if example.is_floating_point() else torch.float32
     units = torch.eye(in_features, dtype=dtype, device=example.device)

@@ -27,20 +27,20 @@ def shown_tau(tau: float) -> str:
 class SpeculationStats:
     """Token counts and durations of one speculative `generate()` call.
 
-    Seconds are wall-clock times on the host. On an accelerator a stage's work may finish during a later stage; only
-    `total_seconds` is exact there.
+    Seconds are wall-clock times on the host, except those of drafts launched during acceptance, which are measured on
+    the device. On an accelerator a stage's work may finish during a later stage; only `total_seconds` is exact there.
 
     Args:
         method: Name of the drafter.
-        num_target_forwards: Verify forwards, without the prefill.
-        num_generated_tokens: Emitted tokens of all rows, including the first token of each, from the prefill.
+        num_target_forwards: Steps, with one verify forward each; the prefill is not counted.
+        num_generated_tokens: Emitted tokens of all rows, including the first token of each, which the prefill emits.
         num_drafted_tokens: Verified nodes of all unfinished rows, without roots and padding.
         accepted_per_step: Per row, the number of tokens that each target forward emitted until the row ended:
             accepted drafted tokens and, unless the row ended before it, the correction or bonus token.
         control: How the tree size was chosen: name and decisions of the controller, and reports of the drafter.
         trace: Records of all steps if `SpeculativeConfig(trace=True)`, else empty.
         prefill_seconds, draft_seconds, verify_seconds, accept_seconds, commit_seconds: Time per stage.
-        total_seconds: Time of the whole call.
+        total_seconds: Time of prefill and decoding, without preparation (checks, compilation, cost measurements).
     """
 
     method: str = ""
@@ -102,13 +102,16 @@ class SpeculationStats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Share of target forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1."""
+        """Share of target forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
+
+        Empty if no drafted token was accepted. Example: `accepted_per_step` [[3, 1]] gives [0.5, 0.5].
+        """
         steps = [length for row in self.accepted_per_step for length in row]
         return [sum(length > depth for length in steps) / len(steps) for depth in range(1, max(steps, default=1))]
 
     @property
     def tokens_per_second(self) -> float:
-        """Emitted tokens of all rows per second of the whole call, prefill included."""
+        """Emitted tokens of all rows per second of `total_seconds`; 0.0 before the call has ended."""
         return self.num_generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:

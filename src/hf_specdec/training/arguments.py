@@ -22,13 +22,14 @@ MAX_SEED = 2**32 - 1
 """Largest seed that numpy accepts."""
 
 MAY_BE_NEGATIVE = {"max_steps": -1, "local_rank": -1}
-"""Arguments for which -1 has a meaning in transformers, with their minimum; that of all others is 0."""
+"""Minimum of the arguments for which -1 has a meaning in transformers; the minimum of all others is 0."""
 
 POSITIVE = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "per_device_train_batch_size",
             "per_device_eval_batch_size", "gradient_accumulation_steps")  # fmt: skip
+"""Arguments that must be greater than 0."""
 
 JSON_ARGUMENTS = ("accelerator_config", "fsdp_config", "deepspeed")
-"""Arguments given as an object or as the path of a JSON file, which transformers reads."""
+"""Arguments given as an object, as JSON text or as the path of a JSON file; transformers reads text and file."""
 
 WARM_UP = 0.03
 """Fraction of the run, at its start, during which the learning rate rises."""
@@ -40,17 +41,19 @@ SAVE_STEPS = 100
 def head_arguments(
     output: Path, more: Mapping[str, Any], *, held_out: bool = False, **fields: Any
 ) -> TrainingArguments:
-    """Build `TrainingArguments` with defaults for training a head.
+    """Build `TrainingArguments` with defaults for training a head; joins the process group, see `processes`.
 
     Args:
         output: Directory for checkpoints and the log.
         more: Further `TrainingArguments`; they override `fields`.
-        held_out: Evaluate on held-out conversations before every checkpoint, and load the best checkpoint at the end
-            (not with `save_strategy="no"`). `fields` and `more` override this, too.
+        held_out: Evaluate on held-out conversations before every checkpoint, and load the checkpoint with the highest
+            tau at the end. With `save_strategy="no"`, evaluate every `save_steps` steps and load none. `fields` and
+            `more` override this.
         **fields: `TrainingArguments` that override the defaults.
 
     Raises:
-        InvalidConfigError: An argument is invalid or out of range, or FSDP is requested with a single process.
+        InvalidConfigError: An argument is invalid or out of range, its JSON file cannot be read, or FSDP is requested
+            with a single process.
     """
     processes()  # first: transformers would create the process group with its own settings
     given: dict[str, Any] = {
@@ -77,10 +80,10 @@ def head_arguments(
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    """Check the types and ranges of numbers, and that JSON files hold an object; transformers checks neither.
+    """Check types and ranges of numbers and booleans, and that JSON files hold an object; transformers does not.
 
     Raises:
-        InvalidConfigError: An argument is invalid; the message names the first one.
+        InvalidConfigError: An argument is invalid; the message names the first one, or the file that cannot be read.
     """
     hints = typing.get_type_hints(TrainingArguments)
     for name, value in given.items():

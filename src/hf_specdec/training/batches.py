@@ -18,7 +18,7 @@ from hf_specdec.training.features import FeatureStore, TrainingData, features_of
 class ConversationDataset(Dataset[dict[str, Tensor]]):
     """Dataset of conversations without captured features.
 
-    Items: `input_ids [T]` and `loss_mask [T]` bool.
+    Items: `input_ids [T]` long and `loss_mask [T]` bool.
     """
 
     def __init__(self, conversations: Sequence[Conversation]) -> None:
@@ -38,6 +38,11 @@ class SeededLengthSampler(LengthGroupedSampler):
     """Sampler that puts conversations of similar length in one batch, in a random order given by seed and epoch.
 
     A run resumed in a later epoch sees the same order as an uninterrupted one, unlike with transformers' sampler.
+
+    Args:
+        batch_size: Number of consecutive conversations that should have similar lengths.
+        lengths: Number of tokens of each conversation.
+        seed: Seed of the order in epoch 0; later epochs add their number.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -69,6 +74,9 @@ def with_features(
         target: The frozen target.
         layers: `Objective.layers`; empty if the objective runs the target itself.
         columns: Columns of the captured features to keep, from `columns_of`; None keeps all.
+
+    Returns:
+        A batch with `features [B, T, layers * D]`; without captured features and `layers`, the batch unchanged.
     """
     features = batch.get("features")
     if features is None and layers:
@@ -86,10 +94,11 @@ def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
         wanted: `Objective.layers`.
 
     Returns:
-        Indices into the last dimension of the features; None if all are read or nothing was captured.
+        Indices into the last dimension of the features; None if nothing must be selected: the captured layers are the
+        wanted ones in the same order, nothing was captured, or `wanted` is empty.
 
     Raises:
-        InvalidConfigError: A layer was not captured.
+        InvalidConfigError: A layer was not captured, or the captured features cannot be read.
     """
     if not wanted or not isinstance(data, FeatureStore) or tuple(data.layers) == tuple(wanted):
         return None

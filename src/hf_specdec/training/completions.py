@@ -14,7 +14,7 @@ MAX_NAME = 500
 """Maximum length of a model name in characters; paths and Hub ids are shorter."""
 
 MAX_SHOWN = 120
-"""Characters of a server's response shown in an error message."""
+"""Maximum number of characters of a server's response in an error message."""
 
 SHORT_REPR = reprlib.Repr()
 """Formatter that shows only the beginning of large or deeply nested values."""
@@ -44,7 +44,7 @@ class AnswerLimits:
     """Limits that an answer must not exceed.
 
     Attributes:
-        max_new_tokens: Maximum length in tokens that was requested.
+        max_new_tokens: Requested maximum number of tokens.
         vocab_size: Exclusive upper bound of token ids.
         max_token_length: Length of the longest token in characters. Text longer than `max_new_tokens` such tokens is
             rejected, to bound the cost of encoding it.
@@ -60,7 +60,7 @@ class Completion:
     """A validated answer of a server to one prompt.
 
     Attributes:
-        token_ids: Token ids, or None if the server sent only text; vLLM sends ids with `return_token_ids`.
+        token_ids: Token ids; None if the server sent none, only text. vLLM sends ids with `return_token_ids`.
         text: Text, empty if the server sent only token ids.
         num_prompt_tokens: The server's count of prompt tokens.
         num_tokens: The server's count of generated tokens; some servers exclude the end token.
@@ -85,7 +85,8 @@ def read_completion(body: bytes, limits: AnswerLimits) -> Completion:
     """Parse and validate a response body of `/v1/completions`.
 
     Raises:
-        AnswerError: The body is not JSON, or a field that is used has a wrong type or an impossible value.
+        AnswerError: The body is not a JSON object, or a field that is used has a wrong type, is invalid or exceeds
+            `limits`.
     """
     fields = _object(body)
     choices = fields.get("choices")
@@ -115,7 +116,8 @@ def read_model_names(body: bytes) -> list[str]:
     """Parse a response body of `/v1/models` and return the distinct model names.
 
     Raises:
-        AnswerError: The body is not JSON, or not a list of objects with a printable `id`.
+        AnswerError: The body is not a JSON object with a list `data`, or an entry of it has no printable `id` of 1 to
+            `MAX_NAME` characters.
     """
     models = _object(body).get("data")
     if not isinstance(models, list):
@@ -194,7 +196,7 @@ def _matched_stop(choice: Mapping[str, Any], limits: AnswerLimits) -> int | None
     A string is ignored: it names a stop string or a reason, not a token id.
 
     Raises:
-        AnswerError: The value is neither a string nor a token id of the vocabulary.
+        AnswerError: The value is neither null, a string nor a token id of the vocabulary.
     """
     for name in ("stop_reason", "matched_stop"):
         value = choice.get(name)

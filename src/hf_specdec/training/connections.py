@@ -21,19 +21,19 @@ Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 8 * 2**20
 """Maximum response body in bytes. An answer of 100,000 tokens, with its text and the ids of prompt and answer, takes
-2 MB; 32 maximal bodies at once take 256 MiB."""
+2 MB; 32 maximal bodies (the default number of concurrent requests) take 256 MiB of memory."""
 
 MAX_ERROR_BYTES = 4096
-"""Maximum number of bytes read from an error response; only its message is shown."""
+"""Maximum number of bytes kept of an error response, of which only the message is shown."""
 
 CONNECT_SECONDS = 10.0
-"""Seconds after which a server that accepts no connection is considered down."""
+"""Timeout in seconds of one attempt to connect; a request that allows less time uses its own timeout."""
 
 URL_HINT = "Give the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."
 
 
 class Connection:
-    """Client for one server.
+    """Client for the models and completions endpoints of one server.
 
     Args:
         url: Base URL of the API, such as `http://localhost:8000/v1`.
@@ -42,7 +42,8 @@ class Connection:
         num_requests: Maximum number of concurrent requests.
 
     Raises:
-        InvalidConfigError: The package `openai` is missing, `url` is not an HTTP URL, or HTTP cannot send the key.
+        InvalidConfigError: The package `openai` is missing, `url` is not an HTTP URL, or the key has characters
+            that HTTP cannot send.
     """
 
     def __init__(self, url: str, api_key: str, timeout: float, num_requests: int) -> None:
@@ -106,7 +107,7 @@ class Connection:
             read: Parses a response body; may raise `AnswerError`.
 
         Returns:
-            For each request, the result of `read` or the error.
+            For each request, in order, the result of `read`, or the error if the request failed or `read` raised it.
 
         Raises:
             InvalidConfigError: The HTTP library rejects the URL.
@@ -186,10 +187,11 @@ def _invalid_url(url: str) -> InvalidConfigError:
 async def _read_limited(response: Any) -> Any:
     """Read the body of a streamed response, up to a limit, and return it as a new response of the same class.
 
-    The new response has only the headers that `openai` needs. The body of an error response is cut at the limit.
+    The new response has only the headers that `openai` needs. If the status is not 200, the body is cut at
+    `MAX_ERROR_BYTES`. The address of a redirect is put before the body.
 
     Raises:
-        AnswerError: The body of a successful response is larger than `MAX_BODY_BYTES`.
+        AnswerError: The status is 200 and the body is larger than `MAX_BODY_BYTES`.
     """
     is_error, body = response.status_code != 200, bytearray()
     if "location" in response.headers:
@@ -214,7 +216,7 @@ async def _read_limited(response: Any) -> Any:
 
 
 def _message(body: Any) -> str:
-    """Return the error message in the body of an error response, or the whole body as text if it has none."""
+    """Return the message in the body of an error response; without one, its error object or the body as text."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return message if isinstance(message, str) else SHORT_REPR.repr(message)

@@ -1,4 +1,4 @@
-"""Tokenized conversations to train on: reading, filtering and holding out.
+"""Tokenized conversations to train on: reading, writing, filtering and holding out.
 
 The loss mask marks the target's answers; heads are not trained on the user's tokens.
 """
@@ -22,7 +22,11 @@ from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation as token ids: prompts as the target read them and its answers, with a mask of the answers."""
+    """A conversation as token ids: prompts as the target read them and its answers, with a mask of the answers.
+
+    Raises:
+        InvalidConfigError: `input_ids` and `loss_mask` differ in length.
+    """
 
     input_ids: tuple[int, ...]  # [T]
     loss_mask: tuple[bool, ...]  # [T] True at answers
@@ -36,7 +40,7 @@ class Conversation:
 
     @classmethod
     def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Conversation:
-        """Join one prompt with its answer.
+        """Create a conversation from the token ids of one prompt and its answer.
 
         Example: prompt [5, 6], answer [7] has loss mask [False, False, True].
         """
@@ -45,8 +49,10 @@ class Conversation:
     def opening(self, answer_tokens: int) -> Conversation:
         """Return a copy with only the first N tokens of every answer in the loss, cut after the last of them.
 
+        A conversation without answers is not cut.
+
         Args:
-            answer_tokens: N.
+            answer_tokens: N, at least 1.
 
         Example: prompt [5, 6], answer [7, 8, 9] and N = 2 give [5, 6, 7, 8] with the last two in the loss.
         """
@@ -59,10 +65,11 @@ def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
 
     Args:
         loss_mask: `[T]` True at answers.
-        answer_tokens: N.
+        answer_tokens: N, at least 1.
 
     Returns:
-        `[T']` True at the first N tokens of every answer, the last of them at T' - 1; `[T]` if there is no answer.
+        `[T']` True at the first N tokens of every answer, the last of them at T' - 1; all False with
+        T' = T if there is no answer.
 
     Example: [False, True, True, True, False, True, False] with N = 2 gives [False, True, True, False, False, True].
     """
@@ -81,7 +88,7 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write rows of a distilled dataset to a parquet file atomically.
 
     Raises:
-        InvalidConfigError: The `datasets` package is missing.
+        InvalidConfigError: The `datasets` package is missing, or the file cannot be written.
     """
     datasets, parquet = datasets_package(f"Writing {path}")
     message = {"role": datasets.Value("string"), "content": datasets.Value("string")}
@@ -139,10 +146,11 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
 def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
     """Tokenize messages with the chat template, up to the last assistant turn.
 
-    An answer is what an assistant turn adds after the generation prompt, end token included.
+    An answer is everything that the template adds for an assistant turn after the generation prompt, including the end
+    token. Without an assistant turn the conversation is empty.
 
     Raises:
-        InvalidConfigError: The template rejects the messages, or a turn changes the tokens of earlier ones.
+        InvalidConfigError: The template rejects the messages, or a later turn changes the tokens of earlier ones.
     """
     messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
@@ -168,7 +176,7 @@ def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversati
 
 
 def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None:
-    """Check that every token is in the target's vocabulary.
+    """Check that every token id is below the size of the target's vocabulary.
 
     Raises:
         InvalidConfigError: A token id is too large; the message names the first such conversation.
@@ -189,16 +197,15 @@ NGRAM_SIZE = 8
 def drop_near_duplicates(
     conversations: Sequence[Conversation], max_seen: float, held_out: Sequence[Conversation] = ()
 ) -> list[Conversation]:
-    """Drop conversations whose answers mostly repeat answers of kept conversations or themselves.
+    """Return the conversations except those whose answers mostly repeat themselves or answers of other kept ones.
 
     Args:
-        conversations: Conversations to filter; the first of several similar ones is kept, and so is every one without
-            an answer of 8 tokens.
-        max_seen: Largest fraction of the answers' 8-grams that may also occur in kept answers, in `held_out`, or
-            earlier in the same conversation.
-        held_out: Further conversations to compare with.
+        conversations: Conversations to filter, in order; one without an answer of at least 8 tokens is always kept.
+        max_seen: Largest fraction of 8-grams of a kept conversation's answers that may also occur in answers kept
+            before, in answers of `held_out`, or earlier in its own answers.
+        held_out: Further conversations to compare with; they are not returned.
 
-    Example: the second of two equal conversations with long answers is dropped, unless `max_seen` is 1.
+    Example: the second of two equal conversations with answers of 8 tokens or more is dropped unless `max_seen` is 1.
     """
     kept, seen = [], {ngram for conversation in held_out for ngram in _ngrams(conversation)}
     for conversation in conversations:
@@ -211,7 +218,7 @@ def drop_near_duplicates(
 
 
 def _ngrams(conversation: Conversation) -> list[int]:
-    """Return the hashes of all n-grams that lie within answers."""
+    """Return the hashes of all n-grams of `NGRAM_SIZE` tokens that lie within answers, in order."""
     ids, mask = conversation.input_ids, conversation.loss_mask
     return [
         hash(ids[start : start + NGRAM_SIZE])
@@ -221,11 +228,11 @@ def _ngrams(conversation: Conversation) -> list[int]:
 
 
 def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Split off conversations for evaluation, at even intervals, so that every source is represented.
+    """Split off conversations for evaluation at even intervals, so that they come from all large sources.
 
     Args:
         conversations: All conversations.
-        count: Maximum number to hold out.
+        count: Number to hold out; all conversations if there are fewer.
 
     Returns:
         The conversations to train on, without copies of held-out ones; and the held-out conversations.
@@ -240,7 +247,7 @@ def hold_out(conversations: Sequence[Conversation], count: int) -> tuple[list[Co
 
 
 def most_frequent_tokens(conversations: Iterable[Conversation], size: int) -> Tensor:
-    """Return the ids of the `size` most frequent tokens of the answers, in ascending order.
+    """Return the ids `[size]` of the most frequent tokens of the answers, in ascending order.
 
     Of equally frequent tokens the lower ids are chosen. If the answers have fewer distinct tokens, the lowest other
     ids are added: in BPE vocabularies low ids are the most frequent.

@@ -16,6 +16,7 @@ ROWS_AT_ONCE = 256
 """Rows of a parquet file read at a time."""
 
 Row = dict[str, Any]
+"""Values of a row by field name."""
 
 
 def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str, Row]]:
@@ -23,11 +24,12 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str
 
     Args:
         source: A `.jsonl`, `.jsonl.gz`, `.json`, parquet or `.txt` file (one prompt per line), a directory written by
-            `distill`, or a name for `datasets.load_dataset`.
-        split: Split to load if `source` is such a name.
+            `distill`, or a name or directory for `datasets.load_dataset`. Empty lines are skipped.
+        split: Split to load with `datasets.load_dataset`.
 
     Raises:
-        InvalidConfigError: The source does not exist or is damaged, or the `datasets` package is needed but missing.
+        InvalidConfigError: The source does not exist, is damaged or has rows that are not objects, or the `datasets`
+            package is needed but missing; raised during iteration.
     """
     path = existing_path(source)
     if path is not None and path.is_file() and path.suffix == ".txt":
@@ -83,7 +85,7 @@ def datasets_package(why: str) -> tuple[Any, Any]:
         why: Start of the error message, such as "Reading 'data.parquet'".
 
     Raises:
-        InvalidConfigError: They are not installed.
+        InvalidConfigError: One of them cannot be imported.
     """
     try:
         import datasets  # an optional dependency
@@ -99,7 +101,7 @@ def tokens_of(row: Row, name: str, place: str) -> tuple[int, ...]:
     """Return the token ids in a field of a row.
 
     Raises:
-        InvalidConfigError: The field does not hold token ids.
+        InvalidConfigError: The field does not hold a list of token ids.
     """
     values = row[name]
     if not isinstance(values, list):
@@ -117,7 +119,7 @@ def mask_of(row: Row, name: str, place: str) -> tuple[bool, ...]:
     """Return the booleans in a field of a row; they may be written as 1 and 0.
 
     Raises:
-        InvalidConfigError: The field does not hold booleans.
+        InvalidConfigError: The field does not hold a list of booleans.
     """
     values = row[name]
     if not isinstance(values, list) or any(type(value) not in (int, bool) or value not in (0, 1) for value in values):

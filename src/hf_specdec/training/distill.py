@@ -54,10 +54,10 @@ class DistillConfig:
     Args:
         max_new_tokens: Maximum length of an answer; one cut there has `finish_reason="length"`.
         temperatures: Prompt i is answered at `temperatures[i % len]`; 0 is greedy. Repeat a value to weight it.
-        num_turns: User turns per conversation; the model invents those that a prompt lacks.
-        batch_size: Conversations per `generate()` call; `num_requests` of `ServerTeacher` limits requests to a server.
-        batches_per_part: Batches per part, the most work that an interruption can lose.
-        max_prompt_tokens: Longer prompts are skipped; a conversation ends before a turn that would exceed this length.
+        num_turns: Maximum user turns per conversation; the model invents missing ones, further ones are ignored.
+        batch_size: Conversations per `generate()` of a local model; for a server see `ServerTeacher(num_requests)`.
+        batches_per_part: Batches of `batch_size` conversations per part; an interruption loses the parts in progress.
+        max_prompt_tokens: Longer prompts are skipped; a conversation ends before a turn whose prompt would be longer.
         max_invented_tokens: Maximum length of an invented user turn.
         invention_temperature: Temperature for inventing user turns.
         seed: Seed of all sampling.
@@ -98,10 +98,13 @@ class _Dialog:
     messages: list[dict[str, str]] = field(default_factory=list)
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
-    finish_reason: str = ""
+    finish_reason: str = ""  # of the last answer
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], text: str, finish_reason: str) -> None:
-        """Append a user turn and its answer, and take earlier tokens that the template changed out of the loss."""
+        """Append the first pending user turn and its answer; `prompt` is the encoded conversation with that turn.
+
+        From the first earlier token that the chat template now encodes differently, `prompt` is not in the loss.
+        """
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.input_ids, prompt, strict=False)))
         self.loss_mask = [*self.loss_mask[:common], *[False] * (len(prompt) - common), *[True] * len(answer)]
         self.input_ids = [*prompt, *answer]
@@ -129,7 +132,7 @@ def distill(
     `accelerate launch` the parts are divided among the processes; the rows do not depend on their number.
 
     Args:
-        model: The target, whose `generate()` is called without top-k and top-p, or a `ServerTeacher`.
+        model: The target, whose `generate()` is called without top-k and top-p, or a `Teacher`, see `ServerTeacher`.
         tokenizer: Its tokenizer. With a chat template prompts are user turns; without one they are texts to continue,
             and `num_turns` must be 1.
         prompts: `read_prompts(...)`, `invented_prompts(n)`, or plain strings.
@@ -138,13 +141,13 @@ def distill(
         progress: Show a progress bar.
 
     Returns:
-        `output_dir`. Rows have `input_ids`, `loss_mask` (True at answers), `messages`, `source` and `number` of the
-        prompt, `model`, `temperature` and `finish_reason` (`"stop"` or `"length"`).
+        `output_dir`. A row per conversation with an answer has `input_ids`, `loss_mask` (True at answers), `messages`,
+        `source` and `number` of the prompt, `model`, `temperature`, and `finish_reason` (`"stop"` or `"length"`).
 
     Raises:
-        InvalidConfigError: The package `datasets` is missing; another process uses the directory, or it was written
-            with other settings, prompts or weights; there are no prompts, all are too long, `num_turns` needs a chat
-            template, or the template changes the user's text; or the server is down or fails `ServerTeacher.check`.
+        InvalidConfigError: The package `datasets` is missing; another process uses the directory, or it is damaged
+            or was written with other settings, prompts or weights; there are no prompts, all are too long, `num_turns`
+            needs a chat template, or the template changes the user's text; or the server is down or fails `check`.
     """
     datasets_package("Distilling")
     config = config or DistillConfig()
@@ -165,7 +168,7 @@ def _answer_parts(
     teacher: Teacher, tokenizer: Any, folder: Path, config: DistillConfig, parts: Sequence[Sequence[_Dialog]], *,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Create the missing parts that belong to this process; for a part without rows only a marker file is written."""
+    """Write the missing parts of this process (a marker file for a part without rows); warn of dropped answers."""
     state = processes()
     files = [folder / "data" / f"part-{index:05}.parquet" for index in range(len(parts))]
     empty = [folder / f".part-{index:05}.empty" for index in range(len(parts))]  # marker files
@@ -234,10 +237,10 @@ def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Create the directory with its settings file, or check that the run in it can be resumed.
+    """Create the directory with its settings file, or check that the run in it can be resumed; clear partial files.
 
     Raises:
-        InvalidConfigError: The directory has other settings, damaged parts, or data that `distill` did not write.
+        InvalidConfigError: The directory has other or unreadable settings, damaged parts, or data of another origin.
     """
     path = folder / SETTINGS
     clear_partials(folder / "data")
@@ -261,7 +264,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _check_part(part: Path) -> None:
-    """Check that an existing part can be read and has all fields.
+    """Check that an existing part can be read and has all `ROW_FIELDS`.
 
     Raises:
         InvalidConfigError: The file is damaged or lacks a field.
@@ -288,7 +291,8 @@ def _answer_part(
 ) -> list[dict[str, Any]]:
     """Let the teacher answer every turn of a part's conversations; return a row per conversation with an answer.
 
-    A conversation ends early if an answer is cut or dropped, its prompt is too long, or the invented turn is empty.
+    A conversation ends early if an answer is cut or dropped, its prompt is too long or empty, or an invented turn is
+    empty or dropped. `label` is a unique name of the part, from which the random seeds are derived.
     """
     active = list(dialogs)
     for turn in range(config.num_turns):
@@ -319,10 +323,12 @@ def _answer_part(
 def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str | None) -> list[int]:
     """Return the token ids of a prompt.
 
+    Without a chat template these are `user_text`, or if it is None, the beginning token or else the end token.
+
     Args:
         tokenizer: Tokenizer with or without a chat template.
-        messages: Earlier messages of the conversation.
-        user_text: The user's next turn; None leaves the turn open, so that the model invents it.
+        messages: Earlier messages of the conversation; ignored without a chat template.
+        user_text: The user's next turn; None ends the prompt if that turn begins, so that the model invents it.
 
     Raises:
         InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.

@@ -1,6 +1,6 @@
 """Train an EAGLE head or an MTP module.
 
-EAGLE-1/2 heads learn to predict the target's next feature and next token, the others only its next token.
+EAGLE-1/2 heads learn to predict the target's next feature and next token, other heads only the next token.
 
 Sources: EAGLE (https://arxiv.org/abs/2401.15077), section 4.2: smooth-L1 on features, soft cross entropy on the
 logits of the frozen lm_head, uniform noise on the inputs. EAGLE-3 (https://arxiv.org/abs/2503.01840): soft cross
@@ -43,13 +43,13 @@ class EagleTrainingConfig(Recipe):
         feature_weight: Weight of the smooth-L1 loss on features; must be 0 for EAGLE-3.
         token_weight: Weight of the soft cross entropy on tokens.
         noise: Width of the uniform noise added to the input features: `noise * U(-0.5, 0.5)`.
-        aligned_steps: Forwards per batch. The first reads the target's features, each later one the outputs of the
-            previous one, as drafting does below its first level (HASS, https://arxiv.org/abs/2408.15766; EAGLE-3's
-            training-time test). The EAGLE-1 paper uses 1, the EAGLE-3 paper 7.
+        aligned_steps: Forwards of the head per batch. The first reads the target's features, each later one the output
+            of the previous one, as in drafting below the first level (HASS, https://arxiv.org/abs/2408.15766;
+            EAGLE-3's training-time test). The EAGLE-1 paper uses 1, the EAGLE-3 paper 7.
         step_decay: Weight of each aligned step relative to the previous one.
-        soft_tokens: Learn the target's distribution; False: its most likely token.
-        growing: Fraction of the run over which the number of aligned steps grows from 1 to `aligned_steps`. The first
-            step is the cheapest and contributes most.
+        soft_tokens: Learn the target's distribution over the draft vocabulary; False: only its most likely token.
+        growing: Fraction of the run, from its start, over which the number of aligned steps grows from 1 to
+            `aligned_steps`; 0 uses all of them throughout. The first step is the cheapest and contributes most.
         answer_tokens: See `Recipe`.
     """
 
@@ -101,7 +101,8 @@ def train_eagle(
     """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
 
     Args:
-        model: The frozen target; with captured features only its embedding and lm_head are used.
+        model: The frozen target; with captured features only its lm_head and, unless the head has its own, its
+            embedding are used.
         head: The head; it is trained in float32.
         data: Features from `capture_features` with at least the layers `(*head.feature_layers, LAST)`, or
             conversations, whose features are computed in every step.
@@ -111,7 +112,8 @@ def train_eagle(
         held_out: Evaluation data, see `trainer.fit`.
 
     Raises:
-        InvalidConfigError: An EAGLE-3 head with `feature_weight`, a head with a sliding window, or see `trainer.fit`.
+        InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, a head with a sliding window, or see
+            `trainer.fit`.
         DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
@@ -123,21 +125,23 @@ def train_eagle(
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
-    """Initialise an EAGLE-3 head from weights of the target, which helps most with little training data.
+    """Initialise an EAGLE-3 head in place from weights of the target, which helps most with little training data.
 
-    `fc` becomes the identity on the last of the features that the head reads, plus small random weights. The lm_head
-    (restricted to the draft vocabulary) and the final norm are copied, as are attention (into the half of the input
-    that reads hidden states), MLP and their norms from the second-to-last layer.
+    `fc` becomes the identity on the last of the features that the head reads, plus 0.3 times its old weights. Unless
+    it is shared, the lm_head (restricted to the draft vocabulary) is copied, as are the final norm and the
+    second-to-last layer's attention (into the half of the input that reads hidden states), MLP and norms.
 
     Either all parts are copied or none: with only some, the head learned more slowly than from random weights, with
-    all of them faster (SmolLM2 and Gemma 3, first 20 steps). A trained lm_head on a random layer is confidently wrong.
+    all of them faster (SmolLM2 and Gemma 3, first 20 steps): a trained lm_head on a random layer makes confident
+    errors.
 
     Args:
         head: A new head with its draft vocabulary set.
         model: The target.
 
     Returns:
-        Names of the parts that do not fit, in which case the head is unchanged; empty on success.
+        Names of the parts that do not fit (`fc`, `lm_head`, `MLP`, `attention`), in which case the head is unchanged;
+        empty on success.
     """
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     parts = {"fc": _init_fc, "lm_head": _copy_lm_head, "MLP": _copy_mlp, "attention": _copy_attention}
@@ -199,7 +203,8 @@ def _copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]
     The additional columns read the token embedding.
 
     Returns:
-        Whether all were copied; False if a layer is missing, has another size, or only one of the two has a bias.
+        Whether all were copied. False if a layer is missing, has another size, or only one of the two has a bias; the
+        layers before it have then been copied.
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
@@ -239,7 +244,15 @@ class EagleObjective(Objective):
 
     At position t the head reads the embedding of x[t+1] and the feature of x[t], and its output predicts x[t+2]. The
     feature is the target's at step 0, and the head's output of step j-1 at position t-1 at step j. A position is
-    trained only if all tokens from x[t-j+1], after which such a draft starts, to x[t+2] are answer tokens.
+    trained only if all tokens from x[t-j+1], the root of such a draft, to x[t+2] are answer tokens.
+
+    Args:
+        head: The head.
+        target: The frozen target.
+        config: Settings.
+
+    Raises:
+        InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, or a head with a sliding window.
     """
 
     def __init__(self, head: TrainedHead, target: PreTrainedModel, config: EagleTrainingConfig) -> None:

@@ -23,7 +23,7 @@ GRADIENT_BYTES = 12
 class RunEstimate:
     """Estimated cost of a training run."""
 
-    num_steps: int  # remaining optimiser steps
+    num_steps: int  # optimiser steps that remain to be done
     seconds_per_step: float
     memory_bytes: int  # memory of the accelerator, or of the process on a CPU
     disk_bytes: int  # for the checkpoints kept at the same time
@@ -44,7 +44,9 @@ def estimate_run(
     arguments: TrainingArguments,
     num_done: int,
 ) -> RunEstimate:
-    """Estimate a run by timing a batch of median length and the longest batch; time is taken as linear in length.
+    """Estimate a run by timing two batches, of median length and of the longest conversations.
+
+    Time is assumed to be linear in the length of the longest conversation of a batch. No parameter is changed.
 
     Args:
         rehearse: Returns the loss of a batch, given the indices of its conversations.
@@ -89,7 +91,10 @@ def num_steps_of(arguments: TrainingArguments, num_conversations: int) -> int:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use on `device`: of this process on a CPU, else allocated by torch."""
+    """Return the number of bytes that torch has allocated on `device`, or the process's resident memory on a CPU.
+
+    The latter is also returned for devices whose allocations torch does not report.
+    """
     module = None if device.type == "cpu" else torch.get_device_module(device)
     for name in ("memory_allocated", "current_allocated_memory"):  # the second is MPS's name
         if hasattr(module, name):

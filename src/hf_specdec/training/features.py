@@ -40,7 +40,7 @@ INDEX = "features.json"
 
 @torch.no_grad()
 def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, layers: Sequence[int]) -> Tensor:
-    """Return the features `[B, T, layers * D]` of right-padded conversations, in the target's dtype.
+    """Return the features `[B, T, layers * D]` of right-padded conversations in the target's dtype, without gradient.
 
     Args:
         model: The target.
@@ -59,7 +59,7 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
 
 
 def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
-    """Return the number of bytes that `capture_features` will write, without file headers and index."""
+    """Return how many bytes `capture_features` writes to an empty directory, without file headers and index."""
     tokens = sum(len(conversation.input_ids) for conversation in conversations)
     size = int(text_config(model).hidden_size) * len(layers)
     return tokens * (size * model.dtype.itemsize + 8 + 1)
@@ -68,14 +68,16 @@ def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation],
 class FeatureStore(Dataset[dict[str, Tensor]]):
     """Dataset of conversations and their captured features on disk; every item is read when it is accessed.
 
-    Items: `input_ids [T]`, `loss_mask [T]` bool, `features [T, layers * D]`.
+    Items: `input_ids [T]` long, `loss_mask [T]` bool, `features [T, layers * D]` in the target's dtype. Reading one
+    raises `InvalidConfigError` if its file is damaged.
 
     Args:
         folder: Directory written by `capture_features`.
         answer_tokens: Train on only the first N tokens of each answer, see `Conversation.opening`; 0 for all.
 
     Raises:
-        InvalidConfigError: The directory holds no captured features, or capturing has not finished.
+        InvalidConfigError: The directory holds no captured features, capturing has not finished, or a file that is
+            read here (the index, and for `answer_tokens` all parts) is damaged.
     """
 
     def __init__(self, folder: str | Path, answer_tokens: int = 0) -> None:
@@ -174,8 +176,9 @@ def capture_features(
 
     Raises:
         InvalidConfigError: No conversations, token ids outside the target's vocabulary, `layers` without `LAST` at the
-            end, not enough disk space, or a directory that holds something else, lacks one of the layers, or is in
-            use by another process.
+            end, not enough disk space, or a directory that holds something else, lacks one of the layers, has a
+            damaged index, or is in use by another process.
+        DrafterMismatchError: The target has no such layer.
     """
     if not conversations or not layers or layers[-1] != LAST:
         raise InvalidConfigError(
@@ -237,7 +240,7 @@ def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) ->
         `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
 
     Raises:
-        InvalidConfigError: A token id outside the target's vocabulary.
+        InvalidConfigError: A token id is negative or outside the target's vocabulary.
     """
     for ids in (row["input_ids"] for row in rows):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
@@ -260,7 +263,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """Context manager that opens a file of captured features for reading.
 
     Raises:
-        InvalidConfigError: The file is damaged or holds other tensors, also if the block finds that.
+        InvalidConfigError: The file cannot be opened, or reading it, also in the block, raises `SafetensorError`.
     """
     try:
         open_regular(path).close()
@@ -296,8 +299,11 @@ def _prepare_folder(
 ) -> list[int]:
     """Write the folder's index, or check that an existing one is for the same data; return the layers to capture.
 
+    Removes partial files of dead processes.
+
     Raises:
-        InvalidConfigError: The folder holds something else, or the disk is too small for the `missing` conversations.
+        InvalidConfigError: The folder holds something else, lacks a layer or has a damaged index, or the disk is too
+            small for the `missing` conversations.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear_partials(folder)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often drafted tokens are correct at each of K depths; sums over positions, batches and processes."""
+    """Numbers of correct drafted tokens at each of K depths, of a batch or summed over batches and processes."""
 
     right: Tensor  # [K, R] positions at which the r-th best drafted token is the target's greedy choice
     counted: Tensor  # [K] positions at which that was measured
@@ -26,7 +26,7 @@ class Counts:
 
     @classmethod
     def of(cls, packed: Tensor) -> Counts:
-        """Create the counts from a tensor returned by `packed`."""
+        """Create the counts from a tensor `[K, 3 + R]` returned by `packed`, or from a sum of such tensors."""
         return cls(packed[:, 3:], packed[:, 0], packed[:, 1], packed[:, 2])
 
     def packed(self) -> Tensor:
@@ -35,7 +35,10 @@ class Counts:
 
     @property
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
-        """For each depth, the fraction of positions at which the r-th best token is correct, for every rank r."""
+        """For each of K depths, the fractions of positions at which the r-th best of R drafted tokens is correct.
+
+        They are 0.0 at a depth at which nothing was measured.
+        """
         return tuple(map(tuple, (self.right.double() / self.counted[:, None].clamp(min=1)).tolist()))
 
     @property
@@ -52,7 +55,7 @@ class Counts:
 class HeadLoss:
     """Loss and counts of one batch."""
 
-    loss: Tensor  # scalar, mean over positions
+    loss: Tensor  # scalar, weighted sum of means over positions
     counts: Counts | None = None  # None if nothing was measured
 
 
@@ -60,7 +63,7 @@ class Tally:
     """Accumulator for the counts of one batch, which is measured depth by depth.
 
     Args:
-        places: Bool tensor with one element per position; only its shape and device are used.
+        places: Bool tensor with one element per position; its values are not used.
     """
 
     def __init__(self, places: Tensor) -> None:
@@ -74,7 +77,7 @@ class Tally:
         Args:
             known: Bool tensor shaped like `places`, True at the M positions to count.
             correct: `[M, R]` whether the r-th best drafted token is the target's greedy choice.
-            follows: `[M]` whether the text's token is that choice; if not, later depths of the chain do not count.
+            follows: `[M]` whether the text's token is that choice; if not, later depths are not in `chains`.
         """
         here = torch.zeros_like(known)
         self._right = self._right & here.masked_scatter(known, correct[:, 0])
@@ -92,7 +95,7 @@ class Tally:
 
 
 def predicted_tau(accuracies: Sequence[float]) -> float:
-    """Return the tau of greedy chains if the depths were correct independently of each other.
+    """Return the tau that greedy chains would have if their tokens were correct independently of each other.
 
     Args:
         accuracies: Fraction of correct tokens at each depth.

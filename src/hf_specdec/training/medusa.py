@@ -28,7 +28,8 @@ class MedusaTrainingConfig(Recipe):
 
     Args:
         head_decay: Weight of each head relative to the previous one (0.8 in the paper).
-        soft_labels: Learn the target's distribution; False: the text's token, as in the paper.
+        soft_labels: Learn the target's distribution over the draft vocabulary; False: the text's token (as in the
+            paper).
         answer_tokens: See `Recipe`.
     """
 
@@ -73,9 +74,10 @@ def train_medusa(
 
 
 class MedusaObjective(Objective):
-    """Objective of Medusa-1: sum of the cross entropies of all heads k, weighted by `head_decay^k`.
+    """Objective of Medusa-1: sum of the cross entropies of heads k = 0 to K-1, weighted by `head_decay^k`.
 
-    Head k at position t predicts x[t+2+k], and is trained there if that is an answer token.
+    Head k at position t predicts x[t+2+k] and is trained there if x[t+2+k] is an answer token. With token labels,
+    answer tokens outside the draft vocabulary add no loss.
     """
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, config: MedusaTrainingConfig) -> None:
@@ -129,7 +131,7 @@ def answers_ahead(loss_mask: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Find the answer token that each head is trained to predict at each position.
 
     Args:
-        loss_mask: `[B, T]` True at answers. The first token of a row is not counted, because no feature precedes it.
+        loss_mask: `[B, T]` True at answers. The first token of a row is ignored: no feature precedes it.
         num_heads: K.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Source: Medusa (https://arxiv.org/abs/2401.10774), sections 2.2.2 and 2.3.2: first the heads, then heads and a LoRA
 adapter of the target. The target with the adapter disabled is the teacher, which keeps its answers close to the
-original. The heads fit the target with the adapter merged into it, not the original target.
+original. The trained heads are for the target with the adapter merged into it, not for the original target.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Medusa2TrainingConfig:
 
     Args:
         head_weight: Weight of the heads' losses relative to the loss of the adapter (a KL divergence).
-        head_decay: Head k has the weight `decay^(k+1)`.
-        schedule: `"constant"`, or `"sine"`: the weight rises from 0 to `head_weight` over the run.
+        head_decay: The loss of head k (from 0) has the weight `head_decay^(k+1)`.
+        schedule: `"constant"`, or `"sine"`: the weight rises from 0 to `head_weight` over the run, as a quarter sine.
         learning_rate_multiplier: Factor on the learning rate of the heads; the adapter uses the Trainer's.
-        lora_rank, lora_alpha, lora_dropout: The adapter, on all linear layers except lm_head.
+        lora_rank, lora_alpha, lora_dropout: LoRA settings of the adapter, on all linear layers except lm_head.
     """
 
     head_weight: float = 0.2
@@ -71,7 +71,7 @@ def train_medusa2(
     """Train `heads` in place, together with a new LoRA adapter of the target.
 
     Args:
-        model: The target; its weights do not change, but it is wrapped with an adapter.
+        model: The target; its weights do not change, but `peft` inserts the adapter's layers in place.
         heads: The heads; they are trained in float32, and already trained unless `heads_arguments` is given.
         conversations: Conversations with answers of the target.
         arguments: Training arguments of the second stage.
@@ -80,7 +80,7 @@ def train_medusa2(
         resume: Resume each stage from its last checkpoint, if there is one.
 
     Returns:
-        The `peft.PeftModel`; its `merge_and_unload()` returns the target that the heads fit.
+        The `peft.PeftModel` in eval mode; its `merge_and_unload()` returns the target that the heads were trained for.
 
     Raises:
         InvalidConfigError: The package `peft` is missing, FSDP is requested for either stage, or see `trainer.fit`.
@@ -109,7 +109,7 @@ def train_medusa2(
 
 
 class Medusa2Objective(Objective):
-    """Objective of Medusa-2: KL divergence between target with and without adapter, plus the heads' losses."""
+    """Objective of Medusa-2: KL(original target || adapted target) at answers, plus the heads' losses."""
 
     layers = ()  # it runs the target itself
 
@@ -131,7 +131,7 @@ class Medusa2Objective(Objective):
     def forward(
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor | None = None, measure: int = 0
     ) -> HeadLoss:
-        """See `Objective.forward`; `features` is ignored."""
+        """See `Objective.forward`; `features` is ignored, because the target runs here, twice per batch."""
         recipe, num_heads = self.recipe, self.head.config.medusa_num_heads
         real = torch.arange(input_ids.shape[1], device=input_ids.device) < lengths[:, None]
         inputs = {"input_ids": input_ids, "attention_mask": real.long(), "use_cache": False}

@@ -1,4 +1,4 @@
-"""Set the torch modes that training needs, whatever modes the caller has set."""
+"""Set the torch modes that training needs, independently of the caller's modes, and check that weights fit them."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 PROCESS_TIMEOUT = timedelta(days=7)
-"""How long processes wait for each other: one of them may have much more work left than the others."""
+"""Maximum time that processes wait for each other; one of them may have much more work left than the others."""
 
 
 def processes() -> PartialState:
-    """Return rank, device and number of processes; the first call joins the group, with gloo if on the CPU."""
+    """Return rank, device and number of processes; the first call joins the group (gloo without an accelerator)."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=PROCESS_TIMEOUT)
 
 
 def requests_fsdp(arguments: TrainingArguments) -> bool:
-    """Whether FSDP is requested, by the training arguments or by `accelerate launch --use_fsdp`."""
+    """Return whether FSDP is requested, by the training arguments or by `accelerate launch --use_fsdp`."""
     return bool(arguments.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")

@@ -18,7 +18,7 @@ COLUMN_WIDTH = 9
 
 
 class TableCallback(TrainerCallback):
-    """Trainer callback that shows a progress bar and, above it, a table with one row per log entry."""
+    """Trainer callback that shows a progress bar and, above it, a table with one row per logged training loss."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -34,7 +34,10 @@ class TableCallback(TrainerCallback):
         self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Print a row, after a heading if the columns changed; print an evaluation as one line."""
+        """Print training losses as a row, after a heading if the columns changed, and evaluations as a line of text.
+
+        Only the main process prints; other log entries are left out.
+        """
         values = {name: value for name, value in (logs or {}).items() if name not in HIDDEN_COLUMNS}
         if self._bar is None or not state.is_world_process_zero:
             return
@@ -69,7 +72,7 @@ def print_line(text: str) -> None:
 
 
 def _heading(name: str) -> str:
-    """Return the heading of the column for a log value.
+    """Return the column heading for the name of a log value; names without a short form are returned as they are.
 
     Example: `top1_accuracy_2` gives "top-1 @2".
     """
@@ -86,7 +89,7 @@ def show_progress(trainer: Trainer) -> TableCallback:
     """Replace transformers' progress output with a `TableCallback`, or with nothing if `disable_tqdm` is set.
 
     Returns:
-        The callback, also if it is not used.
+        The callback; with `disable_tqdm` it is not registered and shows nothing.
     """
     table = TableCallback()
     if trainer.args.disable_tqdm:

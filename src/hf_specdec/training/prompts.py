@@ -17,7 +17,7 @@ class Prompt:
     """User turns of one conversation, possibly none; the model invents those that are missing."""
 
     turns: tuple[str, ...]
-    source: str  # name of the file or dataset, stored with the answers
+    source: str  # where the prompt comes from, such as a file name; stored with the answers
 
 
 INVENTED = "invented"
@@ -28,14 +28,14 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
     """Read prompts from a file or a dataset.
 
     Args:
-        source: Anything `read_rows` reads. Rows have `prompt`, `turns`, `messages`, `conversations` (ShareGPT),
-            `instruction` (with or without `input`) or `text`; only the user's turns of a conversation are kept. A
-            row's `source` field, if any, replaces the file name as the prompt's source.
+        source: Anything `read_rows` reads. Rows have `turns`, `messages`, `conversations` (ShareGPT), `instruction`
+            (with or without `input`), `prompt` or `text`, of which the first is used; of a conversation
+            only the user's turns are used. A row's `source` replaces the file or dataset name as `Prompt.source`.
         split: Split to load if `source` is a `datasets` name.
         limit: Read at most this many prompts.
 
     Raises:
-        InvalidConfigError: The source cannot be read, or a row has no prompt.
+        InvalidConfigError: The source cannot be read, or a row has no prompt, an empty turn or invalid Unicode.
     """
     path = existing_path(source)
     name = path.name if path is not None else str(source)

@@ -14,7 +14,7 @@ from hf_specdec.records import shortened
 LARGEST = 10**6
 """Largest absolute value of settings without a specific bound."""
 MOST_TOKENS = 2**31
-"""Upper bound of `answer_tokens` and of the settings of `distill`."""
+"""Upper bound of `answer_tokens` and of the settings of `distill` without a specific bound."""
 MAX_DECAY = 2
 """Upper bound of decay factors; after the maximum of 64 steps, 2**64 is still a finite float32."""
 

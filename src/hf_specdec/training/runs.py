@@ -23,17 +23,17 @@ from hf_specdec.training.processes import processes
 logger = logging.getLogger(__name__)
 
 MAX_STATE_BYTES = 32 * 2**20
-"""Largest state file in bytes: a log of 100,000 lines, or an index of a million conversations."""
+"""Maximum size of a state file in bytes; fits a log of 100,000 lines or an index of a million conversations."""
 
 MAX_NUMBER = 1e30
 """Exclusive upper bound of the numbers in a state file; the largest is a run's count of floating-point operations."""
 
 RUN_NAME = "run.json"
-"""File in the output directory with the return value of `run_facts` for the run."""
+"""Name of the file in the output directory that holds the `run_facts` of the run."""
 
 IGNORED_FIELDS = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures",
                   "base_model_name_or_path")  # fmt: skip
-"""Fields of a head's config that may differ between a run and its continuation."""
+"""Fields of a head's config that `run_facts` leaves out; they may differ when a run resumes."""
 
 
 def run_facts(head: Any, recipe: Any, lengths: Iterable[int]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_state(path: Path, folder: Path) -> Fields:
         folder: Directory that the error message suggests deleting.
 
     Raises:
-        InvalidConfigError: The file cannot be read.
+        InvalidConfigError: The file cannot be read, is larger than `MAX_STATE_BYTES` or holds no JSON object.
     """
     try:
         return read_object(path, MAX_STATE_BYTES)
@@ -74,10 +74,11 @@ def read_state(path: Path, folder: Path) -> Fields:
 def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
     """Check that the checkpoints in a directory belong to the run with these facts (see `run_facts`).
 
-    Nothing is checked without a complete checkpoint or without `RUN_NAME`.
+    Nothing is checked if the directory has no complete checkpoint or no file `RUN_NAME`.
 
     Raises:
-        InvalidConfigError: They belong to another run, and the message names differences; or the file is damaged.
+        InvalidConfigError: They belong to another run (the message names up to four differences), or the file is
+            damaged.
     """
     path = folder / RUN_NAME
     if last_checkpoint(folder) is None or not path.exists():
@@ -103,10 +104,10 @@ def _fields(value: Any) -> Fields:
 
 
 def check_processes(arguments: TrainingArguments) -> None:
-    """Check that FSDP has more than one process to shard over.
+    """Check that FSDP, if the arguments request it, has more than one process to shard over.
 
     Raises:
-        InvalidConfigError: There is only one process.
+        InvalidConfigError: FSDP is requested and there is only one process.
     """
     if arguments.fsdp and processes().num_processes == 1:
         raise InvalidConfigError(
@@ -117,7 +118,7 @@ def check_processes(arguments: TrainingArguments) -> None:
 
 @contextmanager
 def reading(checkpoint: str | None) -> Iterator[None]:
-    """Context manager that converts errors of its block, which reads a checkpoint, to one class.
+    """Context manager that converts any exception of its block, which reads a checkpoint, to one class.
 
     Torch, pickle and safetensors raise many classes.
 
@@ -136,7 +137,8 @@ def reading(checkpoint: str | None) -> Iterator[None]:
 def fsdp_tensor_names(checkpoint: Path) -> frozenset[str] | None:
     """Return the names of the tensors in a model checkpoint that FSDP wrote, without loading them.
 
-    None for a `LOCAL_STATE_DICT`, whose files hold flattened parameters without the names of the tensors.
+    None if the files of neither a full nor a sharded state dict exist, as with `LOCAL_STATE_DICT`, whose files hold
+    flattened parameters without the names of the tensors.
     """
     full, sharded = checkpoint / f"{FSDP_MODEL_NAME}.bin", checkpoint / f"{FSDP_MODEL_NAME}_0"
     if full.exists():
@@ -148,7 +150,7 @@ def fsdp_tensor_names(checkpoint: Path) -> frozenset[str] | None:
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest usable checkpoint, or None; incomplete or damaged ones are skipped with a warning.
+    """Return the path of the usable checkpoint with the highest step, or None; logs a warning for each skipped one.
 
     The Trainer writes `trainer_state.json` last, so a checkpoint with this file is complete.
     """

@@ -28,6 +28,7 @@ SEED_LIMIT = 2**31
 MAX_LISTED = 5
 """Maximum number of model names listed in an error message."""
 
+# reasons for which answers are dropped, in addition to those in `completions.py` and `connections.py`
 OTHER_PROMPT = "server's prompt token count differs from the prompt"
 OTHER_COUNT = "length differs from the server's token count"
 UNKNOWN_END = "unknown end token"
@@ -47,7 +48,8 @@ class ServerTeacher(Teacher):
         seeded: Send a seed with sampled requests. vLLM 0.32 on a CPU fails if a request has a seed and its prompt is
             prefilled in chunks.
         api_key: API key; None uses the environment variable `OPENAI_API_KEY`.
-        end_ids: Tokens that end an answer, as in the model's generation config; None uses the tokenizer's.
+        end_ids: Ids of the tokens that end an answer, as in the model's generation config; None uses the tokenizer's.
+            Other end tokens that the server sends are added.
 
     Raises:
         InvalidConfigError: The package `openai` is missing, an argument is invalid, the server does not answer, it
@@ -93,11 +95,13 @@ class ServerTeacher(Teacher):
         return InvalidConfigError(f"The server at {self._connection.url} {what}: {str(error).rstrip('.')}.", hint)
 
     def facts(self) -> dict[str, Any]:
-        """Return the model's name; dtype and weights are not known here."""
+        """Return the model's name, and placeholders for dtype and weights, which are unknown here."""
         return {"model": self.name, "dtype": "of the server", "weights": "of the server"}
 
     def check(self, prompt: list[int]) -> None:
         """Check that the server answers, reads exactly the tokens sent, and that its answers' ids can be recovered.
+
+        The prompt is sent, and after success kept, so that `generate` can repeat the check.
 
         Raises:
             InvalidConfigError: The answer is invalid; the server counts another number of prompt tokens (it adds one,
@@ -126,8 +130,8 @@ class ServerTeacher(Teacher):
         """See `Teacher.generate`. Unless `seeded=False`, sampled requests have a seed, which the server may ignore.
 
         Raises:
-            InvalidConfigError: A request failed or no answer was valid, and `check` with its last prompt fails too, so
-                the server is down. Dropping these answers instead would drop all following ones as well.
+            InvalidConfigError: A request failed or no answer was valid, and repeating the last successful `check`
+                fails too, so the server is down. Dropping the answers instead would drop all later ones as well.
         """
         seeds = [
             seed_of(f"{label}/{index}") % SEED_LIMIT if temperature and self._seeded else None
@@ -187,7 +191,7 @@ class ServerTeacher(Teacher):
         for ids, reply in zip(found, replies, strict=True):
             if not isinstance(ids, AnswerError) and isinstance(reply, Completion) and reply.ended:
                 self._count_offsets[reply.num_tokens - len(ids)] += 1
-        offset = max((0, 1), key=lambda value: self._count_offsets[value])  # whether this server counts the end token
+        offset = max((0, 1), key=lambda value: self._count_offsets[value])  # 1: counts an unsent end token
         return [
             self._with_end(ids, reply, offset)
             if not isinstance(ids, AnswerError) and isinstance(reply, Completion)
@@ -196,7 +200,7 @@ class ServerTeacher(Teacher):
         ]
 
     def _raw_ids(self, prompt: list[int], reply: Completion | AnswerError) -> list[int] | AnswerError:
-        """Return the token ids that the server sent or, without them, encode its text; an error drops the answer."""
+        """Return the token ids that the server sent or those of its text; an error if the answer is to be dropped."""
         if isinstance(reply, AnswerError):
             return reply
         if reply.num_prompt_tokens != len(prompt):
@@ -207,7 +211,9 @@ class ServerTeacher(Teacher):
         return AnswerError(OTHER_IDS, repr(reply.text)) if ids is None else ids
 
     def _with_end(self, ids: list[int], reply: Completion, offset: int) -> list[int] | AnswerError:
-        """Append the end token if it is missing; return an error if it is unknown or the length is wrong.
+        """Append the end token if it is missing; return an error if it is unknown, not last, or the length is wrong.
+
+        If the server sends ids and stops at a token that is not in `end_ids`, the token is added to `end_ids`.
 
         Args:
             ids: Token ids of the answer.

@@ -10,12 +10,12 @@ from hf_specdec.verification.model import lm_head_rows
 
 
 class TargetReader:
-    """Wrapper of the frozen target's embedding and lm_head; no `nn.Module`, so they are neither trained nor saved.
+    """Access to the frozen target's embedding and lm_head; not an `nn.Module`, so they are neither trained nor saved.
 
     Args:
         target: The target.
         hot_token_ids: `[Vd]` token ids of the head's draft vocabulary; None if it is the whole vocabulary.
-        embedding: Token embedding to use instead of the target's.
+        embedding: Token embedding to use; None for the target's.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class TargetReader:
         self.dtype = target.dtype
 
     def logits(self, features: Tensor) -> Tensor:
-        """Return differentiable float32 logits `[M, Vd]` over the draft vocabulary.
+        """Return the target's float32 logits `[M, Vd]` over the draft vocabulary, differentiable in `features`.
 
         Args:
             features: `[M, D]` hidden states after the final norm.

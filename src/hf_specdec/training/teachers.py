@@ -17,7 +17,7 @@ from hf_specdec.heads.base import portable_name
 from hf_specdec.transformers_private import model_name
 
 SAMPLED_WEIGHTS = 4096
-"""Number of weights, spread over a parameter, that identify it; hashing four parameters takes about a millisecond."""
+"""Maximum number of weights of a parameter in the hash; hashing four parameters takes about a millisecond."""
 
 
 class Teacher(ABC):
@@ -25,7 +25,7 @@ class Teacher(ABC):
 
     Attributes:
         name: Name of the target stored with every row: a Hub id, or the last component of a local path.
-        end_ids: Tokens that end an answer.
+        end_ids: Ids of the tokens that end an answer.
         lost: Number of dropped answers by reason.
     """
 
@@ -59,7 +59,7 @@ class Teacher(ABC):
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """Let the target answer prompts; every answer ends with an end token or has `max_new_tokens` tokens.
+        """Let the target answer prompts; an answer that does not end with an end token was cut.
 
         Args:
             prompts: Token ids of each prompt.
@@ -68,11 +68,11 @@ class Teacher(ABC):
             label: Unique name of this call within the run, from which the random seeds are derived.
 
         Returns:
-            Token ids of each prompt's answer; None if it was dropped, which `lost` counts.
+            Token ids of each prompt's answer with its end token; None if it was dropped, which `lost` counts.
         """
 
     def ended(self, answer: Sequence[int]) -> bool:
-        """Whether the answer ends with an end token."""
+        """Return whether the answer ends with an end token; False for an empty one."""
         return bool(answer) and answer[-1] in self.end_ids
 
 
@@ -113,7 +113,10 @@ class ModelTeacher(Teacher):
     def generate(
         self, prompts: Sequence[list[int]], temperature: float, max_new_tokens: int, label: str
     ) -> list[list[int] | None]:
-        """See `Teacher.generate`. The seed of every batch is derived from `label` and its place in the call."""
+        """See `Teacher.generate`. The seed of every batch is derived from `label` and its place in the call.
+
+        The caller's random state is kept.
+        """
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         found: list[list[int] | None] = [None for _ in prompts]
         for start in range(0, len(order), self._batch_size):

@@ -92,7 +92,7 @@ class Objective(nn.Module, ABC):
 class HeadTrainer(Trainer):
     """Subclass of transformers' Trainer that trains the head of an objective.
 
-    Its log also has `top1_accuracy_d`, how often the d-th drafted token is the target's greedy choice, and
+    Its log also has `top1_accuracy_d`, the fraction of d-th drafted tokens that are the target's greedy choice, and
     `predicted_tau`, the tokens per target forward of a greedy chain with these accuracies.
 
     Args:
@@ -101,7 +101,10 @@ class HeadTrainer(Trainer):
         data: Training data.
         arguments: transformers' training arguments.
         held_out: Evaluation data. Evaluations log `eval_tau`, the tokens per target forward of greedy chains on it,
-            and `eval_accepted_d`, how often such a chain is accepted at least to depth d.
+            and `eval_accepted_d`, the fraction of such chains that are accepted at least to depth d.
+
+    Raises:
+        InvalidConfigError: `data` has no conversations, or captured features lack a layer that the objective reads.
     """
 
     def __init__(
@@ -129,7 +132,10 @@ class HeadTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor | tuple[Tensor, HeadLoss]:
-        """Return the loss of a batch, and count correct drafted tokens if this step is logged."""
+        """Return the loss of a batch, with the `HeadLoss` if requested.
+
+        Sets the objective's `progress`, and counts correct drafted tokens for `log` if this step is logged.
+        """
         inputs = with_features(inputs, self._target, self._objective.layers, self._columns)
         measure = (self.state.global_step + 1) % max(int(self.state.logging_steps or 1), 1) == 0
         self._objective.progress = self.state.global_step / max(self.state.max_steps, 1)
@@ -170,7 +176,7 @@ class HeadTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the Trainer's optimiser; the head gets its own parameter group if its learning rate differs."""
+        """Create the Trainer's optimiser; if the head's learning rate differs, it gets its own parameter group."""
         factor = self._objective.learning_rate_multiplier
         if self.optimizer is None and factor != 1.0:
             trained = [(n, p) for n, p in self._objective.named_parameters() if p.requires_grad]
@@ -226,7 +232,7 @@ class HeadTrainer(Trainer):
             super()._load_scaler(checkpoint)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Return the sampler; to group by length, use `lengths` of the dataset instead of loading all features."""
+        """Return the sampler; to group by length, use the dataset's `lengths`: transformers would load all items."""
         if self.args.train_sampling_strategy == "group_by_length":
             size = self.args.train_batch_size * self.args.gradient_accumulation_steps
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -248,9 +254,13 @@ def fit(
 ) -> Any:  # fmt: skip
     """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
 
+    The head is converted to float32, and `recipe` and `tau` of its config are set. Unless `disable_tqdm` is set or
+    FSDP is used, an estimate of the run is printed first.
+
     Args:
         objective, target, data, arguments, held_out: See `HeadTrainer`. With `load_best_model_at_end` in the arguments
-            (`head_arguments(..., held_out=True)` sets it), the head is returned as it was best on `held_out`.
+            (`head_arguments(..., held_out=True)` sets it), the head gets the weights of the checkpoint with the
+            best metric on `held_out`.
         resume: Resume from the last complete checkpoint in `arguments.output_dir`, if there is one.
 
     Returns:
@@ -261,7 +271,7 @@ def fit(
         InvalidConfigError: FSDP in a single process, weights created in inference mode, no conversations, token ids
             outside the target's vocabulary, features that lack a layer, an output directory in use by another
             process, or a resumed run that had another head, settings or data.
-        CheckpointFormatError: The checkpoint to resume from is damaged.
+        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
         DrafterMismatchError: The head was made for another model.
     """
     objective.head.check_sizes(text_config(target))
@@ -299,7 +309,7 @@ def fit(
 
 
 def _evaluation(trainer: Trainer) -> dict[str, Any]:
-    """Return the log entry of the best evaluation if that head was loaded, else of the last one, or {}."""
+    """Return the log entry of the best evaluation if its checkpoint was loaded, else of the last one, or {}."""
     rows = [row for row in trainer.state.log_history if "eval_tau" in row]
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
         rows = [row for row in rows if row["step"] == trainer.state.best_global_step] or rows

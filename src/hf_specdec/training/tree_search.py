@@ -56,10 +56,10 @@ class TreeSearch:
     """A static tree, with the measurements from which it was chosen."""
 
     choices: tuple[Choice, ...]  # drafted nodes, most likely first
-    accuracies: Accuracies
-    expected_tau: Mapping[int, float]  # by number of nodes, root included
+    accuracies: Accuracies  # measured, by depth and rank
+    expected_tau: Mapping[int, float]  # tokens per target forward, by number of nodes, root included
     verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty if the number was given
-    draft_seconds: float = 0.0  # measured, for this tree
+    draft_seconds: float = 0.0  # to draft this tree, measured; 0 if the number was given
 
     @property
     def num_nodes(self) -> int:
@@ -85,6 +85,8 @@ def search_tree(
     num_steps: int = 5, top_k: int = 10, context: int = 256,
 ) -> TreeSearch:  # fmt: skip
     """Find a tree with `find_tree` and set it in the head's config, which `head.save_pretrained` stores.
+
+    Logs a warning if the tree is expected to be slower than plain decoding.
 
     Args:
         model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
@@ -117,15 +119,16 @@ def find_tree(
         model: The target.
         head: A trained head.
         data: Captured features or conversations, with answers of the target, preferably greedy ones.
-        num_nodes: Size of the tree, root included; None chooses the fastest size on this device.
-        max_nodes: Largest size to consider.
+        num_nodes: Size of the tree, root included, or less if too few candidates are ever correct; None chooses the
+            fastest of several sizes on this device.
+        max_nodes: Largest size to consider if `num_nodes` is None.
         num_steps: Maximum depth; for Medusa also at most the number of heads.
         top_k: Number of best candidates measured at each depth.
         context: Number of tokens in the KV cache when forwards are timed.
 
     Raises:
         InvalidConfigError: No answers in `data`, token ids outside the target's vocabulary, features without a needed
-            layer, no correctly drafted token, or invalid sizes.
+            layer, no correctly drafted token, invalid sizes, or a `top_k` above the draft vocabulary size.
         DrafterMismatchError: The head was made for another model.
     """
     if (num_nodes is not None and num_nodes < 2) or max_nodes < 2 or min(num_steps, top_k) < 1:

@@ -21,8 +21,8 @@ class Budget:
         num_nodes: Nodes of the tree, root included; 1 is a plain step, which verifies the root alone.
         num_steps: Depth below the root; 0 in a plain step.
         top_k: Children per node; 1 gives a chain.
-        min_level_probability: Stop growing if the probability of the likeliest node to expand, summed over rows, falls
-            below this. Checking it reads the device, so it is set only on the CPU.
+        min_level_probability: Stop growing if the path probability of each row's likeliest node to expand, summed over
+            rows, falls below this; 0: never. Checking it reads the device, so it is set only on the CPU.
     """
 
     num_nodes: int
@@ -36,7 +36,7 @@ class Budget:
         return self.num_nodes == 1
 
     def within(self, limits: Budget) -> Budget:
-        """Return the field-wise minimum of both budgets.
+        """Return the budget with each size reduced to that of `limits`; `min_level_probability` is unchanged.
 
         Example: (32, 4, 2) within (8, 6, 6) is (8, 4, 2).
         """
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def chain(self) -> Budget:
-        """The budget of a chain of the same depth."""
+        """The budget with `top_k` 1: a chain of at most the same depth and number of nodes."""
         return replace(self, num_nodes=min(self.num_nodes, self.num_steps + 1), top_k=1)
 
 
@@ -72,7 +72,7 @@ class Draft:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Draft:
-        """Make a draft from trees on the host, see `stack_trees`.
+        """Create a draft from one tree per row on the host, see `stack_trees`.
 
         Args:
             rows: Tokens and parents of each row, root first.
@@ -82,7 +82,7 @@ class Draft:
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` number of nodes in each row, without root and padding."""
+        """`[B]` long, number of nodes in each row, without root and padding."""
         return self.tree.num_drafted
 
     def with_repeated(self, token: int, rows: Tensor) -> Draft:

@@ -20,7 +20,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 BLOCK = 128
-"""Tokens per block in `best_children` on the CPU."""
+"""Tokens per block of the vocabulary in `best_children` on the CPU."""
 Accuracies = tuple[tuple[float, ...], ...]
 """`[depth][rank]`: probability that the child of this rank is the target's choice if all its ancestors are; depth 0
 are the children of the root."""
@@ -89,7 +89,7 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
         root: The root's children, at least `top_k` of them; log-probabilities are at most 0.
         expand: Scores the children of nodes.
         budget: At most `num_steps` levels (see also `Budget.min_level_probability`), with `top_k` expanded nodes each;
-            `num_nodes` nodes are kept.
+            the `num_nodes` best nodes are kept, or all if there are fewer.
     """
     k, batch_size = budget.top_k, len(roots)
     rows = torch.arange(batch_size, device=roots.device)[:, None]
@@ -188,7 +188,7 @@ class StaticLevels:
 
     @classmethod
     def of(cls, choices: Sequence[Choice], device: torch.device) -> StaticLevels:
-        """Create the levels from the paths of a tree, sorted as by `config.validate_choices`."""
+        """Create the levels from the paths of a tree, which must be sorted as by `config.validate_choices`."""
         steps = []
         expanded: list[Choice] = [()]
         for depth in range(1, max(map(len, choices)) + 1):
@@ -259,7 +259,7 @@ def choices_within(choices: Sequence[Choice], budget: Budget) -> list[Choice]:
 
 
 def limits_of(choices: Sequence[Choice]) -> Budget:
-    """Return the smallest budget that the static tree with these paths fits."""
+    """Return the smallest budget for the static tree with these paths; its `top_k` is the largest rank + 1."""
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     return Budget(len(choices) + 1, deepest, widest + 1)
 
@@ -279,7 +279,7 @@ def grow(roots: Tensor, root: Level, expand: Expand, shape: TreeShape) -> Draft:
 
 
 def node_acceptance(path: Sequence[int], accuracies: Accuracies) -> float:
-    """Return the probability that the node at a path of ranks is accepted: the product of the accuracies along it.
+    """Return the probability that the node at a path of ranks is accepted: the product of its nodes' accuracies.
 
     As Medusa does, this assumes that an accuracy depends only on depth and rank.
     """
@@ -291,12 +291,13 @@ def likeliest_choices(accuracies: Accuracies, num_nodes: int) -> list[Choice]:
 
     Args:
         accuracies: See `Accuracies`.
-        num_nodes: Size of the tree, root included; the tree is smaller if all other candidates have accuracy 0.
+        num_nodes: Size of the tree, root included; the tree is smaller if all other candidates have accuracy 0, or if
+            there are none.
 
     Example: accuracies [[0.6, 0.2], [0.5, 0.1]] and 4 nodes give [(0,), (0, 0), (1,)]: 0.6, 0.3, 0.2.
     """
     ranks = range(len(accuracies[0]))
-    # ties go to the shallower node, then to the lower rank
+    # ties go to the shallower node, then to the path with the lower ranks
     heap: list[tuple[float, int, Choice]] = [(-accuracies[0][rank], 1, (rank,)) for rank in ranks]
     heapq.heapify(heap)
     grown: list[Choice] = []
@@ -321,7 +322,7 @@ class PrefixTree:
         root: The root's token.
 
     Attributes:
-        tokens, parents: Token and parent of each node, root first.
+        tokens, parents: Lists of each node's token and parent, root first.
     """
 
     def __init__(self, root: int) -> None:

@@ -52,7 +52,7 @@ class TokenTree:
 
     @property
     def num_drafted(self) -> Tensor:
-        """`[B]` number of nodes in each row, without root and padding."""
+        """`[B]` long, number of nodes in each row, without root and padding."""
         return (self.parents.expand(self.tokens.shape) != ROOT_PARENT).sum(-1)
 
     def ancestor_mask(self) -> Tensor:
@@ -91,9 +91,10 @@ class TokenTree:
         )
 
     def first_children(self) -> TokenTree:
-        """Return the chain of first children, for targets that verify chains only; shorter rows are padded.
+        """Return the chain of first children, padded to `depth_bound + 1` nodes, for targets that verify chains only.
 
-        Example: tokens [A, B, C, D] with parents [-1, 0, 0, 1] become [A, B, D] with parents [-1, 0, 1].
+        Example: tokens [A, B, C, D] with parents [-1, 0, 0, 1] and `max_depth` 2 become [A, B, D] with parents
+        [-1, 0, 1].
         """
         parents = self.parents.expand(self.tokens.shape)
         node = torch.zeros_like(self.tokens[:, 0])
@@ -114,7 +115,7 @@ class TokenTree:
         )
 
     def validate(self) -> None:
-        """Check shapes and parents. For tests: the decoding loop does not call it, because it reads the device.
+        """Check shapes and parents. Only for tests: it reads the device, so the decoding loop does not call it.
 
         Raises:
             ValueError: The tree is invalid; the message names the first fault.
@@ -135,7 +136,7 @@ def stack_trees(rows: Sequence[tuple[list[int], list[int]]], device: torch.devic
     """Stack one tree per row; smaller trees are padded to the largest with nodes that are on no path.
 
     Args:
-        rows: Tokens and parents of each row.
+        rows: Tokens and parents of each row, root first.
         device: Device of the tree, to which it is copied in one transfer.
     """
     width = max(len(tokens) for tokens, _ in rows)

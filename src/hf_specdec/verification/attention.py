@@ -42,7 +42,7 @@ class AttentionContext:
     Args:
         masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
         all_seen: Layer types whose mask is True everywhere.
-        attend: Called by the layers instead of `self.attend`; used to capture a forward.
+        attend: Called by the layers instead of `self.attend`; used to trace a forward for compilation.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AttentionContext:
             num_splits: Number of parts that the keys are split into.
 
         Returns:
-            `[B, 1, groups * N, S]`, see `packed_mask`; None if no key is hidden.
+            See `packed_mask`; None if all keys are visible and no mask is needed.
         """
         key = kind, groups, dtype, num_splits
         if key not in self._packed:
@@ -98,7 +98,8 @@ def tree_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention, with transformers' interface.
 
-    Outside of `attending`, and for masks or arguments that it does not know, this calls transformers' `sdpa`.
+    Calls transformers' `sdpa` outside of `attending`, for masks that are not in the context, with dropout, and if one
+    of `UNSUPPORTED_ARGUMENTS` is given.
 
     Returns:
         Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
@@ -113,7 +114,7 @@ def tree_attention(
 
 @functools.cache
 def register() -> None:
-    """Register the attention function with transformers, once per process."""
+    """Register the attention function and its mask format (that of `sdpa`) with transformers, once per process."""
     AttentionInterface.register(NAME, tree_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -129,7 +130,7 @@ def attending(config: Any, context: AttentionContext | None) -> Iterator[None]:
     """Use this file's attention in one forward of this thread.
 
     `NAME` is written to the text configuration, and `REPLACED` is written back afterwards. If several threads are in
-    this block, a layer may read either name; the results are the same.
+    this block, a layer may read either name; both give the same results, except for rounding.
 
     Args:
         config: The model's text configuration; nothing changes if its attention is not `REPLACED`.

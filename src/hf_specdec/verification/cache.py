@@ -1,6 +1,6 @@
 """The static key-value cache, which holds committed tokens and one tree under verification.
 
-Three operations: *append* (transformers' layers call `update`), *commit* (keep one path per row), *reset*. Committed
+Operations: *append* (transformers' layers call `update`), *commit* (keep one path per row), *rollback*. Committed
 tokens of row b occupy slots `0 .. lengths[b]-1`; a tree is appended at slot `start = max(lengths)` in every row, so
 that appending is one contiguous copy even if rows have accepted different numbers of tokens. Every layer holds the
 full length, including sliding-window layers: their window is in the mask (`masks.py`). See docs/cache.md.
@@ -57,7 +57,7 @@ class TreeLayer(CacheLayerMixin):
         return self.share
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate this layer's memory; the first forward's tensors determine batch size and dtype."""
+        """Allocate memory for keys and values like the given `[B, H, T, D]`, see `KeyValueStore.allocate`."""
         self.share = self.store.allocate(self.layout, key_states, value_states)
         self.is_initialized = True
 
@@ -66,7 +66,7 @@ class TreeLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values `[B, H, T, D]` and return views `[B, H, end, D]` of all slots written so far.
 
-        During prefill, a sliding-window layer returns only the keys within the window, like transformers' cache.
+        During prefill, a sliding-window layer returns only the slots that the new tokens can see, as in transformers.
 
         Raises:
             CacheCapacityError: The cache is full, or there is not enough memory for it to grow.
@@ -93,11 +93,11 @@ class TreeLayer(CacheLayerMixin):
         return self.end
 
     def get_max_length(self) -> int:
-        """Return the maximum number of slots."""
+        """Return the expected maximum number of slots, which a growing cache can exceed."""
         return self.store.limit
 
     def get_max_cache_shape(self) -> int:
-        """Return the maximum number of slots; transformers 5.17 calls this instead of `get_max_length`."""
+        """Return the same as `get_max_length`; transformers 5.17 calls this method instead."""
         return self.store.limit
 
 
@@ -110,8 +110,8 @@ class TreeCache(Cache):
         layout: One entry per layer, from `probe.inspect_target`; layers with equal layouts share one buffer. A layer
             whose first keys do not match its layout gets a separate buffer.
         capacity: Expected maximum number of slots per row.
-        reserve: Free slots to keep after the text: buffers are reallocated as it grows, also beyond `capacity`. None
-            allocates `capacity` slots with the first forward and never grows.
+        reserve: Minimum number of free slots that each reallocation adds as the text grows; capped at `capacity` until
+            the text exceeds it. None allocates `capacity` slots with the first forward and never grows.
         store: Memory kept from earlier calls, already reopened for these sizes; None allocates new memory.
     """
 
@@ -142,11 +142,11 @@ class TreeCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for keys and values."""
+        """Bytes of the keys and values of all B rows; memory kept for later calls may have more rows."""
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
-        """Return the number of committed tokens of each row, `[B]` on `device`; cached, so a step uploads nothing."""
+        """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""
         if self._lengths is None or self._lengths.device != device or len(self._lengths) != batch_size:
             self._lengths = torch.tensor(self.lengths or [0] * batch_size, dtype=torch.long, device=device)
         return self._lengths
@@ -192,13 +192,13 @@ class TreeCache(Cache):
         self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Add up to `num_slots` tokens to each row; only the device knows the exact new numbers, `lengths` `[B]`."""
+        """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`."""
         self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
         self._lengths = lengths
         self._rewind()
 
     def correct_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the exact number of committed tokens of each row after `commit_unread`."""
+        """Set the exact number of committed tokens of each row after `commit_unread` or `append_unread`."""
         self.lengths = list(lengths)
         self._rewind()
 
@@ -215,7 +215,7 @@ class TreeCache(Cache):
             layer.window = window
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
-        """Keep everything appended in every row; `num_tokens` is not used, because layers count their slots."""
+        """Commit everything appended, in every row; `num_tokens` is not used, because layers count their slots."""
         self.begin_prompt([None] * len(self.layers))
         end = max(layer.end for layer in self.layers)
         self.lengths, self._lengths = [end] * batch_size, None
@@ -233,7 +233,8 @@ class TreeCache(Cache):
         """Copy the tokens of a transformers cache; the cache itself is not modified until `hand_back`.
 
         Raises:
-            UnsupportedGenerationError: Its layers hold more than plain keys and values.
+            UnsupportedGenerationError: See `seen_tokens`.
+            CacheCapacityError: The tokens do not fit.
         """
         length = seen_tokens(cache)
         self._adopted = cache
@@ -281,8 +282,8 @@ def seen_tokens(cache: Any) -> int:
     """Return the number of tokens in a transformers cache.
 
     Raises:
-        UnsupportedGenerationError: Not a cache, offloaded, quantised, or with layers that hold more than keys and
-            values.
+        UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
+            of classes that are not in `ADOPTED_LAYERS`.
     """
     known = type(cache) in (DynamicCache, StaticCache)
     unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
@@ -305,7 +306,7 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
         rows: Batch size of the call, after `num_return_sequences`.
 
     Raises:
-        UnsupportedGenerationError: Layers, rows, shapes, dtypes or lengths do not match.
+        UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
     """
     filled = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
     expected = {index: entry for index, entry in enumerate(layout) if entry is not None}

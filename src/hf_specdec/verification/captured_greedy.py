@@ -38,7 +38,8 @@ class CapturedGreedy:
     def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
         """Return the accepted paths, see `rules.greedy`, for logits `[B, N, V]`.
 
-        No graph is used if scores are processed or the tree is wider than any captured width.
+        No graph is used if the host must choose or keep scores (see `Transcript.decides_on`), if scores are processed
+        or if the tree is wider than any captured width.
         """
         rows, num_nodes = tree.tokens.shape
         on_device = transcript.decides_on(logits.device) and not transcript.processes_scores
@@ -90,7 +91,7 @@ class _Match(CapturableStep):
         self._remaining.copy_(remaining)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep`."""
+        """Return `[B, 3 + 2 * width]`: next token, number of drafted tokens, remaining tokens, path and its tokens."""
         tree = TokenTree(self._tokens, self._parents)
         cut = match(tree, self._choices, self._remaining, self._eos, self._ends)
         columns = [tensor[:, None] for tensor in (cut.decision.next_token, cut.num_drafted, cut.remaining)]

@@ -43,10 +43,12 @@ class ChainCache(DynamicCache):
     def snapshot(self, whole: bool = False) -> None:
         """Prepare to undo the next chain.
 
-        Only recurrent states are copied, because keys and values are not overwritten in place.
+        Unless `whole`, sliding-window layers start to keep the tokens that leave the window, for cropping. With
+        `whole`, or if the model has recurrent states, the state of all layers is saved for `rollback`. Only recurrent
+        states are copied, because keys and values are not overwritten in place.
 
         Args:
-            whole: Save layers that can be cropped as well, for `rollback`.
+            whole: Save all layers even if they can be cropped.
         """
         if not whole:
             for layer in self._sliding:
@@ -60,21 +62,21 @@ class ChainCache(DynamicCache):
         self.lengths = [max([num_tokens, *attention])] * batch_size
 
     def rollback(self) -> None:
-        """Restore every layer to the last snapshot that covers all layers."""
+        """Restore every layer to the last saved snapshot, which is then discarded; `lengths` is not changed."""
         for layer, state in zip(self.layers, self._snapshot, strict=True):
             vars(layer).clear()
             vars(layer).update(state)
         self._snapshot = []
 
     def keep(self, paths: Sequence[Sequence[int]], num_nodes: int) -> int:
-        """Keep the first nodes of the last forward's chain, the same number in every row.
+        """Keep the first nodes of the last forward's chain, the same number in every row; discard the others.
 
         Args:
             paths: Kept nodes of each row; all rows have the same number.
             num_nodes: Nodes of the chain.
 
         Returns:
-            Number of kept nodes that must be run again to enter the cache.
+            Number of kept nodes that must be run again to enter the cache; 0 if all kept nodes are in it.
         """
         kept = len(paths[0])
         self.lengths = [self.start + kept] * len(paths)
@@ -89,7 +91,7 @@ class ChainCache(DynamicCache):
         return kept
 
     def hand_back(self, config: Any) -> Cache:
-        """Return the committed tokens as a `DynamicCache`, from which plain `generate()` can continue."""
+        """Return the committed tokens as a `DynamicCache` with the same layers; plain `generate()` can continue it."""
         for layer in self._sliding:
             layer.record_past = False
         cache = DynamicCache(config=config)

@@ -45,7 +45,7 @@ class ChainTarget(Target):
         return None
 
     def adopt(self, cache: Cache) -> None:
-        """Raise `UnsupportedGenerationError`: a recurrent state cannot be copied reliably."""
+        """Raise `UnsupportedGenerationError`, because states other than keys and values cannot be copied reliably."""
         raise UnsupportedGenerationError(
             f"This model verifies only chains, so `speculative` cannot continue a cache passed as `{CACHE_FIELD}`.",
             f"Omit `{CACHE_FIELD}`; the whole prompt is then processed.",
@@ -58,7 +58,7 @@ class ChainTarget(Target):
         return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
-        """Crop the chain to the kept nodes; if the cache cannot be cropped, restore it and run them again."""
+        """Crop the cache to the kept nodes; if this is needed but impossible, restore it and run them again."""
         lengths = self.cache.lengths
         again = self.cache.keep(acceptance.nodes, tree.num_nodes)
         if again:

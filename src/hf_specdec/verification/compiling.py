@@ -25,14 +25,14 @@ TEST_PROMPT_LENGTH = 13
 
 @torch.no_grad()
 def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
-    """Compile or capture the model's verify forward, and check its outputs against the model's.
+    """Return a compiled or captured verify forward of a model, after checking its outputs against the model's.
 
     Args:
         model: The target; it is not modified.
         facts: Result of probing the target.
         layers: Layers whose hidden states the runner returns.
-        mode: "inductor" compiles the forward with inductor, "cuda_graph" captures the model's own forward. A compiled
-            forward is captured as well if the device has a graph backend.
+        mode: "inductor" compiles the forward with inductor, "cuda_graph" uses the model's own forward. Either is
+            captured if the device has a graph backend.
 
     Raises:
         CaptureError: The forward cannot be compiled or captured, or its outputs differ from the model's.
@@ -75,7 +75,7 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled by torch.compile: any call may compile again and read from the device."""
+    """Whether a module is compiled by torch.compile, so that any call may compile again and read from the device."""
     forward = getattr(module.forward, "__func__", module.forward)
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
@@ -86,7 +86,7 @@ def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int
     Both verify `TEST_TREES` after a prompt; with two rows, one of them is padded.
 
     Raises:
-        CaptureError: The outputs differ by more than rounding.
+        CaptureError: The median relative distance of logits or hidden states exceeds the tolerance for the dtype.
     """
     tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
     outputs = [_verified(model, facts, used, rows, runner.layers) for used in (None, runner)]

@@ -48,6 +48,7 @@ class FeatureTap:
 
     Raises:
         DrafterMismatchError: The target has no such layer.
+        UnsupportedModelError: See `find_backbone`.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (LAST,)) -> None:
@@ -90,7 +91,7 @@ class FeatureTap:
         return frozenset(self._layers)
 
     def keep(self, states: Mapping[int, Tensor]) -> None:
-        """Store the hidden states of a forward that calls no hooks; layers that are not captured are ignored."""
+        """Store the hidden states `[B, T, D]` of a forward that calls no hooks; ignore layers not captured."""
         for layer in self._layers:
             self._kept[layer].append(states[layer])
 
@@ -99,7 +100,7 @@ class FeatureTap:
             self._kept[layer].append(hidden)
 
     def clear(self) -> None:
-        """Discard stored hidden states, for example of forwards by a guidance processor."""
+        """Discard stored hidden states, such as those of additional forwards that a guidance processor has run."""
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
     def shapes(self) -> dict[int, list[tuple[int, ...]]]:
@@ -107,7 +108,7 @@ class FeatureTap:
         return {layer: [tuple(states.shape) for states in kept] for layer, kept in self._kept.items()}
 
     def take(self) -> Features:
-        """Return and discard the stored features; those of a prompt in chunks are concatenated."""
+        """Return the stored hidden states and discard them; those of several forwards (chunks) are concatenated."""
         whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
         self.clear()
         return Features(whole)

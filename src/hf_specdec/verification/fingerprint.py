@@ -32,7 +32,7 @@ MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Modules, hooks, modes and settings of a forward; two are equal if none of these changed.
+    """Modules, hooks, modes, weight types and settings of a forward; two are equal if none of these changed.
 
     It holds only weak references to modules.
     """
@@ -81,7 +81,7 @@ class Fingerprint:
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Return the names of the fields that differ."""
+        """Return the names of the fields that differ; empty if the fingerprints are equal."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
 

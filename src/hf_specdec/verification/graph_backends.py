@@ -38,10 +38,10 @@ class GraphBackend(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device, in one pool of memory and on one stream.
+    """CUDA graphs of one device, which share one memory pool and one stream.
 
     An empty graph keeps the pool alive. cuBLAS workspaces are cleared before a capture, so that the graph allocates
-    its workspaces in the pool: torch may free any others.
+    its workspaces in the pool; torch may free workspaces outside of it.
 
     A failed capture leaves torch's allocator and random number generators in capture mode
     (https://github.com/pytorch/pytorch/issues/180395). `_recover` ends it, and the next capture uses a new pool.
@@ -62,7 +62,7 @@ class CudaGraphs:
         self._keeper: Any = None  # an empty graph in the pool
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphBackend`; runs the step twice first, for allocations that are made once per stream."""
+        """See `GraphBackend`; calls `run` twice first, for allocations that are made once per stream."""
         with self._lock, torch.cuda.device(self._device):
             if self._device in self._broken:
                 raise NotCapturableError("an earlier capture in this process failed and could not be ended")
@@ -122,7 +122,7 @@ GRAPH_BACKENDS: dict[str, Callable[[torch.device], GraphBackend]] = {"cuda": Cud
 
 
 class NotCapturableError(RuntimeError):
-    """Raised when a step contains an operation that cannot be captured for any shape."""
+    """Raised when a step cannot be captured for any shape, because of an operation or of an earlier failure."""
 
 
 class CapturableOnly(TorchDispatchMode):
@@ -136,7 +136,7 @@ class CapturableOnly(TorchDispatchMode):
         "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
         "unique_consecutive", "bincount",
     })  # fmt: skip
-    # operations whose tensors may be on different devices
+    # operations that transfer host tensors of any size to the device
     copies = frozenset({"_to_copy", "copy_", "index_put_", "index_put", "_index_put_impl_"})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,8 @@ class CapturableOnly(TorchDispatchMode):
 def groups_on_device(tensor: Tensor) -> bool:
     """Whether torch's grouped matrix product, used by mixtures of experts, reads the group sizes on the device.
 
-    True for bfloat16 on Hopper and Blackwell; elsewhere `_grouped_mm` loops over the groups on the host.
+    True for bfloat16 on GPUs of compute capability 9 or 10 (Hopper, data-centre Blackwell); elsewhere `_grouped_mm`
+    loops over the groups on the host.
     """
     if tensor.device.type != "cuda" or tensor.dtype != torch.bfloat16:
         return False

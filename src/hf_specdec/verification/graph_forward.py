@@ -45,11 +45,11 @@ class GraphForward(Runner):
         return self._captures.captured_keys()
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
-        """See `KeptMemory`."""
+        """See `KeptMemory.new_cache`."""
         return self._memory.new_cache(layout, capacity, reserve)
 
     def release(self, cache: Cache) -> None:
-        """See `KeptMemory`."""
+        """See `KeptMemory.release`."""
         self._memory.release(cache)
 
     def can_run(self, num_nodes: int, cache: Cache) -> bool:
@@ -88,7 +88,7 @@ class _Verification(CapturableStep):
         key: Batch size, width and bucket.
         inner: The forward.
         layers: Layers of the cache that the forward appends to.
-        inputs: Example inputs, for layout and device.
+        inputs: Example inputs, for mask layout and device.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _Verification(CapturableStep):
         self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
 
     def fill(self, inputs: TreeInputs) -> None:
-        """Copy a tree into the buffers; padding and positions do not change during a call and are copied once."""
+        """Copy a tree into the buffers, and padding and positions only if they are not those of the last tree."""
         num_nodes = inputs.tree.num_nodes
         self._tokens[:, :num_nodes] = inputs.tree.tokens
         self._parents[:, :num_nodes] = inputs.tree.parents
@@ -130,7 +130,7 @@ class _Verification(CapturableStep):
         self._offsets.copy_(positions.last + 1 - positions.num_slots)
 
     def compute(self) -> Sequence[Tensor]:
-        """See `CapturableStep`."""
+        """Return the logits `[B, width, V]` and hidden states `[B, width, D]`; append to the cache."""
         width, lengths = self._tokens.shape[1], self._lengths
         self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
         ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()

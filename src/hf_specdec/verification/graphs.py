@@ -1,9 +1,9 @@
 """Steps captured as device graphs, once per shape, and replayed with a single launch.
 
 Small forwards on an accelerator are limited by the host, which launches about a thousand kernels one by one; a graph
-launches them all at once. A graph contains addresses, so a step works on buffers that never move: it reads tokens,
-positions, masks and slots, writes logits and hidden states, and appends keys and values to a cache whose memory is
-reused by later calls. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
+launches them all at once. A graph contains addresses, so a step works on buffers that never move: a verify forward
+reads tokens, parents and lengths, writes logits and hidden states, and appends to a cache whose memory later calls
+reuse. Nothing else that a graph allocates may be read afterwards, because graphs share memory and are
 replayed in any order. Widths are rounded up to `CAPTURED_WIDTHS` and lengths to buckets (`memory.bucket_of`); masks
 hide the padding. Graphs are captured by `verification/graph_backends.py`.
 """
@@ -37,13 +37,13 @@ MOST_PADDED = max(wider - width for width, wider in pairwise(CAPTURED_WIDTHS)) -
 CAPTURE_AFTER = 2
 """Runs of a shape before it is captured, because shapes that occur only once or twice are not worth a capture."""
 RETRY_AFTER = 500
-"""Runs of a shape before a capture that ran out of memory is tried again."""
+"""Runs of a shape to wait, in addition to `CAPTURE_AFTER`, after its capture ran out of memory."""
 MAX_FAILURES = 3
 """Consecutive failed captures after which a step is no longer captured in any shape."""
 KEPT_SHAPES = 512
 """Shapes kept per step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch size."""
 REPLAY_TOLERANCE = 0.02
-"""Maximum relative distance between the first replay and the run without a graph."""
+"""Maximum relative distance between the first output of the first replay and of the run without a graph."""
 
 
 class KeptMemory:
@@ -56,7 +56,7 @@ class KeptMemory:
 
     @property
     def moves(self) -> int:
-        """Number of reallocations, each of which invalidates all captures; -1 before the first allocation."""
+        """Times that the memory was reallocated or freed, which invalidates all captures; -1 before any cache."""
         return -1 if self._store is None else self._store.moves
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:
@@ -77,20 +77,20 @@ class KeptMemory:
         return self._lease is not None and self._lease() is cache
 
     def release(self, cache: Cache) -> None:
-        """Make the memory available again, even if the cache object is still referenced."""
+        """Make the memory available again if `cache` uses it, even if that object is still referenced."""
         with self._lock:
             if self.owns(cache):
                 self._lease = None
 
 
 class CapturableStep(ABC):
-    """Base class of steps that can be captured: the buffers that a step for inputs of one shape reads and writes.
+    """Base class of a capturable step for inputs of one shape, with the buffers that it reads and writes.
 
     Attributes:
-        times: Number of runs so far.
+        times: Number of runs so far; negative after a capture ran out of memory, see `RETRY_AFTER`.
         replay: Function that replays the captured graph; None if the step is not captured.
         refused: Whether its capture failed and is not tried again.
-        outputs: Result buffers, shared by shapes whose results have equal sizes.
+        outputs: Result buffers, shared by shapes with the same batch size and width.
     """
 
     def __init__(self) -> None:
@@ -133,12 +133,12 @@ class Captures:
         return [key for key, shape in self._shapes.items() if shape.replay is not None]
 
     def shape(self, key: tuple[int, ...], moves: int, make: Callable[[], CapturableStep]) -> CapturableStep:
-        """Return the shape of a key, created if necessary.
+        """Return the step for the shape with this key, created if necessary.
 
         Args:
             key: Batch size, width and whatever else distinguishes shapes of this step.
             moves: `moves` of the cache memory that the shapes write to; if it changed, all shapes are dropped.
-            make: Creates the shape.
+            make: Creates the step.
         """
         if self._moves != moves:
             self._shapes.clear()
@@ -160,7 +160,8 @@ class Captures:
     def run(self, shape: CapturableStep) -> Sequence[Tensor]:
         """Run a shape, by replaying its graph if it is captured, and return its outputs.
 
-        A shape is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run overwrites the outputs.
+        A shape is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run of any shape with
+        the same batch size and width overwrites the outputs.
         """
         shape.times += 1
         if shape.replay is not None:
@@ -177,7 +178,7 @@ class Captures:
         return shape.outputs
 
     def _note_failure(self, shape: CapturableStep, error: Exception) -> None:
-        """Decide whether to try again: later after running out of memory, otherwise not with this shape.
+        """Log a failed capture and decide whether to retry: later if memory was full, otherwise not with this shape.
 
         No shape of a step is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
         """

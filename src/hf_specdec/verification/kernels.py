@@ -33,7 +33,7 @@ ALIGNMENT = 8
 Otherwise `preprocess_mask` in torch's attention.cpp copies masks in every call, and `check_supported` in
 kernel_forward.h refuses the other inputs."""
 LONG = 1024
-"""Caches of up to this many keys per row, times the batch size, are not split.
+"""Caches of at most `LONG * B` keys per row are not split (B: batch size).
 
 Estimated, not measured: merging costs four small kernels, and each batch row one more kernel call."""
 SHORTEST_PART = 128
@@ -95,7 +95,8 @@ def packed_mask(
         all_seen: Whether every entry of `seen` is True.
 
     Returns:
-        `[B, 1, groups * N, S]`, or None if nothing is hidden; for several parts see `split_mask`.
+        `[B, 1, groups * N, S]`, or for n parts `[B, n, groups * N, L]` (see `split_mask`). If `all_seen`, None, or
+        `[1, n, 1, L]` for parts that overlap.
     """
     keys, device = seen.shape[-1], seen.device
     if all_seen:
@@ -144,9 +145,9 @@ def _is_aligned(tensor: Tensor) -> bool:
 def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Run torch's memory-efficient kernel, see `Kernel`; the output of rows without visible keys is zero.
+    """Run torch's memory-efficient kernel, see `Kernel`; outputs are finite even in rows whose keys are all `HIDDEN`.
 
-    The mask must have the queries' dtype and all four dimensions, any of them with stride 0; keys and values must not
+    The mask must have the queries' dtype and four dimensions; it is expanded with stride 0. Keys and values must not
     have stride 0 (https://github.com/pytorch/pytorch/issues/191937). The kernel pads the second output to a multiple
     of 32 rows.
     """
@@ -193,12 +194,12 @@ def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
 
 @torch.no_grad()
 def probe_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
-    """Return the largest error of the kernel, unsplit and in three parts, against double precision on the host."""
+    """Return the largest absolute error of the kernel, unsplit and in three parts, against float64 on the host."""
     shapes = (1, 2, PROBE_ROWS, key_dim), (1, 2, PROBE_KEYS + 15, key_dim), (1, 2, PROBE_KEYS + 15, value_dim)
     query, keys, values = (_numbers(shape, offset).to(dtype) for offset, shape in enumerate(shapes))
     indices = torch.arange(PROBE_ROWS * PROBE_KEYS, device="cpu").view(1, 1, PROBE_ROWS, PROBE_KEYS)
     seen = indices % 3 > 0
-    seen[:, :, 0, :-5] = False  # the first row sees only the last part
+    seen[:, :, 0, :-5] = False  # the first row sees only keys of the last part
     on_device = [tensor.to(device) for tensor in (query, keys, values)]
     key, value = (tensor[:, :, :PROBE_KEYS] for tensor in on_device[1:])  # views, like those of a cache
     masks = functools.partial(packed_mask, seen.to(device), 1, dtype)
@@ -243,8 +244,8 @@ def num_parts(batch: int, heads: int, rows: int, keys: int, processors: int) -> 
         keys: Keys per row.
         processors: Multiprocessors of the device.
 
-    Example: 8 heads, 128 rows (32 nodes, 4 query heads per key head) and 4,096 keys on 132 multiprocessors give 8
-    parts, which are 128 thread blocks.
+    Example: a batch of 1, 8 heads, 128 rows (32 nodes, 4 query heads per key head) and 4,096 keys on 132
+    multiprocessors give 8 parts, which are 128 thread blocks.
     """
     blocks = heads * -(-rows // BLOCK_ROWS)
     if keys <= LONG * batch or 2 * batch * blocks > processors:
@@ -265,7 +266,7 @@ def part_sizes(keys: int, num_splits: int) -> tuple[int, int]:
 
 
 def split_mask(mask: Tensor, num_splits: int) -> Tensor:
-    """Cut an additive mask `[B, 1, M, S]` into parts `[B, n, M, L]`; a key in two parts is hidden in the first.
+    """Cut an additive mask `[B, 1, M, S]` into n parts `[B, n, M, L]`; show each key only in the last part it is in.
 
     Returns:
         A view if parts do not overlap and are aligned, otherwise a copy, made once for all layers of a forward.

@@ -76,11 +76,11 @@ class PromptPadding:
         return cls(valid, (~valid).sum(-1), left)
 
     def last(self, num_slots: int) -> PromptPadding:
-        """Restrict to the last `num_slots` slots of the prompt."""
+        """Return the padding in the last `num_slots` slots of the prompt."""
         return self.where(self.valid[:, self.valid.shape[1] - num_slots :])
 
     def extended_to(self, num_slots: int) -> PromptPadding:
-        """Prepend slots of tokens until there are `num_slots`.
+        """Return the padding with slots of tokens prepended until there are `num_slots`.
 
         Prompt tuning puts virtual tokens before the prompt, which the attention mask does not cover.
 
@@ -154,7 +154,7 @@ def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) 
         start: Length of the longest row.
         padding: Padding of the prompt.
 
-    Example: lengths [2, 3] give rows 110 and 111.
+    Example: lengths [2, 3] and start 3, without padding, give rows 110 and 111.
     """
     slots = torch.arange(start, device=lengths.device)
     committed = slots < lengths[:, None]
@@ -171,7 +171,7 @@ def tree_masks(
     padding: PromptPadding | None,
     dtype: torch.dtype,
 ) -> Masks:
-    """Build the masks `[B, 1, N, start + N]` of one verify forward.
+    """Build the masks `[B, 1, N, start + N]` of one verify forward: bool (True: attend), or additive if so configured.
 
     Args:
         layout: Masks that the model needs.

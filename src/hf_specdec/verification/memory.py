@@ -23,7 +23,7 @@ RESERVED_SLOTS = 1024
 CAPACITY_TIER = 64
 """Capacities of growing caches are rounded up to a multiple of this many slots."""
 FIRST_KEPT_SLOTS = 2048
-"""Minimum slots of memory kept between calls, if that much is available; a move invalidates all captured graphs."""
+"""Minimum slots of memory kept between calls, if they fit: every later reallocation invalidates all captures."""
 SHORTEST_BUCKET = 256
 """Slots that the shortest captured graphs attend to."""
 
@@ -136,7 +136,7 @@ class KeyValueBuffer:
         return rows <= self._memory[0].shape[1] if self._is_persistent else rows == self._rows
 
     def take(self, rows: int) -> Share:
-        """Return the memory of the next free layer, for a batch of `rows` rows."""
+        """Return the memory of the next free layer, and use the first `rows` rows of all layers."""
         if rows != self._rows:
             self._rows = rows
             self._update_shares()
@@ -212,12 +212,12 @@ def _allocate(like: Tensor, num_layers: int, batch: int, capacity: int, *, is_pe
 class KeyValueStore:
     """Buffers of one cache: one per layout, and a separate one for each layer that does not match its layout.
 
-    It holds no reference to the cache's layers, so only the cache keeps the memory alive.
+    It holds no reference to the cache or its layers, so memory kept for later calls does not keep them alive.
 
     Args:
         layout: One entry per layer.
         capacity: Expected maximum number of slots per row.
-        reserve: Free slots to keep after the text as it grows; None allocates `capacity` slots and never grows.
+        reserve: See `TreeCache`.
         is_persistent: Whether unwritten slots hold zeros. Graphs need this: they also attend to masked slots, where
             NaN would spread. Such memory is kept between calls.
 
@@ -235,16 +235,22 @@ class KeyValueStore:
         self.buffers: list[KeyValueBuffer] = []
 
     def reopen(self, capacity: int, reserve: int) -> None:
-        """Make all memory available to another cache without reallocating it."""
+        """Zero all memory and make it available to another cache, whose arguments these are, without reallocating."""
         self.limit, self.reserve = capacity, reserve
         for buffer in self.buffers:
             buffer.reopen()
 
     def allocate(self, layout: LayerLayout | None, key_states: Tensor, value_states: Tensor) -> Share:
-        """Allocate the memory of one layer, in the buffer for `layout` if its keys and values match that layout.
+        """Return memory for one layer, in the buffer for `layout` if its keys and values match that layout.
+
+        Kept memory is freed first if it has another dtype or too few rows, and also if the allocation fails.
+
+        Args:
+            layout: Expected layout of the layer, or None.
+            key_states, value_states: `[B, H, T, Dk]` and `[B, H, T, Dv]`, the first ones of the layer.
 
         Raises:
-            CacheCapacityError: The limit or the available memory does not suffice.
+            CacheCapacityError: See `make_room`.
         """
         rows = len(key_states)
         if self.buffers and (
@@ -287,7 +293,7 @@ class KeyValueStore:
         """Ensure a capacity of at least `needed` slots.
 
         Raises:
-            CacheCapacityError: `needed` exceeds the limit or the available memory.
+            CacheCapacityError: `needed` exceeds a capacity that cannot grow (`reserve` is None), or the free memory.
         """
         if needed <= self.capacity:
             return
@@ -319,7 +325,7 @@ class KeyValueStore:
 
 
 def layer_layout(key_states: Tensor, value_states: Tensor) -> LayerLayout:
-    """Return the layout of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
+    """Return the layout, dtypes included, of keys `[B, H, T, Dk]` and values `[B, H, T, Dv]`."""
     return LayerLayout(
         key_states.shape[1],
         key_states.shape[-1],

@@ -111,7 +111,7 @@ def why_chains_only(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
-    """Gate, then verify a small tree, or a chain if that fails, and compare the logits with plain decoding's.
+    """Return how a model can verify: after `gate`, try a small tree, then a chain, against plain decoding's logits.
 
     Costs seven forwards of at most 17 tokens in 2 to 8 rows (eight in 6 to 24 rows if arithmetic is inexact); about as
     many again without `verification/attention.py` if that fails, and again for a chain. Does not modify the model.
@@ -154,7 +154,7 @@ PROBE_PADDING = 3
 
 
 def _probe(target: Target, parents: list[int]) -> None:
-    """Prefill, verify four nodes, commit the root and its first child, verify one more; check all logits."""
+    """Prefill, verify four nodes, commit the root and its first child, verify one more; compare with plain steps."""
     model = target.model
     device, config = execution_device(model), text_config(model)
     exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
@@ -195,7 +195,7 @@ def _first_child_kept(tokens: Tensor) -> Acceptance:
 
 
 EXACT = 3e-5
-"""Largest relative distance allowed in float32 (largest measured over 168 architectures: 5.6e-6)."""
+"""Largest relative distance allowed in float32 and float64 (largest measured, over 168 architectures: 5.6e-6)."""
 ROUNDING_FACTOR, MIN_TOLERANCE, MAX_TOLERANCE = 3, 1e-2, 1e-1
 """Distance allowed in half precision: this multiple of the model's own rounding error, and its lower and upper bound.
 
@@ -281,9 +281,9 @@ def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens
 
 @contextmanager
 def reproducible(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode in this block if its forwards are random (dropout) or drop the cache.
+    """Switch the model to evaluation mode in this block if train mode makes its forwards random or drops the cache.
 
-    The modes of all modules and the random number generators are restored afterwards.
+    The modes of all modules and the random number generators of CPU and model device are restored afterwards.
     """
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
@@ -306,7 +306,7 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
     Raises:
         DrafterMismatchError: The model has fewer layers.
-        UnsupportedModelError: The hooks capture other shapes, or nothing.
+        UnsupportedModelError: No list of decoder layers is found, or the hooks capture other shapes, or nothing.
     """
     if not layers:
         return
@@ -334,14 +334,14 @@ def drops_cache(model: nn.Module) -> bool:
 
 
 def _multiplies_exactly(device: torch.device) -> bool:
-    """Return whether a device computes float32 matrix products in full precision; users can enable TF32 and others."""
+    """Return whether a device multiplies float32 matrices in full precision; False if TF32 or the like is enabled."""
     matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
     exact, product = matrix.double() @ matrix.double(), (matrix.to(device) @ matrix.to(device)).cpu().double()
     return bool((product - exact).norm() < 1e-5 * exact.norm())
 
 
 def _is_random(model: PreTrainedModel) -> bool:
-    """Return whether two forwards over the same tokens differ."""
+    """Return whether two forwards over the same tokens differ; False if one of them fails."""
     tokens = torch.arange(13, device=execution_device(model))[None] % text_config(model).vocab_size
     try:
         first, second = (_run_whole(model, tokens, torch.ones_like(tokens), tokens[:, :1])[0] for _ in range(2))

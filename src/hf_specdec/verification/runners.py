@@ -2,8 +2,8 @@
 
 A compiled forward is traced once, for any batch size and number of nodes. On a CPU its weights are copied in a packed
 layout, which doubles their memory. Attention remains a single custom operation that appends to the cache and attends
-to exactly the committed tokens, so lengths are neither compiled nor padded. Hidden states, which hooks would otherwise
-collect, are additional outputs.
+to exactly the slots written so far, so lengths are neither compiled nor padded. Hidden states, which hooks would
+otherwise collect, are additional outputs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Runner(ABC):
         return True
 
     def release(self, cache: Cache) -> None:  # noqa: B027  (optional)
-        """Release a cache whose call has ended."""
+        """Release the memory of a cache whose call has ended; by default there is none to release."""
 
 
 def attention_of(masks: Masks, inputs: TreeInputs) -> AttentionContext:
@@ -127,14 +127,20 @@ class ModelForward(Runner):
 
 
 class CaptureError(Exception):
-    """Raised when a forward cannot be compiled or captured; the message is a clause such as "it has forward hooks"."""
+    """Raised when a forward cannot be compiled or captured, or gives other outputs than the model.
+
+    The message is a clause such as "it has forward hooks".
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
-    """Identifies the weights that a runner was built from; changes if any weight is moved, replaced or written to."""
+    """Identity of the weights that a runner was built from; differs if any was moved, replaced or written to.
 
-    tensors: tuple[tuple[int, int], ...]  # address and number of writes of every parameter and buffer
+    Writes to inference tensors, and to buffers that are not saved, are not detected.
+    """
+
+    tensors: tuple[tuple[int, int], ...]  # address and counted writes of every parameter and buffer
 
     @classmethod
     def of(cls, *modules: nn.Module) -> WeightsVersion:
@@ -189,14 +195,15 @@ class CompiledForward(Runner):
 
     @classmethod
     def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
-        """Trace and compile a model's forward: up to a minute for a small model, in every process.
+        """Trace and compile a model's forward, which takes up to a minute for a small model, in every process.
 
         Args:
             model: The target; it is not modified.
             layers: Layers whose hidden states are returned.
 
         Raises:
-            CaptureError: The forward reads values on the host, does not call transformers' attention, or fails.
+            CaptureError: The attention is not `sdpa`, or the forward reads values on the host, has layers that do not
+                call transformers' attention function, or cannot be compiled.
         """
         layers = sorted(set(layers))
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
@@ -267,7 +274,7 @@ class _TracedLayer(CacheLayerMixin):
     is_sliding = False
     is_initialized = True
     keys: Tensor | None = None
-    start: Any = 0  # number of committed tokens
+    start: Any = 0  # number of slots before the new nodes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: no memory is needed."""
@@ -284,7 +291,7 @@ class _TracedLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Return the number of committed tokens, an input of the compiled forward."""
+        """Return the number of slots before the new nodes, an input of the compiled forward."""
         return self.start
 
     def get_max_length(self) -> int:

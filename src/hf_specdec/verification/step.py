@@ -21,7 +21,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class UnreadStep:
-    """A step decided on the device, which the host has not read yet."""
+    """A step whose accepted paths were chosen on the device and have not been read by the host."""
 
     draft: Draft
     verification: Verification

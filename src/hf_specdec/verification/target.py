@@ -115,7 +115,7 @@ class Target(ABC):
         Args:
             new_tokens: Emitted tokens of each row. Afterwards all rows are as long as the longest one without its last
                 token.
-            pad_token_id: Token appended to shorter rows.
+            pad_token_id: Token appended to shorter rows, after their last emitted token.
         """
 
     @abstractmethod
@@ -123,13 +123,13 @@ class Target(ABC):
         """Run the model over all nodes except the first `known`; return outputs with `logits` `[B, N - known, V]`."""
 
     def with_model(self, model: PreTrainedModel) -> Target:
-        """Return a view of this target, with the same cache, that drafts with a part of the model."""
+        """Return a copy of this target that shares its cache and drafts with `model`, a part of the target model."""
         other = copy.copy(self)
         other.model, other._outputs, other.is_draft_view = model, {}, True
         return other
 
     def close(self) -> None:  # noqa: B027  (optional to override)
-        """End the generation, also after an error, and release memory that is kept for the next one."""
+        """End the generation, also after an error: make memory kept between calls available to the next one."""
 
     def extend(self, tree: TokenTree, known: int) -> Tensor:
         """Append the new nodes of a growing tree and return their logits `[B, N - known, V]`.
@@ -146,12 +146,12 @@ class Target(ABC):
         self.cache.rollback()
 
     def hand_back(self) -> Cache:
-        """Return the committed tokens as a transformers cache, from which plain `generate()` can continue."""
+        """Return the committed tokens as a transformers cache for plain `generate()`; rows must be equally long."""
         return self.cache.hand_back(text_config(self.model))
 
     @contextmanager
     def tapped(self, layers: Sequence[int]) -> Iterator[None]:
-        """Capture the features of these layers in every forward of the block."""
+        """Capture the features of these layers (see `Features`) in every forward of the block; none if it is empty."""
         if not layers:
             yield
             return
@@ -175,11 +175,14 @@ class Target(ABC):
         Args:
             input_ids: `[B, P]`.
             generation_config: Generation config of this call.
-            model_kwargs: Inputs prepared by `generate()`, including our cache.
+            model_kwargs: Inputs prepared by `generate()`, including our cache; `logits_to_keep` may be changed.
             prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
 
         Returns:
             Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions if layers are tapped.
+
+        Raises:
+            UnsupportedGenerationError: The attention mask covers more tokens than cache and prompt have.
         """
         self.padding = PromptPadding.of(model_kwargs.get("attention_mask"))
         if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:

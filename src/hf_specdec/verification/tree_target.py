@@ -138,7 +138,7 @@ class TreeTarget(Target):
             )
 
     def _can_use(self, runner: Runner, num_nodes: int, known: int) -> bool:
-        """Return whether the runner supports this forward; log once if the call's inputs or outputs prevent it."""
+        """Return whether the runner supports this forward; if not, log why, once (not for drafting forwards)."""
         if known or self.is_draft_view:
             return False
         layers = frozenset[int]() if self._tap is None else self._tap.layers

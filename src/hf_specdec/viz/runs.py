@@ -1,4 +1,4 @@
-"""Plots of the log of a training run, and of how long decoding steps take."""
+"""Plots of the log of a head's training run, and of how long decoding steps take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
-    """Plot loss, accuracy per draft depth, and tau on held-out data against the steps of a training run.
+    """Plot loss, top-1 accuracy by draft depth, and tau on held-out data against the steps of a training run.
+
+    Tau is the mean number of tokens emitted per target forward.
 
     Args:
         log_history: The list `log_history` in the Trainer's `trainer_state.json`.
@@ -44,11 +46,11 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
 
 
 SMOOTHING_WINDOWS = 30
-"""Number of points of a curve divided by the number of points in the window of its moving average."""
+"""Points of a curve divided by points in the window of its moving average, approximately: the window is odd."""
 
 
 def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str | None = None) -> None:
-    """Plot the centred moving average of a curve and, faintly, the raw curve; too few points are not smoothed."""
+    """Plot the centred moving average of a curve and, faintly, the curve; only the curve if it has under 60 points."""
     reach, values = len(points) // SMOOTHING_WINDOWS // 2, [value for _, value in points]
     around = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     steps, means = [step for step, _ in points], [sum(part) / len(part) for part in around]

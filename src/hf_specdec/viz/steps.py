@@ -41,7 +41,9 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
 
 
 def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
-    """Plot when each step drafted, verified and did the rest, and how many tokens it emitted in the first batch row.
+    """Plot when each step drafted, verified, and accepted and committed ("rest").
+
+    The number above a step is how many tokens it emitted in the first row of the batch.
 
     Args:
         trace: Steps of a generation (`model.last_speculation.trace`). On an accelerator, the work of a stage may

@@ -15,7 +15,10 @@ RESET = "\x1b[0m"
 
 
 def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
-    """Return a token's text (visible whitespace, at most `longest` characters) or, without a tokenizer, its id."""
+    """Return a token's text as a plot label or, without a tokenizer, its id.
+
+    Whitespace is made visible, "$" is escaped for matplotlib, and texts are cut to `longest` characters.
+    """
     if tokenizer is None:
         return str(token)
     text = str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
@@ -24,7 +27,7 @@ def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that one step added."""
+    """Text that one step, or the prefill, added to a sequence."""
 
     text: str
     num_tokens: int  # emitted by the step
@@ -93,10 +96,15 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def _agreement(decoded: str, text: str, begin: int) -> int:
-    """Return how far the text of the first tokens agrees with the whole text, at least `begin`.
+    """Return the number of leading characters in which the text of the first tokens agrees with the whole text.
 
     They differ if the tokens end within a character, which then belongs to the step that completes it, or if the
     tokenizer changes the end of a text when more tokens follow.
+
+    Args:
+        decoded: Text of the first tokens.
+        text: Text of all tokens.
+        begin: Number of characters assigned to earlier steps; the result is at least this.
     """
     if not decoded.startswith(text[:begin]):
         return begin

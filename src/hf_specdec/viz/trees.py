@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 Node = TypeVar("Node", bound=Hashable)
 
 INCHES_PER_LEVEL, INCHES_PER_LEAF = 1.5, 0.34
-"""Width per level and height per leaf of the plot of a step's tree."""
+"""Width per level and height per leaf of the plot of a step's tree, in inches."""
 LABEL = 0.6
 """Width of a node's label, as a fraction of the distance between two levels."""
 TARGET = -1
-"""Index of an additional node: the token that the target chose after the accepted path."""
+"""Key, among node indices, of an additional plotted node: the token that the target chose after the accepted path."""
 
 
 def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None) -> Axes:
     """Plot a static tree, with thicker lines to nodes that are more likely to be accepted.
 
     Args:
-        choices: Path of each drafted node, as ranks of the candidates from the root on; all parents are included.
-        acceptance: Acceptance probability of each path; None draws equal lines.
+        choices: Path of each drafted node, as ranks from the root on: `(0, 2)` is the third-best child of the root's
+            best child. The parent of every node must be included.
+        acceptance: Acceptance probability of each path, 0 if missing; None draws equal lines.
 
     Returns:
         The matplotlib axes.
@@ -54,10 +55,11 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
 
 
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
-    """Plot the tree of a step. Accepted nodes are filled; lines are coloured by drafter, thicker for likelier tokens.
+    """Plot the tree of a step, with accepted nodes filled, and lines coloured by drafter.
 
-    Below each token are its probabilities according to drafter (if known) and target. The boxed token was chosen by
-    the target after the accepted path: a correction, or a bonus token if that path ends at a leaf.
+    A line is thicker if the drafter gave the token a higher probability (if known). Below each drafted token are its
+    probabilities according to drafter (if known) and target. The boxed token was chosen by the target after the
+    accepted path: a correction, or a bonus token if that path ends at a leaf. A row that had ended has no box.
 
     Args:
         step: A step of a generation (an item of `model.last_speculation.trace`).
@@ -114,7 +116,10 @@ def _edge(parent: tuple[float, float], child: tuple[float, float]) -> tuple[list
 
 
 def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float], color: str, tokenizer: Any) -> None:
-    """Draw a node of a step's tree: a dot, filled if accepted, the token above the line and probabilities below."""
+    """Draw a node of a step's tree: a dot, filled if accepted, with the token above and probabilities below the line.
+
+    The root has no probabilities.
+    """
     kept = node in row.path
     axes.plot(*place, marker="o", markersize=5, color=color, fillstyle="full" if kept else "none")
     axes.annotate(shown(tokenizer, row.tokens[node]), place, (5, 1), textcoords="offset points", fontsize=8,
@@ -126,7 +131,10 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float]
 
 
 def _heights(root: Node, children: Mapping[Node, Sequence[Node]]) -> tuple[dict[Node, float], int]:
-    """Return the y coordinate of each node (leaves one below the other, parents at the mean) and the leaf count."""
+    """Return the y coordinate of each node, and the number of leaves.
+
+    Leaves are at -1, -2, ...; a parent is at the mean of its children.
+    """
     heights: dict[Node, float] = {}
     leaves = 0
 

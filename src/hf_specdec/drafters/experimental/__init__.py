@@ -1,1 +1,1 @@
-"""Drafters that were not worth using in any measurement; available by name (docs/methods/)."""
+"""Drafters that were slower than `prompt_lookup` in the benchmarks; selected by name like all others."""

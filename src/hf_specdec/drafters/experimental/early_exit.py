@@ -34,7 +34,7 @@ from hf_specdec.verification.target import Target
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 1
 DEFAULT_SHARE = 3
-"""By default, the first 1/3 of the layers run, because published models do not state an exit layer."""
+"""Divisor of the number of layers that gives the default exit layer, because published models do not state one."""
 DEFAULT_RATIO = 0.45
 """Fraction of the layers between the first and the last that `search_skipped_layers` skips, as in SWIFT."""
 
@@ -47,7 +47,7 @@ class EarlyExitDrafter(Drafter):
     `num_draft_tokens` (1 + num_steps * top_k), `tree` (None or `"dynamic"`).
 
     Args:
-        exit_layer: Run only the first `exit_layer` layers; default: a third of all layers.
+        exit_layer: Run only the first `exit_layer` layers; default: the first third of all layers, at least one.
         skipped_layers: Run all layers except these, counted from 0; see `search_skipped_layers`. Layer 0 always runs,
             because the number of tokens in the cache is read from it.
 
@@ -80,11 +80,12 @@ class EarlyExitDrafter(Drafter):
         vars(self).update(values, _bound=WeakKeyDictionary())
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check on a few tokens that the model can draft without the skipped layers.
+        """Check on a few tokens that the model can draft without the skipped layers; see `skippable`.
 
         Raises:
-            DrafterMismatchError: The model has fewer layers.
-            UnsupportedModelError: The model does not run without these layers, or drafting changes its cache.
+            DrafterMismatchError: The model has fewer layers than `exit_layer` or `skipped_layers` need.
+            UnsupportedModelError: The model has no list of decoder layers, does not run without these layers, or
+                drafting changes its cache.
         """
         self._bound[model] = skippable(model, self.layers_to_skip(model))
 
@@ -93,6 +94,7 @@ class EarlyExitDrafter(Drafter):
 
         Raises:
             DrafterMismatchError: The model has fewer layers than `exit_layer`.
+            UnsupportedModelError: The model has no list of decoder layers.
         """
         if self.skipped_layers is not None:
             return self.skipped_layers
@@ -190,16 +192,17 @@ def search_skipped_layers(
     """Search for the layers that matter least for a model's answers to the given prompts.
 
     First each layer is skipped alone, and the layers with the least effect form the initial set. Then a random layer
-    of the set is replaced by another one, `trials` times, and improvements are kept. The score of a set is the share
-    of positions in the model's greedy answers where the argmax without these layers agrees with that of the whole
-    model, in one forward over prompt and answer. The first and the last layer are never skipped.
+    of the set is replaced by another one, up to `trials` times, and improvements are kept. The score of a set is the
+    share of positions in the model's greedy answers where the argmax without these layers agrees with that of the
+    whole model, in one forward over prompt and answer. The first and the last layer are never skipped.
 
     Args:
         model: The target; it is not changed.
         prompts: Token ids, each `[1, P]` or `[P]`.
         ratio: Fraction of the layers between the first and the last to skip.
-        trials: Replacements to try. Each takes one forward per prompt, as does the initial test of each layer.
-        new_tokens: Length of the answers.
+        trials: Replacements to try; fewer are tried if all positions agree. Each takes one forward per prompt, as does
+            the initial test of each layer.
+        new_tokens: Maximum length of the answers, in tokens.
         seed: Random seed of the replacements.
 
     Returns:
@@ -208,7 +211,7 @@ def search_skipped_layers(
     Raises:
         InvalidConfigError: `prompts` is empty, or `ratio` is not in (0, 1].
         DrafterMismatchError: The model has no layers between the first and the last.
-        UnsupportedModelError: None of the layers can be skipped.
+        UnsupportedModelError: The model has no list of decoder layers, or none of them can be skipped.
     """
     if not prompts or not 0 < ratio <= 1:
         raise InvalidConfigError(f"Expected prompts and a ratio in (0, 1], got {len(prompts)} prompts and {ratio}.")

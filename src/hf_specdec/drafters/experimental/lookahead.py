@@ -41,10 +41,10 @@ class LookaheadDrafter(Drafter):
     """Drafts n-grams of the text and of a window of guesses. Works with any model; nothing is kept between calls.
 
     Experimental (1.25x, but slower on some questions, see the module). Config fields: `num_draft_tokens` (default:
-    enough for window and n-grams, 30), `num_steps` (default: depth of the window) and `top_k` (children per node, 2 of
-    them for the window; default: `guesses + 2`). Drafted n-grams precede the window in the tree. The window has as
-    many columns as fit together with one n-gram, and none if `top_k` is less than 3 or the model cannot verify trees;
-    then n-grams come from the text alone. `tree` is rejected.
+    enough for window and n-grams, 30), `num_steps` (default: depth of window and n-grams, 6) and `top_k` (children per
+    node, 2 of them for the window; default: `guesses + 2`). Drafted n-grams precede the window in the tree. The window
+    has as many columns as fit together with one n-gram. It is left out if not even one column fits, `top_k` is less
+    than 3 or the model cannot verify trees; then n-grams come from the text alone. `tree` is rejected.
 
     Args:
         window: Columns of the window; W in the paper.
@@ -53,7 +53,7 @@ class LookaheadDrafter(Drafter):
         reads_prompt: Also store n-grams of prompt and answer.
 
     Raises:
-        InvalidConfigError: A size is too small.
+        InvalidConfigError: A size is not an integer or is too small (`window` and `guesses` 1, `ngram` 2).
     """
 
     method = "lookahead"
@@ -102,7 +102,7 @@ class LookaheadDrafter(Drafter):
         return next((shape for shape in shapes if shape.fits(limits)), None)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; its windows are initialized with the last tokens of the prompt."""
+        """Start a session; its windows are initialized with the last tokens of each row's prompt."""
         limits = self.limits(config)
         return _LookaheadSession(self, context, self.window_within(limits if target.supports_trees else limits.chain))
 
@@ -230,7 +230,7 @@ class _Row:
             self._tail = text[max(len(text) - size + 1, 0) :]
 
     def tree(self, budget: Budget, shape: WindowShape | None) -> PrefixTree:
-        """Build a tree of the latest n-grams after the root and, if a shape is given, the window."""
+        """Build a tree of the latest n-grams after the root and, if a shape is given, the window; update `cells`."""
         tree, self.cells = PrefixTree(self.root), []
         kept = budget.num_nodes - (shape.num_nodes if shape else 0)
         width = budget.top_k - (WINDOW_CHILDREN if shape else 0)
@@ -273,7 +273,12 @@ class _LookaheadSession(DraftSession):
             row.read(tokens)
 
     def _advance(self, step: Step, window_tree: TokenTree, cells: Tensor) -> None:
-        """Advance the windows of rows whose own tree was verified, using the model's choices at the last level."""
+        """Advance the windows of rows whose own tree was verified, and store the n-grams that this completes.
+
+        Args:
+            step: The step.
+            window_tree, cells: The drafted tree, and its nodes `[B, C]` of each window's last level.
+        """
         tree = step.draft.tree
         if tree.tokens.shape != window_tree.tokens.shape:
             return

@@ -2,8 +2,8 @@
 
 Only the modules on the path to the list of layers are copied, as shells: new module objects with the same parameters
 and, apart from this path, the same submodules. A skipped layer is replaced by a shell that returns its input
-unchanged, so that the other layers keep their numbers, masks and cache slots. `GrowingTree` drafts with a view on the
-target's cache.
+unchanged, so that the other layers keep their numbers, masks and cache slots. `GrowingTree` uses such a view to draft
+with the target's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_specdec.verification.probe import FAILURES, TargetFacts, first_inputs, i
 from hf_specdec.verification.target import Target
 
 SkippedLayers = Mapping[int, int | None]
-"""Skipped layers by number, each with the length of the tuple that it returns; None if it returns a tensor."""
+"""Skipped layers by number from 0, each with the length of the tuple that it returns; None if it returns a tensor."""
 
 MAX_DIFFERENCE = 1e-2
 """Maximum relative distance between logits computed twice from the same cache; rounding errors are far smaller."""
@@ -46,7 +46,7 @@ def without_layers(model: PreTrainedModel, skipped: SkippedLayers) -> PreTrained
 
 
 def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return the replacement of a module in `changed`, a shell of it if a module below it is replaced, or itself."""
+    """Return the module's entry in `changed`, made if missing: a shell if a module below it is replaced, or itself."""
     if module not in changed:
         below = module._modules.items()
         children = {name: None if child is None else _with_changed(child, changed) for name, child in below}
@@ -61,7 +61,8 @@ def _shell(module: nn.Module) -> nn.Module:
     """Create a module of the same class that shares all attributes, parameters and hooks with the given one.
 
     Raises:
-        UnsupportedModelError: The module's forward was replaced; the new one is bound to the original module.
+        UnsupportedModelError: The module's forward was replaced, other than by accelerate, and would run the original
+            module instead of the shell.
     """
     shell: nn.Module = object.__new__(type(module))
     own = vars(shell)
@@ -89,7 +90,10 @@ def _forward_with_hook(module: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 
 def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
-    """Create a shell of a layer whose forward returns the layer's input unchanged."""
+    """Create a shell of a layer, without hooks, whose forward returns its input unchanged.
+
+    The input is returned as a tensor, or followed by None values as a tuple of length `num_outputs` if that is given.
+    """
     base: Any = type(layer)
     shell: nn.Module = object.__new__(_identity_class(base, num_outputs))
     own = {name: value for name, value in vars(layer).items() if name != "forward"}
@@ -99,7 +103,7 @@ def _identity(layer: nn.Module, num_outputs: int | None) -> nn.Module:
 
 @functools.cache
 def _identity_class(base: Any, num_outputs: int | None) -> Any:
-    """Create a subclass whose forward returns its input; it inherits attributes that models read from their layers."""
+    """Create a subclass for `_identity`; it inherits the attributes that models read from their layers."""
 
     def forward(_self: nn.Module, *inputs: Any, **named: Any) -> Any:
         hidden = inputs[0] if inputs else named["hidden_states"]
@@ -122,7 +126,8 @@ def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
 
     Raises:
         DrafterMismatchError: The model has no such layers.
-        UnsupportedModelError: The model does not run without them; the message gives the reason.
+        UnsupportedModelError: The model has no list of decoder layers, does not run without these layers, or drafting
+            changes its cache; the message gives the reason.
     """
     wanted = sorted(set(layers))
     _, modules = find_backbone(model)
@@ -181,7 +186,8 @@ def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetF
     """Draft three levels and check that verification gives the same logits before and after.
 
     Raises:
-        _CannotSkipError: The logits differ or are not finite, or the skipped layers still run.
+        _CannotSkipError: The logits of the verifications differ, logits of the drafts are not finite, or the skipped
+            layers still run.
     """
     device = execution_device(model)
     tokens = (torch.arange(26, device=device) * 7 + 3).view(2, 13) % text_config(model).vocab_size
