@@ -29,7 +29,8 @@ from hf_specdec.verification.target import Target
 Result = TypeVar("Result")
 
 CHECKED_STEPS = 2
-"""Drafts of a session, from the first, whose values are checked on an accelerator and `draft_probs` on any device."""
+"""Number of first drafts of a session whose values are checked on an accelerator. On the CPU, the values of all drafts
+are checked, but `draft_probs` only in these."""
 
 DRAFT_FORMAT = (
     "A draft is a `Draft` of a `TokenTree`: token ids [B, N] (long) whose column 0 holds the last emitted tokens, "
@@ -276,7 +277,7 @@ def _fault_of_parents(parents: Sequence[int], max_depth: int | None) -> str:
 
 
 def _called(drafter: Drafter, part: str | None, what: str, function: Callable[[], Result]) -> Result:
-    """Call a third-party drafter; if it is merged, turn errors of other packages into a `DrafterMismatchError`."""
+    """Call a third-party drafter; if it is merged, turn errors except this package's into `DrafterMismatchError`."""
     try:
         return function()
     except SpeculativeDecodingError:

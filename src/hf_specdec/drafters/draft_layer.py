@@ -23,7 +23,7 @@ class DraftLayer(Protocol):
     """
 
     config: Any  # has `sliding_window`, and the default sizes of the tree
-    shares_lm_head: bool  # whether it has no lm_head of its own and `score` uses the target's
+    shares_lm_head: bool  # whether `score` uses the lm_head of the target; otherwise the layer has one
 
     @property
     def device(self) -> torch.device:

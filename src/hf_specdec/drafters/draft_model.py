@@ -33,7 +33,7 @@ from hf_specdec.verification.target import Target
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""
 DEFAULT_NUM_STEPS = 5
-"""Default depth; each level is one forward of the assistant. 5 is common for assistants of a tenth of the target."""
+"""Default depth; each level is one forward of the assistant. 5 is common for a tenth of the target's size."""
 DEFAULT_TOP_K = 1
 """Default children per node: a chain, which adds one token per row to each forward of the assistant. A tree takes as
 many forwards, with more tokens in each and in the target's: it pays only if these cost little, as on an accelerator at
@@ -48,7 +48,7 @@ class DraftModelDrafter(Drafter):
     Config fields: `num_steps` (default 5, or `num_draft_tokens - 1` for a chain), `top_k` (default 1, a chain),
     `num_draft_tokens` (default: `num_steps + 1` for a chain, 16 for a tree), `tree` (None or `"dynamic"`). An
     assistant that cannot verify trees (recurrent state) drafts chains for any `top_k`, and processes a batch row by
-    row if its rows may keep different numbers of tokens. Beyond its `max_position_embeddings`, steps are plain.
+    row if its rows may keep different numbers of tokens. No draft exceeds its `max_position_embeddings`.
 
     With `sample=True` the output has the target's distribution, but a seed does not reproduce plain `generate()`'s
     tokens; otherwise the output does not depend on the assistant. The assistant is not modified and may be unattached.
@@ -119,7 +119,7 @@ class DraftModelDrafter(Drafter):
         """Return the size of the largest tree or chain.
 
         Raises:
-            InvalidConfigError: `tree` is static, or not None or `top_k` above 1 if sampled; or `top_k` is too large.
+            InvalidConfigError: `tree` is static, `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
         """
         if config.tree not in (None, "dynamic"):
             raise InvalidConfigError(
@@ -165,7 +165,7 @@ def _num_embeddings(model: PreTrainedModel) -> int:
 
 
 def _trimmed(budget: Budget) -> Budget:
-    """Return the budget with no more steps than drafted nodes and no more nodes than fit; a plain step if none fit."""
+    """Return the budget with at most one step per drafted node, and `growable` nodes; `PLAIN_STEP` if nothing fits."""
     num_steps = min(budget.num_steps, budget.num_nodes - 1)
     return growable(Budget(budget.num_nodes, num_steps, budget.top_k)) if num_steps > 0 else PLAIN_STEP
 
@@ -195,7 +195,7 @@ class _Reader:
         self._counts = [known + count for known, count in zip(self._counts, counts, strict=True)]
 
     def read(self) -> Tensor:
-        """Commit prompt and queued text; return the logits `[R, V]` after it (arbitrary in rows without new text)."""
+        """Commit queued text (first the prompt); return logits `[R, V]` after it, arbitrary in rows without any."""
         if self._prompt is not None:
             self._read_prompt(*self._prompt)
             self._prompt = None

@@ -183,7 +183,7 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Return one merged tree per active row, with one row and known costs only as large as can pay.
+        """Return one merged tree per active row; the tree of a single row stops growing when more nodes cannot pay.
 
         Args:
             budget: Maximum size of each tree.

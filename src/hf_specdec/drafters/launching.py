@@ -55,7 +55,7 @@ class LaunchingSession(DraftSession):
         self._launched, self._is_unread = (budget, draft), True
 
     def propose(self, budget: Budget) -> Draft:
-        """Return the launched draft if it was made with this budget, otherwise a new one; none for a plain budget."""
+        """Return the launched draft if it was made with this budget, otherwise a new one; roots alone if plain."""
         if budget.is_plain:
             return Draft.plain(self._roots)
         if self._launched is not None and self._launched[0] == budget:

@@ -205,6 +205,7 @@ class RepeatedText(Candidates):
         return Match(*self._text.follow(here.state, here.length, token)), self._follow_corpus(in_corpus, token)
 
     def _continue(self, source: SuffixAutomaton, match: Match, found: dict[int, Candidate]) -> None:
+        """Add the tokens that followed a match, then those that followed ever shorter suffixes of it, to `found`."""
         (state, length), added = match, 0
         while state > START and added < MAX_CANDIDATES:
             continuations = source.continuations(state)[:MAX_CANDIDATES]

@@ -62,9 +62,9 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return state and length of the longest suffix of a match plus a token that occurs in the text.
+        """Extend a match by a token; return state and length of its longest suffix that occurs in the text.
 
-        (`START`, 0) if there is none.
+        Returns (`START`, 0) if there is none.
         """
         while state > START and token not in self.following[state]:
             state = self.link[state]

@@ -328,7 +328,7 @@ def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str |
     Args:
         tokenizer: Tokenizer with or without a chat template.
         messages: Earlier messages of the conversation; ignored without a chat template.
-        user_text: The user's next turn; None ends the prompt if that turn begins, so that the model invents it.
+        user_text: The user's next turn; None ends the prompt at the start of that turn, so that the model invents it.
 
     Raises:
         InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.

@@ -1,1 +1,1 @@
-"""Drafters that were slower than `prompt_lookup` in the benchmarks; selected by name like all others."""
+"""Drafters that were slower than `prompt_lookup` in docs/benchmarks.md; selected by name like all others."""

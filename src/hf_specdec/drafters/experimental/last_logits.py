@@ -3,8 +3,8 @@
 Experimental because the gain is small: 1.07x the speed of plain decoding on average over 12 questions, and slower on 5
 of them (docs/benchmarks.md).
 
-Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root often also rank the
-token after it high. Their best tokens except the root, the *runners-up*, become its children; drafters merged with
+Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root often give the token
+after it a high rank. Their best tokens except the root, the *runners-up*, become its children; drafters merged with
 this one can extend them. The only computation is a `topk`; nothing is learned, and the host reads nothing.
 """
 

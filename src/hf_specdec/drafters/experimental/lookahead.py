@@ -53,7 +53,7 @@ class LookaheadDrafter(Drafter):
         reads_prompt: Also store n-grams of prompt and answer.
 
     Raises:
-        InvalidConfigError: A size is not an integer or is too small (`window` and `guesses` 1, `ngram` 2).
+        InvalidConfigError: A size is not an integer or is too small (minimum 1; 2 for `ngram`).
     """
 
     method = "lookahead"
