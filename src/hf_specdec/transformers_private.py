@@ -112,7 +112,7 @@ def original_forward(module: Any) -> Any:
 
 
 def mark_output_hooks_installed(attributes: dict[str, Any]) -> None:
-    """Keep transformers from installing its hooks for hidden states on a module, given its attributes (changed)."""
+    """Set the flag in a module's `vars()` that keeps transformers from installing its hooks for hidden states."""
     attributes["_output_capturing_hooks_installed"] = True
 
 

@@ -139,11 +139,11 @@ def check_single_layer(config: EagleConfig) -> None:
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer.
+    """A Llama decoder layer, in which the norm before attention is optional.
 
     Args:
         config: Sizes of the layer.
-        norm_input: Whether the input of attention is normalized, which is not the case in EAGLE's checkpoints.
+        norm_input: Whether to normalize the input of attention; False for the EAGLE-1/2 authors' checkpoints.
     """
 
     def __init__(self, config: EagleConfig, norm_input: bool) -> None:

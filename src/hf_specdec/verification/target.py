@@ -75,7 +75,7 @@ class Target(ABC):
 
     @property
     def start(self) -> int:
-        """Slot of the next root: number of committed tokens of the longest row."""
+        """Slot of the next root: committed tokens of the longest row; an upper bound while a step is unread."""
         return self.cache.start
 
     @property
