@@ -31,6 +31,14 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+def run_script(name: str, *arguments: Path) -> None:
+    """Run a script of `tests/engines` with the Python that has speculators."""
+    script = Path(__file__).parent / "engines" / name
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(PYTHON), script, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(PYTHON is None, reason="SPECULATORS_PYTHON names no Python with speculators")
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
@@ -51,11 +59,8 @@ def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -
     save_file(
         {"embedding": embedding.clone(), "features": features, "input_ids": ids}, tmp_path / "inputs.safetensors"
     )
-    script = Path(__file__).parent / "engines" / "speculators_logits.py"
-    arguments = [tmp_path / "head", tmp_path / "inputs.safetensors", tmp_path / "output.safetensors"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([str(PYTHON), script, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    files = (tmp_path / name for name in ("head", "inputs.safetensors", "output.safetensors"))
+    run_script("speculators_logits.py", *files)
     with torch.no_grad():
         hidden = head(embedding[ids], head.fuse(features), torch.arange(12)[None], window_of(config.sliding_window))
         torch.testing.assert_close(
@@ -68,11 +73,7 @@ def test_speculators_computes_the_same(fields: dict[str, Any], tmp_path: Path) -
 def test_heads_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
     """Forty-eight variants, saved by its own classes, three steps deep."""
     zoo.build("llama").save_pretrained(tmp_path / "target")
-    script = Path(__file__).parent / "engines" / "speculators_heads.py"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    arguments = [str(PYTHON), script, tmp_path / "target", tmp_path / "out"]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script("speculators_heads.py", tmp_path / "target", tmp_path / "out")
     compared = compare_with_speculators(tmp_path / "out")
     assert compared == 48
 
@@ -102,11 +103,7 @@ def compare_with_speculators(folder: Path) -> int:
 @torch.no_grad()
 def test_mtp_modules_that_speculators_saves_compute_the_same(tmp_path: Path) -> None:
     zoo.build("llama").save_pretrained(tmp_path / "target")
-    script = Path(__file__).parent / "engines" / "speculators_mtp.py"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    arguments = [str(PYTHON), script, tmp_path / "target", tmp_path / "out"]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script("speculators_mtp.py", tmp_path / "target", tmp_path / "out")
     for kind in ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         head, given = load_head(tmp_path / "out" / kind), load_file(tmp_path / "out" / f"{kind}.safetensors")
         expected = given["logits"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import errors as hub_errors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
+from hf_specdec.checkpoints import layer_mtp as checkpoint_files
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.errors import UnsupportedModelError
 
@@ -204,6 +206,31 @@ def test_untrusted_verifiers(value: Any, tmp_path: Path) -> None:
             load_head(tmp_path)
     else:
         assert load_head(tmp_path).config.base_model_name_or_path is None
+
+
+def test_files_of_the_hub_come_from_the_cache_and_errors_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "model.safetensors"
+
+    def download(name: str, file: str, *, local_files_only: bool = False, **kwargs: Any) -> str:
+        if file == "cached":
+            assert local_files_only
+            return str(cached)
+        if local_files_only:
+            raise hub_errors.LocalEntryNotFoundError("not cached")
+        if file == "absent":
+            raise hub_errors.EntryNotFoundError("404")
+        if file == "refused":
+            raise OSError("disk full")
+        return str(cached)
+
+    monkeypatch.setattr("hf_specdec.checkpoints.layer_mtp.hf_hub_download", download)
+    find = checkpoint_files._find
+    assert find("org/model", "cached", None) == find("org/model", "online", None) == cached
+    assert find("org/model", "absent", None) is None
+    with pytest.raises(DrafterMismatchError, match=r"refused of org/model, .* cannot be read: disk full"):
+        find("org/model", "refused", None)
 
 
 def test_an_index_that_names_other_places(tmp_path: Path) -> None:

@@ -412,7 +412,7 @@ def test_two_layers_compiled(tmp_path: Path) -> None:
 def test_a_cut_vocabulary_needs_its_ids(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in EAGLE3.tensors.items() if name != "d2t"}  # ModelOpt's Megatron export
     Example("", EAGLE3.config, tensors, EAGLE3.draft).write(tmp_path)
-    with pytest.raises(CheckpointFormatError, match="lm_head has 24 rows for 64 tokens, and there is no d2t"):
+    with pytest.raises(CheckpointFormatError, match="lm_head has 24 rows for 64 tokens, without a d2t"):
         load_head(tmp_path)
 
 

@@ -9,20 +9,18 @@ Sources: the model code of vLLM (`llama_eagle3.py`), SGLang (`llama_eagle3.py`),
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_specdec.checkpoints.layouts import Layout, lookup
+from hf_specdec.checkpoints.tensors import Shapes
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.eagle3 import PAPER_LAYERS, Eagle3Config
 from hf_specdec.heads.readings import Ambiguity
 from hf_specdec.heads.schema import MAX_VOCABULARY, THIRD_PARTY_LAYER, checked, shown
 from hf_specdec.records import Fields
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 LAYER_FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Config classes of draft layers, by the `model_type` of a layer config inside the checkpoint's config."""
@@ -169,7 +167,7 @@ def eagle3_fields(layout: Layout, fields: Fields, settings: Fields, shapes: Shap
     rows = shapes.get("lm_head.weight", (0,))[0]
     if "d2t" not in shapes and rows not in (0, settings["vocab_size"]):
         raise CheckpointFormatError(
-            f"lm_head has {rows} rows for {settings['vocab_size']} tokens, and there is no d2t to map them."
+            f"lm_head has {rows} rows for {settings['vocab_size']} tokens, without a d2t to map them."
         )
     return {
         "eagle_aux_hidden_state_layer_ids": [max(number + ambiguity.layer_offsets[0], 0) for number in ids]

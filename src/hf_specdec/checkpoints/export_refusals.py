@@ -66,7 +66,7 @@ def eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
         "the format has no layernorms": config.layernorms,
         "the format has no norms of queries and keys": config.qk_norm,
         "the format has no biases in the output projection and the MLP": config.attention_bias or config.mlp_bias,
-        **_rotary_refusals(head, "vLLM and SGLang support it; there is no other format for EAGLE-1"),
+        **_rotary_refusals(head, "vLLM and SGLang support it, but in no other format for EAGLE-1"),
         "the format has no sliding window": config.sliding_window is not None,
     }
 

@@ -12,20 +12,22 @@ from typing import Any
 
 import torch
 
-from hf_specdec.checkpoints.draft_layers import Shapes, ambiguity_of, eagle3_fields, layer_fields, medusa_fields
+from hf_specdec.checkpoints.draft_layers import ambiguity_of, eagle3_fields, layer_fields, medusa_fields
 from hf_specdec.checkpoints.files import TensorFiles, listed
 from hf_specdec.checkpoints.layer_mtp import speculators_layer_mtp
 from hf_specdec.checkpoints.layouts import LAYOUTS, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.checkpoints.refusals import unsupported_kind
 from hf_specdec.checkpoints.tensors import (
     VOCABULARIES,
+    Shapes,
+    check_shapes,
     completed,
     copy_checked,
     in_one_dtype,
     in_vocabulary_order,
     names_of,
 )
-from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, InvalidConfigError, SpeculativeDecodingError
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -141,7 +143,7 @@ def _planned(layout: Layout, fields: Fields, shapes: Shapes, file_names: Mapping
         raise CheckpointFormatError(
             f"{where} (layout {layout.name}): its config is invalid: {type(error).__name__}: {reason}."
         ) from error
-    _check_shapes(head, shapes, file_names, where)
+    check_shapes(head, shapes, file_names, where)
     return head
 
 
@@ -182,22 +184,6 @@ def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------- tensors
-
-
-def _check_shapes(head: Head, shapes: Shapes, file_names: Mapping[str, str], where: str) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    problems = {
-        "missing tensors": sorted(wanted.keys() - shapes.keys()),
-        "unknown tensors": sorted(file_names.get(name, name) for name in shapes.keys() - wanted.keys()),
-        "wrong shapes": [
-            f"{file_names.get(name, name)} {shapes[name]} instead of {wanted[name]}"
-            for name in sorted(wanted.keys() & shapes.keys())
-            if shapes[name] != wanted[name]
-        ],
-    }
-    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
-    if text:
-        raise HeadTensorsError(f"{where}: the tensors do not match the config. {text}.")
 
 
 def _rotary(config: Any, where: str) -> DraftRotaryEmbedding:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from hf_specdec.checkpoints.draft_layers import text_positions
 from hf_specdec.checkpoints.files import MAX_INDEX_BYTES, TensorFiles, listed, read_json, shard_names
 from hf_specdec.checkpoints.layouts import lookup
-from hf_specdec.checkpoints.tensors import copy_checked, in_one_dtype
+from hf_specdec.checkpoints.tensors import check_shapes, copy_checked, in_one_dtype
 from hf_specdec.errors import (
     CheckpointFormatError,
     DrafterMismatchError,
@@ -130,14 +131,14 @@ def _target_files(name: str, revision: str | None) -> TensorFiles:
     """Open the safetensors files of a target's checkpoint that hold MTP tensors, or its only one.
 
     Raises:
-        DrafterMismatchError: There are no safetensors, or a file of the index is missing.
+        DrafterMismatchError: The checkpoint has no safetensors, or a file is missing or cannot be downloaded.
     """
     whole = _find(name, WEIGHTS, revision)
     if whole is not None:
         return TensorFiles([whole])
     index = _find(name, INDEX, revision)
     if index is None:
-        raise DrafterMismatchError(f"There are no safetensors in {name} to read its MTP module from.", ALTERNATIVES)
+        raise DrafterMismatchError(f"{name} has no safetensors to read its MTP module from.", ALTERNATIVES)
     shards, mapping = shard_names(index), read_json(index, MAX_INDEX_BYTES)["weight_map"]
     wanted = {mapping[stored] for stored in mapping if stored.startswith("mtp.")}
     found = [(shard, _find(name, shard, revision)) for shard in shards if shard in wanted]
@@ -150,18 +151,27 @@ def _target_files(name: str, revision: str | None) -> TensorFiles:
 
 
 def _find(name: str, file: str, revision: str | None) -> Path | None:
-    """Return the path of a checkpoint's file, downloaded if necessary; None if it does not exist or is unreachable."""
+    """Return the path of a checkpoint's file, downloaded if it is not cached; None if it does not exist.
+
+    Raises:
+        DrafterMismatchError: The file cannot be downloaded.
+    """
     folder = Path(name)
     if folder.is_dir():
         return folder / file if (folder / file).is_file() else None
-    for offline in (True, False):  # the model's files are in the cache; an older cache may lack the index
-        try:
-            found = cached_file(name, file, revision=revision, local_files_only=offline)
-        except OSError:
-            continue
-        if found is not None:
-            return Path(found)
-    return None
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, local_files_only=True))
+    except hub_errors.LocalEntryNotFoundError:
+        pass  # not cached, or it does not exist
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except hub_errors.EntryNotFoundError:
+        return None
+    except Exception as error:  # huggingface_hub's errors, or its HTTP library's, which depend on the version
+        reason = " ".join(str(error).split())[:300]
+        raise DrafterMismatchError(
+            f"{file} of {name}, which may hold its MTP module, cannot be read: {reason}", ALTERNATIVES
+        ) from error
 
 
 def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], where: str) -> LayerMtpHead:
@@ -183,18 +193,8 @@ def _head(config: LayerMtpConfig, files: TensorFiles, names: dict[str, str], whe
         })  # fmt: skip
     except RuntimeError as error:  # a size that no tensor can have
         raise HeadTensorsError(f"{where}: a tensor has an impossible shape: {str(error)[:200]}") from error
-    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    in_files = {ours: name for name, ours in names.items()}
-    problems = {
-        "missing tensors": sorted(name.removeprefix("module.") for name in wanted.keys() - shapes.keys()),
-        "unknown tensors": sorted(in_files.get(name, name) for name in shapes.keys() - wanted.keys()),
-        "wrong shapes": [f"{in_files.get(name, name)} {shapes[name]} instead of {size}"
-                         for name, size in sorted(wanted.items()) if shapes.get(name, size) != size],
-    }  # fmt: skip
-    text = "; ".join(f"{kind}: {listed(found)}" for kind, found in problems.items() if found)
-    if text:
-        raise HeadTensorsError(f"{where}: the tensors of the MTP module do not match its config. {text}.")
+    check_shapes(head, shapes, {ours: name for name, ours in names.items()}, where)
     values = files.read(names)
     tensors: dict[str, Tensor] = {ours: copy_checked(name, values[name], where) for name, ours in names.items()}
     tensors, dtype = in_one_dtype(experts_joined(tensors))

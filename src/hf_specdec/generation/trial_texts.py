@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.transformers_private import model_name
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = (
     "What causes the tides of the ocean?",
@@ -86,5 +90,6 @@ def _chat_prompts(model: Any) -> Any:
             [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
             add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
         )  # fmt: skip
-    except Exception:  # tokenizers and templates raise many types; sampled texts serve as well
+    except Exception as error:  # tokenizers and templates raise many types; sampled texts serve as well
+        logger.info("Texts are sampled, because the tokenizer of %s cannot be used: %s", name, first_sentence(error))
         return None

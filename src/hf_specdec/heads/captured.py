@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.config import Choice
-from hf_specdec.heads.captured_shapes import Advance, CapturedLayer, Growth, GrowthInputs, InnerLayer, Reading
+from hf_specdec.heads.captured_shapes import Advance, CapturedLayer, EntryRead, Growth, GrowthInputs, InnerLayer
 from hf_specdec.heads.compiled import WrappedLayer
 from hf_specdec.heads.layer import AcceptedStep, AdvancedDraft, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
@@ -80,9 +80,9 @@ class GraphDraftLayer(WrappedLayer):
         cache.store.make_room(begin + width)
         key = rows, width, min(bucket_of(begin + width), cache.capacity)
         shape = self._readings.shape(
-            key, self._memory.moves, lambda: Reading(key, self._inner, layer, token_embeddings, hidden)
+            key, self._memory.moves, lambda: EntryRead(key, self._inner, layer, token_embeddings, hidden)
         )
-        assert isinstance(shape, Reading)
+        assert isinstance(shape, EntryRead)
         shape.fill(token_embeddings, hidden, position_ids, mask, begin)
         (output,) = self._readings.run(shape)
         layer.end = begin + num_entries

@@ -221,7 +221,7 @@ class Advance(CapturableStep):
         )
 
 
-class Reading(CapturableStep):
+class EntryRead(CapturableStep):
     """A forward over new entries, captured for one batch size, width and bucket.
 
     Args:
