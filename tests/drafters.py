@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import zoo
 from hf_specdec import (
+    DFlashConfig,
+    DFlashHead,
     Eagle3Config,
     Eagle3Head,
     EagleConfig,
@@ -26,12 +28,14 @@ from hf_specdec import (
     MtpHead,
 )
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
+from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.verification.model import execution_device
@@ -72,6 +76,22 @@ def random_module(model: Any, seed: int = 0, **fields: Any) -> MtpHead:
     return head
 
 
+def random_block(model: Any, seed: int = 0, **fields: Any) -> DFlashHead:
+    """A block head whose weights and norms decide."""
+    torch.manual_seed(seed)
+    base = {"block_size": 5, "mask_token_id": zoo.VOCAB_SIZE - 1, "aux_hidden_state_layer_ids": [1, 2], "head_dim": 8}
+    head = DFlashHead(DFlashConfig.for_target(model.config, **{**base, **fields}))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(10)
+            else:
+                parameter.add_(0.5 * torch.rand_like(parameter))
+    if head.config.draft_vocab_size:
+        head.set_hot_token_ids(torch.randperm(zoo.VOCAB_SIZE)[: head.config.draft_vocab_size].sort().values)
+    return head
+
+
 def random_heads(model: Any, seed: int = 0, **fields: Any) -> MedusaHeads:
     """Heads whose blocks are not the identity."""
     torch.manual_seed(seed)
@@ -100,6 +120,18 @@ def noisy(name: str, noise: float = 0.2, seed: int = 0) -> Any:
 def assistant_for(model: Any, seed: int) -> Any:
     """A noisy Llama next to a model of any kind."""
     return noisy("llama", seed=seed).to(device=execution_device(model), dtype=torch.float32)
+
+
+def pard_assistant(name: str, noise: float = 0.2, seed: int = 0) -> Any:
+    """A noisy tiny model whose last token is its mask."""
+    model = noisy(name, noise, seed)
+    model.config.pard_token = zoo.VOCAB_SIZE - 1
+    return model
+
+
+def pard_assistant_for(model: Any, seed: int) -> Any:
+    """A noisy Llama with a mask token next to a model of any kind."""
+    return pard_assistant("llama", seed=seed).to(device=execution_device(model), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -148,7 +180,13 @@ ROWS: tuple[Row, ...] = (
         lambda model, _answers, seed: EagleDrafter(random_head(model, seed, version=3, norm_before_fc=True))),
     Row("draft_model", "draft_model",
         lambda model, _answers, seed: DraftModelDrafter(assistant_for(model, seed)), {"top_k": 2, "num_steps": 3}),
+    Row("pard", "pard",
+        lambda model, _answers, seed: PardDrafter(pard_assistant_for(model, seed)), {"top_k": 2, "num_steps": 4}),
     Row("mtp", "mtp", lambda model, _answers, seed: MtpDrafter(random_module(model, seed))),
+    Row("dflash", "dflash", lambda model, _answers, seed: DFlashDrafter(random_block(model, seed))),
+    Row("dspark", "dspark", lambda model, _answers, seed: DFlashDrafter(
+        random_block(model, seed, sample_from_anchor=True, causal=True, markov_rank=4, markov_head_type="rnn",
+                     confidence_head=True, confidence_with_markov=True), confidence_threshold=0.3)),
     Row("medusa", "medusa", lambda model, _answers, seed: MedusaDrafter(random_heads(model, seed))),
     Row("hybrid", "hybrid",
         lambda model, _answers, seed: HybridDrafter({
@@ -160,6 +198,6 @@ ROWS: tuple[Row, ...] = (
 
 BY_NAME = {row.name: row for row in ROWS}
 
-WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit"))
+WALKED = tuple(row for row in ROWS if row.name not in ("eagle_static", "mtp", "early_exit", "dspark", "pard"))
 """Those that the suite tries on every architecture: the others share the session of one of them, or probe every model
 anew when they are added. `make models` tries all."""

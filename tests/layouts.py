@@ -107,9 +107,9 @@ def frequencies(config: Config, size: int) -> Tensor:
     return inverse
 
 
-def rotate(x: Tensor, inverse: Tensor) -> Tensor:
-    """`[1, heads, T, d]`, positions 0 .. T-1."""
-    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * inverse
+def rotate(x: Tensor, inverse: Tensor, first: int = 0) -> Tensor:
+    """`[1, heads, T, d]`, positions first .. first+T-1."""
+    angles = (first + torch.arange(x.shape[2], dtype=torch.float64))[:, None] * inverse
     cos, sin = angles.cos().float(), angles.sin().float()
     turned, kept = x[..., : 2 * len(inverse)], x[..., 2 * len(inverse) :]
     first, second = turned.chunk(2, dim=-1)
@@ -326,6 +326,99 @@ def draft_vllm_medusa(example: Example, target: Target) -> list[Tensor]:
         scores = x @ rows.T * config.get("logit_scale", 1.0)
         logits.append(in_order(scores, tensors) if is_cut else scores)
     return [torch.stack(logits)]
+
+
+# ----------------------------------------------------------------------------------------------- blocks
+
+
+def block_attention(x: Tensor, context: Tensor, tensors: Tensors, prefix: str, config: Config, seen: Tensor) -> Tensor:
+    """Attention of a block `[1, B, H]` to context `[1, T, H]` and block; `seen [B, T + B]`."""
+    heads, groups, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    both = torch.cat([context, x], 1)
+
+    def split(states: Tensor, name: str, count: int, norm: str = "") -> Tensor:
+        parts = linear(states, tensors, f"{prefix}{name}").reshape(1, -1, count, size)
+        parts = rms(parts, tensors[f"{prefix}{norm}.weight"], config["rms_norm_eps"]) if norm else parts
+        return parts.transpose(1, 2)
+
+    inverse = frequencies(config, size)
+    query = rotate(split(x, "q_proj", heads, "q_norm"), inverse, context.shape[1])
+    key, value = rotate(split(both, "k_proj", groups, "k_norm"), inverse), split(both, "v_proj", groups)
+    key, value = (t.repeat_interleave(heads // groups, dim=1) for t in (key, value))
+    scores = (query @ key.transpose(-1, -2) / math.sqrt(size)).masked_fill(~seen, -math.inf)
+    return linear((scores.softmax(-1) @ value).transpose(1, 2).reshape(1, x.shape[1], -1), tensors, f"{prefix}o_proj")
+
+
+def block_seen(config: Config, layer: int, start: int) -> Tensor:
+    """Which of `start` context tokens and of its block each slot sees, `[B, start + B]`, by its writer's rules."""
+    nested, inner = config.get("dflash_config", {}), config.get("transformer_layer_config", config)
+    place = torch.arange(start + config["block_size"])
+    behind = place[start:, None] - place
+    everything = torch.ones_like(behind, dtype=torch.bool)
+    slides = nested.get("use_swa") or inner["layer_types"][layer] == "sliding_attention"
+    window = nested.get("swa_window_size", inner.get("sliding_window"))
+    if "transformer_layer_config" in config:
+        if not slides:
+            return everything
+        block = everything if config["sliding_window_non_causal"] else behind >= 0
+        return torch.where(place < start, place >= start - window, block)
+    seen = behind.abs() < window if slides else everything
+    return seen & (behind >= 0) if nested.get("causal_head") or nested.get("causal") else seen
+
+
+def draft_block(example: Example, target: Target) -> list[Tensor]:
+    """A block behind the features: its logits, those of the likeliest chain by the Markov head, and confidences."""
+    tensors, config = canonical(example.tensors), example.config
+    nested, inner = config.get("dflash_config", {}), config.get("transformer_layer_config", config)
+    eps, count, size = inner["rms_norm_eps"], inner["num_hidden_layers"], config["block_size"]
+    shifted = config.get("sample_from_anchor", config["architectures"][0] in ("Qwen3DSparkModel", "DSparkDraftModel"))
+    table, rows = (tensors.get(f"{name}.weight") for name in ("embed_tokens", "lm_head"))
+    table, rows = target.embedding if table is None else table, target.lm_head if rows is None else rows
+    start = target.features.shape[1]
+    anchor = target.tokens[0, start - 1]
+    block = torch.full((1, size), nested.get("mask_token_id", config.get("mask_token_id")))
+    block[0, 0] = anchor
+    context = rms(linear(target.features, tensors, "fc"), tensors["hidden_norm.weight"], eps)
+    x = table[block]
+    for layer in range(count):
+        name, seen = f"layers.{layer}.", block_seen(config, layer, start)
+        y = rms(x, tensors[f"{name}input_layernorm.weight"], eps)
+        x = x + block_attention(y, context, tensors, f"{name}self_attn.", inner, seen)
+        x = x + mlp(rms(x, tensors[f"{name}post_attention_layernorm.weight"], eps), tensors, f"{name}mlp.")
+    hidden = rms(x, tensors["norm.weight"], eps)[0]
+    base, ids, previous, state = hidden @ rows.T, token_ids(tensors), anchor, torch.tensor(0.0)
+    chain, sure = [], []
+    for slot in range(size):
+        correction, embedded, state = markov(tensors, config, previous, hidden[slot], state)
+        logits = base[slot] + correction
+        if slot == 0 and not shifted:  # it predicts nothing
+            continue
+        chain.append(in_order(logits, tensors))
+        if "confidence_head.proj.weight" in tensors:
+            read = torch.cat([hidden[slot], embedded]) if config["confidence_head_with_markov"] else hidden[slot]
+            sure.append(linear(read[None], tensors, "confidence_head.proj")[0, 0])
+        previous = logits.argmax() if ids is None else ids[logits.argmax()]
+    first = 0 if shifted else 1
+    return [in_order(base[first:], tensors), torch.stack(chain), torch.stack(sure) if sure else torch.zeros(0)]
+
+
+def markov(
+    tensors: Tensors, config: Config, previous: Tensor, hidden: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a Markov head adds to the logits, its embedding of the previous token, and its next state."""
+    if "markov_head.markov_w1.weight" not in tensors:
+        return torch.tensor(0.0), torch.zeros(0), state
+    kind, embedded = config["markov_head_type"], tensors["markov_head.markov_w1.weight"][previous]
+    out = embedded
+    if kind == "gated":
+        both = torch.cat([hidden, embedded])[None]
+        out = embedded * linear(both, tensors, "markov_head.gate_proj")[0].sigmoid()
+    if kind == "rnn":
+        state = state.expand_as(embedded)
+        read = torch.cat([state, embedded, hidden])[None]
+        gate, new, out = linear(read, tensors, "markov_head.joint_proj")[0].chunk(3)
+        state, out = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh(), out.tanh()
+    return out @ tensors["markov_head.markov_w2.weight"].T, embedded, state
 
 
 # ----------------------------------------------------------------------------------------------- examples
@@ -549,6 +642,138 @@ def newer_examples() -> dict[str, Example]:
     }  # fmt: skip
 
 
+RANK = 6
+
+
+def block_shapes(layers: int = 2, read: int = 2, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """Tensors of a block head's layers; no embedding, no lm_head."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, read * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
+    for number in range(layers):
+        parts = {**shapes_of_layer("layers.0.", H), "layers.0.input_layernorm.weight": (H,), **QWEN3_NORMS}
+        parts |= BIASES if bias else {}
+        shapes |= {name.replace("layers.0.", f"layers.{number}."): shape for name, shape in parts.items()}
+    return shapes
+
+
+def markov_shapes(kind: str, rows: int = V, sure: int = RANK) -> dict[str, tuple[int, ...]]:
+    """Tensors of a Markov head and a confidence head; `sure` is what the latter reads in addition."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (V, RANK), "markov_head.markov_w2.weight": (rows, RANK),
+        "confidence_head.proj.weight": (1, H + sure), "confidence_head.proj.bias": (1,),
+    }  # fmt: skip
+    if kind == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (RANK, H + RANK), "markov_head.gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        shapes |= {
+            "markov_head.joint_proj.weight": (3 * RANK, H + 2 * RANK),
+            "markov_head.joint_proj.bias": (3 * RANK,),
+        }
+    return shapes
+
+
+FULL, SLIDES = "full_attention", "sliding_attention"
+SURE = {"enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": RANK}
+
+
+def block_fields(*types: str, window: int | None = None, **fields: Any) -> Config:
+    """A Qwen3 config as transformers 5 saves it."""
+    return {"model_type": "qwen3", "num_hidden_layers": len(types), "hidden_size": H, "intermediate_size": INNER,
+            "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": 8, "vocab_size": V,
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "attention_bias": False,
+            "layer_types": list(types), "sliding_window": window, "use_sliding_window": window is not None,
+            "max_window_layers": 28, "rope_theta": 10000.0, "tie_word_embeddings": False,
+            **fields}  # fmt: skip
+
+
+def zlab_fields(*types: str, window: int | None = None, nested: Config | None = None, **fields: Any) -> Config:
+    return {**block_fields(*types, window=window, architectures=["DFlashDraftModel"], block_size=5,
+                           num_target_layers=32, auto_map={"AutoModel": "dflash.DFlashDraftModel"},
+                           dflash_config={"mask_token_id": V - 1, "target_layer_ids": [1, 17], **(nested or {})}),
+            **fields}  # fmt: skip
+
+
+def deepspec_fields(**fields: Any) -> Config:
+    return {**block_fields(FULL, architectures=["Qwen3DSparkModel"], block_size=4, mask_token_id=V - 1,
+                           target_layer_ids=[-1, 17], num_anchors=4, num_target_layers=32, markov_rank=0,
+                           enable_confidence_head=False),
+            **fields}  # fmt: skip
+
+
+def speculators_block_fields(kind: str, layer: Config, **fields: Any) -> Config:
+    own = {"aux_hidden_state_layer_ids": [2, 18], "block_size": 4, "mask_token_id": V - 1, "draft_vocab_size": V,
+           "sample_from_anchor": kind == "dspark", "sliding_window_non_causal": False, "target_hidden_size": None,
+           "speculators_version": "0.9.0", "tie_word_embeddings": False}  # fmt: skip
+    names = {"dflash": "DFlash", "dspark": "DSpark"}
+    made = {"architectures": [f"{names[kind]}DraftModel"], "auto_map": {"": f"config.{names[kind]}SpeculatorConfig"}}
+    return {**speculators_fields(kind, layer, **own), **made, **fields}
+
+
+def block_examples() -> dict[str, Example]:
+    """Block heads: DFlash, JetSpec, DSpark."""
+    two, words, frequent = block_shapes(), vocabulary(), vocabulary(by_frequency=True)
+    rows, whole = {"lm_head.weight": (VD, H)}, {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
+    one = {**block_shapes(1), **whole}
+    mixed = {"window": 4, "nested": {"causal": False}}
+    nemo = {"architectures": ["Qwen3DFlashDraftModel"], "rope_scaling": LLAMA3, "attention_bias": True}
+    kinds = {
+        f"deepspec, {kind}": Example(
+            "deepspec", deepspec_fields(**SURE, markov_head_type=kind),
+            random_tensors({**one, **markov_shapes(kind)}), draft_block)
+        for kind in ("vanilla", "gated", "rnn")
+    }  # fmt: skip
+    late = {"sample_from_anchor": False, "draft_vocab_size": VD, "markov_head_type": "rnn"}
+    return {
+        "dflash": Example("dflash", zlab_fields(FULL, FULL, rope_theta=5e5), random_tensors(two), draft_block),
+        "dflash, windows": Example(
+            "dflash", zlab_fields(SLIDES, FULL, **mixed), random_tensors(two), draft_block),
+        "dflash, windows of every layer": Example(
+            "dflash", zlab_fields(FULL, FULL, nested={"use_swa": True, "swa_window_size": 3}), random_tensors(two),
+            draft_block),
+        "dflash, scaled, with biases": Example(
+            "dflash", zlab_fields(FULL, FULL, **nemo),
+            {f"model.{name}": t for name, t in random_tensors(block_shapes(bias=True)).items()}, draft_block),
+        "dflash of vLLM, cut vocabulary": Example(
+            "dflash", zlab_fields(FULL, FULL, draft_vocab_size=VD),
+            {**random_tensors({**two, **rows}), "d2t": frequent["d2t"]}, draft_block),
+        "jetspec": Example(
+            "jetspec", zlab_fields(FULL, FULL, nested={"causal_head": True}), random_tensors(two), draft_block),
+        "jetspec, windows": Example(
+            "jetspec", zlab_fields(FULL, SLIDES, window=4, nested={"causal_head": True}), random_tensors(two),
+            draft_block),
+        **kinds,
+        "deepspec, plain": Example("deepspec", deepspec_fields(), random_tensors(one), draft_block),
+        "deepspec, no markov": Example(
+            "deepspec", deepspec_fields(enable_confidence_head=True, confidence_head_with_markov=False),
+            random_tensors({**one, **{n: s for n, s in markov_shapes("", sure=0).items() if "confidence" in n}}),
+            draft_block),
+        "speculators dflash": Example(
+            "speculators-dflash", speculators_block_fields("dflash", block_fields(FULL, FULL)), random_tensors(two),
+            draft_block),
+        "speculators dflash, windows, cut vocabulary": Example(
+            "speculators-dflash",
+            speculators_block_fields("dflash", block_fields(SLIDES, FULL, window=4), draft_vocab_size=VD,
+                                     sample_from_anchor=True),
+            {**random_tensors({**two, **rows}), **words}, draft_block),
+        "speculators dflash, open windows": Example(
+            "speculators-dflash",
+            speculators_block_fields("dflash", block_fields(SLIDES, SLIDES, window=4), sliding_window_non_causal=True),
+            random_tensors(two), draft_block),
+        "speculators dspark": Example(
+            "speculators-dspark",
+            speculators_block_fields("dspark", block_fields(FULL, FULL), **SURE, markov_head_type="vanilla"),
+            random_tensors({**two, **markov_shapes("vanilla")}), draft_block),
+        "speculators dspark, rnn, cut vocabulary": Example(
+            "speculators-dspark", speculators_block_fields("dspark", block_fields(FULL, FULL), **SURE, **late),
+            {**random_tensors({**two, **rows, **markov_shapes("rnn", rows=VD)}), **words}, draft_block),
+        "speculators dspark, unsure": Example(
+            "speculators-dspark",
+            speculators_block_fields("dspark", block_fields(FULL, FULL), **{**SURE, "enable_confidence_head": False},
+                                     markov_head_type="gated"),
+            random_tensors({**two, **{n: s for n, s in markov_shapes("gated").items() if "confidence" not in n}}),
+            draft_block),
+    }  # fmt: skip
+
+
 def all_examples() -> dict[str, Example]:
     eagle = {"fc.weight": (H, 2 * H), **shapes_of_layer("layers.0.", H)}
     eagle3 = eagle3_shapes()
@@ -645,4 +870,5 @@ def all_examples() -> dict[str, Example]:
             "speculators-eagle", speculators_fields("eagle", layer, layernorms=True, fusion_bias=True),
             random_tensors(hass), draft_eagle),
         **newer_examples(),
+        **block_examples(),
     }  # fmt: skip

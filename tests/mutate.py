@@ -74,6 +74,8 @@ TESTS: dict[str, list[str]] = {
     "control/head_schedule.py": ["test_hybrid", "test_hybrid_session", "test_policy"],
     "drafters/hybrid.py": ["test_hybrid", "test_hybrid_session", "test_drafters"],
     "drafters/draft_model.py": ["test_draft_model", "test_drafters"],
+    "drafters/assistant.py": ["test_draft_model", "test_pard"],
+    "drafters/pard.py": ["test_pard"],
     "drafters/draft_layer.py": ["test_eagle", "test_mtp"],
     "drafters/mtp.py": ["test_mtp", "test_drafters"],
     "heads/attention.py": ["test_eagle", "test_training"],

@@ -125,7 +125,7 @@ def test_imports_stand_at_the_top() -> None:
         ("training.data", None),
         ("cli.runs", "hf_specdec"),  # the packages of training, which no other command needs
         ("cli.runs", "hf_specdec.training.processes"),
-        ("cli.training", "transformers"),
+        ("cli.training_options", "transformers"),
         ("training.data", "pyarrow"),
         ("training.connections", None),
         ("training.connections", "anyio.from_thread"),

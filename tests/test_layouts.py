@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layouts
 import zoo
+from block_engines import Block, corrected
 from hf_specdec import (
     CheckpointFormatError,
+    DFlashHead,
     DrafterMismatchError,
     Eagle3Config,
     Eagle3Head,
@@ -42,6 +44,8 @@ EXAMPLES = layouts.all_examples()
 def draft(head: Any, target: Target) -> list[Tensor]:
     lm_head = nn.Linear(target.lm_head.shape[1], layouts.V, bias=False)
     lm_head.weight.data = target.lm_head
+    if isinstance(head, DFlashHead):
+        return draft_block(head, target, lm_head)
     if isinstance(head, MedusaHeads):
         return [head(target.features, lm_head)]
     table = head.embed_tokens.weight if head.config.own_embedding else target.embedding
@@ -55,10 +59,20 @@ def draft(head: Any, target: Target) -> list[Tensor]:
     return logits
 
 
+def draft_block(head: DFlashHead, target: Target, lm_head: nn.Module) -> list[Tensor]:
+    block = Block(head, nn.Embedding.from_pretrained(target.embedding), lm_head)
+    block.append(target.features)
+    outputs = block.outputs(int(target.tokens[0, target.features.shape[1] - 1]))
+    logits, chain = corrected(outputs)
+    previous = torch.cat([outputs.roots, chain[:-1]])
+    sure = head.confidence(outputs.hidden[0], previous) if head.config.confidence_head else torch.zeros(0)
+    return [outputs.logits[0], logits, sure]
+
+
 def num_layers(example: Example) -> int:
     tensors = layouts.canonical(example.tensors)
-    is_eagle3 = "layers.0.hidden_norm.weight" in tensors
-    return tensors["fc.weight"].shape[1] // example.target_size if is_eagle3 else 1
+    reads_several = {"layers.0.hidden_norm.weight", "hidden_norm.weight"} & tensors.keys()
+    return tensors["fc.weight"].shape[1] // example.target_size if reads_several else 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -139,6 +153,22 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("eagle3 of ModelOpt, two layers", "speculators"),
         ("eagle3 of ModelOpt, two layers", "sglang"),
         ("speculators eagle3, two layers", "speculators"),
+        ("dflash", "dflash"),
+        ("dflash", "speculators"),
+        ("dflash, windows", "dflash"),
+        ("dflash, windows of every layer", "dflash"),
+        ("dflash, scaled, with biases", "dflash"),
+        ("dflash, scaled, with biases", "speculators"),
+        ("dflash of vLLM, cut vocabulary", "dflash"),
+        ("dflash of vLLM, cut vocabulary", "speculators"),
+        ("jetspec", "dflash"),
+        ("jetspec, windows", "dflash"),
+        ("speculators dflash", "dflash"),
+        ("speculators dflash, windows, cut vocabulary", "speculators"),
+        ("speculators dflash, open windows", "speculators"),
+        ("speculators dspark", "speculators"),
+        ("speculators dspark, rnn, cut vocabulary", "speculators"),
+        ("speculators dspark, unsure", "speculators"),
     ],
 )
 def test_written_for_others_and_read_again(name: str, format: str, tmp_path: Path) -> None:
@@ -255,7 +285,7 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "hidden size of the head"),
         (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
-        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for Eagle3Head, this is MtpHead"),
+        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for Eagle3Head or DFlashHead, this is MtpHead"),
         (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators-mtp", "norms of queries and keys"),
         (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, sliding_window=4)), "speculators-mtp", "sliding window"),
         (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, draft_vocab_size=8)), "speculators-mtp", "draft vocab"),
@@ -291,12 +321,13 @@ def test_no_such_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"speculators_model_type": "dflash"}, "is not supported"),
-        ({"speculators_model_type": "dspark"}, "is not supported"),
         ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
-        ({"dflash_config": {}}, "DFlash"),
-        ({"speculators_model_type": "dspark"}, "is a DSpark drafter .speculators."),
+        ({"dflash_config": {}}, "unknown tensors a.weight"),
+        ({"speculators_model_type": "dspark"}, "speculators-dspark.*unknown tensors a.weight"),
+        ({"speculators_model_type": "dflash2"}, "is a DFlash2 drafter .speculators."),
+        ({"speculators_model_type": "xpress"}, "is an XPress drafter .speculators."),
+        ({"architectures": ["Gemma4DSparkModel"]}, "is a DSpark drafter with layers of Gemma 4"),
         ({"speculators_model_type": "peagle"}, "is a P-EAGLE head .speculators."),
         ({"speculators_model_type": ["x"]}, "of the unknown type"),
         ({"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True}, "is a P-EAGLE head"),
@@ -552,3 +583,186 @@ def test_a_head_in_the_authors_layout_is_read_as_theirs(tmp_path: Path) -> None:
     head.set_hot_token_ids(torch.arange(16) * 2)
     for format in ("eagle3", "sglang"):
         assert load_head(export_head(head, tmp_path / format, format=format)).layout == format
+
+
+# ----------------------------------------------------------------------------------------------- block heads
+
+NESTED = EXAMPLES["dflash"].config["dflash_config"]
+
+
+def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of a config with another value at a dotted path; `...` removes the field."""
+    copy = json.loads(json.dumps(config))
+    *parents, name = path.split(".")
+    place = copy
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    if value is ...:
+        del place[name]
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"dflash_config": {**NESTED, "projector_type": "domino"}}, {}, "is a Domino drafter"),
+        ({}, {"prefix_gru.weight_ih_l0": torch.zeros(3, 32)}, "is a Domino drafter"),
+        ({}, {"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)}, "is a DFlash2 drafter"),
+        ({}, {"candidate_selector.hidden_projection.weight": torch.zeros(4, 32)}, "is a DFlash2 drafter"),
+        ({}, {"refiner.mix_l": torch.zeros(4, 5, 5)}, "is an XPress drafter"),
+        ({"dflash_config": {**NESTED, "projector_type": "dspark"}}, {}, "projector_type 'dspark'"),
+        ({"dflash_config": {**NESTED, "projector_type": ["x"]}}, {}, r"projector_type \['x'\]"),
+        ({"parallel_drafting": True}, {}, "is a P-EAGLE head"),
+        ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, "is a P-EAGLE head"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is a quantised head"),
+        ({"dflash_config": {**NESTED, "attention_sink_bias": True}}, {}, "attention_sink_bias. is True"),
+        ({"add_swa_attention_sink_bias": True}, {}, "attention_sink_bias. is True"),
+        ({"is_neox_style": False}, {}, "is_neox_style. is False"),
+        ({"logit_scale": 0.5}, {}, "logit_scale. is 0.5"),
+        ({}, {"mask_embedding": torch.zeros(32)}, "unknown tensors mask_embedding"),
+        ({}, {"layers.0.self_attn.qkv_proj.weight": torch.zeros(64, 32)}, r"unknown tensors layers\.0.*qkv_proj"),
+        ({}, {"layers.1.self_attn.g_proj.weight": torch.zeros(4, 32)}, r"unknown tensors layers\.1.*g_proj"),
+        ({}, {"layers.0.self_attn.attention_sink_bias": torch.zeros(4)}, "unknown tensors.*attention_sink_bias"),
+        ({}, {"encoder.fc.weight": torch.zeros(32, 64)}, r"unknown tensors encoder\.fc\.weight"),
+        ({}, {"hidden_dim_adapter.proj.weight": torch.zeros(32, 64)}, "unknown tensors hidden_dim_adapter"),
+        ({}, {"markov_head.markov_w1.weight": torch.zeros(64, 4)}, "unknown tensors: markov_head"),
+        ({}, {"lm_head.weight": torch.zeros(24, 32)}, "wrong shapes: lm_head.weight"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "use_sliding_window": True}, {},
+         "for 2 layers"),
+        ({"layer_types": ["linear_attention"] * 2}, {}, "layer_types. is"),
+        ({"num_hidden_layers": 3}, {}, "num_hidden_layers. is 3, but there are tensors of 2 layers"),
+        ({}, {"layers.3.mlp.up_proj.weight": torch.zeros(48, 32)}, "a layer is missing"),
+        ({"block_size": 1}, {}, "drafts no tokens"),
+        ({"dflash_config": {**NESTED, "mask_token_id": 64}}, {}, "outside the vocabulary of 64"),
+        ({"dflash_config": {**NESTED, "target_layer_ids": [1, 2, 3]}}, {}, "64 columns for 3 layers"),
+        ({"dflash_config": {**NESTED, "use_swa": True}}, {}, "no `swa_window_size`"),
+    ],
+)  # fmt: skip
+def test_relatives_of_dflash_are_named(
+    config: dict[str, Any], tensors: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    example = EXAMPLES["dflash"]
+    Example("", {**example.config, **config}, {**example.tensors, **tensors}, example.draft).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "message"),
+    [
+        ("dflash", "block_size", ..., "no `block_size`"),
+        ("dflash", "dflash_config.mask_token_id", ..., "no `mask_token_id`"),
+        ("dflash", "dflash_config.causal", "false", "expected true or false"),
+        ("jetspec", "dflash_config.causal_head", "true", "expected true or false"),
+        ("speculators dflash", "mask_token_id", None, "no `mask_token_id`"),
+        ("speculators dflash", "aux_hidden_state_layer_ids", None, "does not name the target's layers"),
+        ("speculators dflash", "sliding_window_non_causal", 1, "expected true or false"),
+        ("speculators dflash", "transformer_layer_config", [1], "expected an object"),
+        ("speculators dflash", "transformer_layer_config.model_type", "mixtral", "model_type 'mixtral'"),
+        ("speculators dspark", "markov_rank", 5, "wrong shapes: .*markov"),
+        ("speculators dspark", "markov_head_type", "gated", "missing tensors: markov_head.gate_proj"),
+        ("speculators dspark", "markov_head_type", "lstm", "markov_head_type"),
+        ("speculators dspark", "markov_rank", ..., "wrong shapes: .*markov"),
+        ("speculators dspark", "enable_confidence_head", False, "unknown tensors: confidence_head"),
+        ("speculators dspark, unsure", "enable_confidence_head", True, "missing tensors: confidence_head"),
+        ("deepspec, plain", "markov_rank", 6, "missing tensors: markov_head"),
+        ("deepspec, no markov", "confidence_head_with_markov", True, "confidence_with_markov. needs"),
+    ],
+)  # fmt: skip
+def test_configs_of_block_heads_that_do_not_fit(
+    name: str, path: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    example = EXAMPLES[name]
+    Example("", changed(example.config, path, value), example.tensors, example.draft).write(tmp_path)
+    with pytest.raises(CheckpointFormatError, match=message):
+        load_head(tmp_path)
+
+
+def test_the_last_layer_is_normed_in_z_labs_code_only(tmp_path: Path) -> None:
+    read = {}
+    for name in ("dflash", "jetspec"):
+        example = EXAMPLES[name]
+        config = changed(example.config, "dflash_config.target_layer_ids", [-1, 31])
+        read[name] = load_head(Example("", config, example.tensors, example.draft).write(tmp_path / name)).config
+    assert read["dflash"].aux_hidden_state_layer_ids == [0, -1]
+    assert read["jetspec"].aux_hidden_state_layer_ids == [0, 32]
+
+
+def test_unnamed_layers_of_a_block_head_are_those_of_the_target(tmp_path: Path) -> None:
+    example = EXAMPLES["dflash"]
+    config = changed(example.config, "dflash_config.target_layer_ids", ...)
+    head = load_head(Example("", config, example.tensors, example.draft).write(tmp_path))
+    with pytest.raises(InvalidConfigError, match="are not known yet"):
+        _ = head.feature_layers
+    head.check_sizes(LlamaConfig(vocab_size=layouts.V, hidden_size=32, num_hidden_layers=32))
+    assert head.feature_layers == (2, 30)
+
+
+def test_windows_of_block_heads_count_from_where_their_writers_count(tmp_path: Path) -> None:
+    found = {}
+    for name in EXAMPLES:
+        if "windows" in name:
+            config = load_head(EXAMPLES[name].write(tmp_path / name.replace(" ", "-"))).config
+            found[name] = config.layer_types, config.sliding_causal, config.window_from_anchor
+    slides, full = "sliding_attention", "full_attention"
+    assert found == {
+        "dflash, windows": ([slides, full], False, False),
+        "dflash, windows of every layer": ([slides, slides], False, False),
+        "jetspec, windows": ([full, slides], True, False),
+        "speculators dflash, windows, cut vocabulary": ([slides, full], True, True),
+        "speculators dflash, open windows": ([slides, slides], False, True),
+    }
+
+
+HOSTILE: list[Any] = [
+    None, "", "x", "1", -1, 0, 1, 7, 2**31, -(2**63), 2**70, 1.5, -1e300, True, False, [], [[]], {}, {"a": {"b": []}},
+    [1, "x"], [2**70] * 2, ["full_attention", 3], [None, None], ["sliding_attention", "sliding_attention"],
+]  # fmt: skip
+HOSTILE_FIELDS = (
+    "block_size", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window",
+    "dflash_config", "num_target_layers", "draft_vocab_size", "architectures", "vocab_size", "hidden_size",
+    "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    "sample_from_anchor", "sliding_window_non_causal", "aux_hidden_state_layer_ids", "is_neox_style", "is_causal",
+    "transformer_layer_config", "rope_parameters", "num_attention_heads", "head_dim", "logit_scale",
+    *(f"dflash_config.{name}" for name in ("mask_token_id", "target_layer_ids", "causal", "causal_head", "use_swa",
+                                           "swa_window_size", "block_size", "all_children", "projector_type")),
+    *(f"transformer_layer_config.{name}" for name in ("layer_types", "sliding_window", "use_sliding_window",
+                                                      "num_hidden_layers", "model_type", "rope_parameters")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["dflash, windows", "jetspec", "deepspec, rnn", "speculators dspark", "speculators dflash, open windows"]
+)
+def test_hostile_configs_of_block_heads(name: str, tmp_path: Path) -> None:
+    """Each either raises an error of this package, or gives a head whose block can be run."""
+    example = EXAMPLES[name]
+    example.write(tmp_path)
+    target = layouts.target_for(num_layers(example))
+    for path in HOSTILE_FIELDS:
+        if "." in path and path.split(".")[0] not in example.config:
+            continue
+        for value in HOSTILE:
+            (tmp_path / "config.json").write_text(json.dumps(changed(example.config, path, value)))
+            head, message = None, ""
+            try:
+                head = load_head(tmp_path)
+            except CheckpointFormatError as error:
+                message = str(error)
+            assert head is not None or 20 < len(message) < 3000, (path, value)
+            if head is not None and head.config.block_size <= 64 and head.config.vocab_size == layouts.V:
+                assert all(bool(part.isfinite().all()) for part in draft(head, target)), (path, value)
+
+
+def test_a_tower_of_lists_in_the_config_of_a_block_head(tmp_path: Path) -> None:
+    example = EXAMPLES["dflash"]
+    example.write(tmp_path)
+    text = json.dumps(example.config)
+    for name in ("layer_types", "block_size", "num_hidden_layers"):
+        value = json.dumps(example.config[name])
+        deep = text.replace(f'"{name}": {value}', f'"{name}": ' + "[" * 900 + "]" * 900)
+        assert deep != text
+        (tmp_path / "config.json").write_text(deep)
+        with pytest.raises(CheckpointFormatError):
+            load_head(tmp_path)

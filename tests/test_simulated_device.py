@@ -20,7 +20,7 @@ OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 
 SHARDS = {
     "graphs_on_simulated_device.py": 3, "on_simulated_device.py": 2, "gpu_on_simulated_device.py": 1,
-    "attention_on_simulated_device.py": 1,
+    "attention_on_simulated_device.py": 1, "blocks_on_simulated_device.py": 1,
 }  # fmt: skip
 """In how many parts a file runs, so that two workers share it."""
 

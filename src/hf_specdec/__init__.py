@@ -17,6 +17,7 @@ from hf_specdec.errors import (
 )
 from hf_specdec.generation.auto import AutoSpeculativeModelForCausalLM
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
+from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
@@ -30,6 +31,8 @@ __all__ = [
     "Budget",
     "CacheCapacityError",
     "CheckpointFormatError",
+    "DFlashConfig",
+    "DFlashHead",
     "Draft",
     "DraftSession",
     "Drafter",

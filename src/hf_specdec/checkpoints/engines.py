@@ -1,6 +1,7 @@
 """The layouts that `export_head` writes, as a table: configs, tensor names, and reasons why a head does not fit.
 
-Files are written by `checkpoints/export.py`; layouts are read by `checkpoints/layouts.py`.
+Files are written by `checkpoints/export.py`; layouts are read by `checkpoints/layouts.py`. The layouts of block heads
+are in `checkpoints/block_engines.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from hf_specdec.checkpoints import export_refusals as refusals
 from hf_specdec.checkpoints.export_refusals import PLAIN_THETA
 from hf_specdec.checkpoints.formats import Head
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
@@ -44,7 +46,7 @@ class Format:
 # ----------------------------------------------------------------------------------------------- configurations
 
 
-def _layer_config(head: EagleHead | Eagle3Head | MtpHead) -> Fields:
+def layer_config(head: EagleHead | Eagle3Head | MtpHead | DFlashHead) -> Fields:
     """Return the Llama config of the draft layers, with rotary fields that old and new transformers versions read."""
     config = head.config
     rope = dict(config.rope_parameters)
@@ -77,7 +79,7 @@ MEDUSA_HEADS = 5
 
 def _eagle_config(head: EagleHead) -> Fields:
     own = {"bias": head.config.bias, "qkv_bias": head.config.qkv_bias, "architectures": ["LlamaForCausalLM"]}
-    return {**_for_eagles_code(_layer_config(head)), **own, **_base(head)}
+    return {**_for_eagles_code(layer_config(head)), **own, **base_model(head)}
 
 
 def _eagle3_config(head: Eagle3Head) -> Fields:
@@ -90,7 +92,7 @@ def _eagle3_config(head: Eagle3Head) -> Fields:
         own["target_hidden_size"] = config.target_hidden_size
     if not config.own_lm_head:
         own["draft_vocab_size"] = config.draft_vocab_size
-    return {**_layer_config(head), **own, **_base(head)}
+    return {**layer_config(head), **own, **base_model(head)}
 
 
 def _official_config(head: Eagle3Head) -> Fields:
@@ -124,14 +126,27 @@ def _mtp_config(head: MtpHead) -> Fields:
 
 def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) -> Fields:
     """Return the fields that the speculators configs of EAGLE-3 heads and MTP modules have in common."""
-    config, layer = head.config, _layer_config(head)
+    config, layer = head.config, layer_config(head)
     if config.qk_norm:
         layer = {**layer, "model_type": "qwen3"}
     if config.sliding_window is not None:
         layer = {**layer, "layer_types": ["sliding_attention"] * config.num_hidden_layers,
                  "sliding_window": config.sliding_window, "use_sliding_window": True,
                  "max_window_layers": 0}  # fmt: skip
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_steps or 3, "verifier_accept_k": 1,
+    return speculators_fields(head, kind, architecture, layer, config.num_steps or 3)
+
+
+def speculators_fields(head: Head, kind: str, architecture: str, layer: Fields, num_tokens: int) -> Fields:
+    """Return the fields that all speculators configs have in common.
+
+    Args:
+        head: The head.
+        kind: Name of the method in speculators.
+        architecture: Name of the class in speculators.
+        layer: Config of the draft layers.
+        num_tokens: Tokens to draft per step.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     return {
         "architectures": [architecture],
@@ -141,7 +156,7 @@ def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) ->
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": []},
+            "verifier": {"name_or_path": head.config.base_model_name_or_path, "architectures": []},
         },
         "transformer_layer_config": layer,
         "tie_word_embeddings": False,
@@ -151,27 +166,29 @@ def _of_speculators(head: Eagle3Head | MtpHead, kind: str, architecture: str) ->
 def _medusa_config(head: MedusaHeads) -> Fields:
     names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
     fields = {name: getattr(head.config, name) for name in names}
-    return {**fields, "version": "2" if head.config.shared_lm_head else "1", **_base(head)}
+    return {**fields, "version": "2" if head.config.shared_lm_head else "1", **base_model(head)}
 
 
-def _base(head: Head) -> Fields:
+def base_model(head: Head) -> Fields:
+    """Return the field that names the target."""
     return {"base_model_name_or_path": head.config.base_model_name_or_path}
 
 
 # ----------------------------------------------------------------------------------------------- tensors
 
 
-def _state(head: Head) -> Tensors:
+def state_of(head: Head) -> Tensors:
+    """Return the head's tensors by our names."""
     return dict(head.state_dict())
 
 
 def _medusa_tensors(head: MedusaHeads) -> Tensors:
-    return {name.removeprefix("heads."): tensor for name, tensor in _state(head).items()}
+    return {name.removeprefix("heads."): tensor for name, tensor in state_of(head).items()}
 
 
 def _with_vocabulary(head: Eagle3Head) -> Tensors:
     """Return the tensors with `d2t` and `t2d`, also for a head that drafts over the whole vocabulary."""
-    tensors, config = _state(head), head.config
+    tensors, config = state_of(head), head.config
     size = config.draft_vocab_size or config.vocab_size
     ids = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(size, device="cpu")
     marked = torch.zeros(config.vocab_size, dtype=torch.bool, device="cpu")
@@ -184,7 +201,7 @@ def _sglang_tensors(head: Eagle3Head) -> Tensors:
 
     If there are several layers, the first is `layers.0`, and the input norm of the others is called `hidden_norm`.
     """
-    stored = _with_vocabulary(head) if head.config.own_lm_head else _state(head)
+    stored = _with_vocabulary(head) if head.config.own_lm_head else state_of(head)
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith("embed_tokens")}
     if head.config.num_hidden_layers == 1:
         return tensors
@@ -200,7 +217,7 @@ def _mtp_tensors(head: MtpHead) -> Tensors:
     names = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
              "norm": "final_layernorm"}  # fmt: skip
     tensors = {}
-    for name, tensor in _state(head).items():
+    for name, tensor in state_of(head).items():
         part, rest = name.split(".", 1)
         tensors[f"mtp_layers.0.{rest.removeprefix('0.') if part == 'layers' else f'{names[part]}.{rest}'}"] = tensor
     return tensors
@@ -259,7 +276,7 @@ FORMATS: dict[str, Format] = {
         MedusaHeads, refusals.medusa_refusals, _medusa_config, _medusa_tensors, _medusa_readers,
         "medusa_lm_head.safetensors",
     ),
-    "eagle": Format(EagleHead, refusals.eagle_refusals, _eagle_config, _state, _eagle_readers),
+    "eagle": Format(EagleHead, refusals.eagle_refusals, _eagle_config, state_of, _eagle_readers),
     "eagle3": Format(Eagle3Head, refusals.eagle3_refusals, _official_config, _with_vocabulary, _eagle3_readers),
     "speculators": Format(
         Eagle3Head, refusals.speculators_refusals, _speculators_config, _speculators_tensors, _speculators_readers,
@@ -270,4 +287,4 @@ FORMATS: dict[str, Format] = {
     ),
     "sglang": Format(Eagle3Head, refusals.sglang_refusals, _sglang_config, _sglang_tensors, _sglang_readers),
 }  # fmt: skip
-"""The formats of `export_head`, except our own layout."""
+"""The formats of `export_head`, except our own layout and those of block heads."""

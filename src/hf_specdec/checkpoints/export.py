@@ -1,6 +1,7 @@
 """Write heads in the layouts of inference engines and of the methods' authors, with a model card.
 
-A head is written atomically and overwrites another one only on request. `engines.py` describes the layouts.
+A head is written atomically and overwrites another one only on request. The layouts are described in `engines.py` and
+`block_engines.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_specdec.atomic import staging_directory
-from hf_specdec.checkpoints.engines import FORMATS
+from hf_specdec.checkpoints.block_engines import BLOCK_FORMATS
+from hf_specdec.checkpoints.engines import FORMATS, Format
 from hf_specdec.checkpoints.files import listed
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
@@ -33,7 +35,8 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         head: Any head of this package.
         path: A directory that is empty or does not exist, or with `replace`, holds a head.
         format: `"hf-specdec"`; `"medusa"` (Medusa's code and Text Generation Inference), `"eagle"`, `"eagle3"` (the
-            authors' code, vLLM), `"speculators"` (EAGLE-3 on vLLM), `"speculators-mtp"`, `"sglang"` (EAGLE-3).
+            authors' code, vLLM), `"speculators"` (EAGLE-3 and block heads on vLLM), `"speculators-mtp"`, `"sglang"`
+            (EAGLE-3), `"dflash"` (block heads for the authors' code, JetSpec, vLLM and SGLang).
         replace: Delete a head that is in the directory, with all its files, and write this one.
 
     Returns:
@@ -67,7 +70,7 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
     return folder
 
 
-OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "recipe", "tau")
+OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "all_children", "recipe", "tau")
 """Config fields with drafting defaults and training information, which do not define the head."""
 
 HEAD_FILES = re.compile(
@@ -80,11 +83,29 @@ def lost_settings(head: Head, format: str) -> list[str]:
     """Return the names of settings of a head that a format cannot store; loading the export gives their defaults."""
     if format == NATIVE_LAYOUT:
         return []
-    defaults, holds = type(head.config)(), FORMATS[format].holds
+    defaults, holds = type(head.config)(), _rules(head, format).holds
     return [
         name for name in OWN_SETTINGS
         if name not in holds and getattr(head.config, name, None) not in (None, getattr(defaults, name, None))
     ]  # fmt: skip
+
+
+def _rules(head: Head, format: str) -> Format:
+    """Return how a format stores a kind of head.
+
+    Raises:
+        InvalidConfigError: The format is unknown.
+        CheckpointFormatError: The format is for other heads.
+    """
+    found = [table[format] for table in (FORMATS, BLOCK_FORMATS) if format in table]
+    if not found:
+        known = dict.fromkeys((NATIVE_LAYOUT, *FORMATS, *BLOCK_FORMATS))
+        raise InvalidConfigError(f"Unknown format {format!r}.", f"Known: {', '.join(known)}.")
+    for rules in found:
+        if isinstance(head, rules.head_class):
+            return rules
+    names = " or ".join(rules.head_class.__name__ for rules in found)
+    raise CheckpointFormatError(f"The format {format!r} is for {names}, this is {type(head).__name__}.")
 
 
 def _check_format(head: Head, format: str) -> None:
@@ -103,14 +124,7 @@ def _check_format(head: Head, format: str) -> None:
         )
     if format == NATIVE_LAYOUT:
         return
-    if format not in FORMATS:
-        raise InvalidConfigError(f"Unknown format {format!r}.", f"Known: {NATIVE_LAYOUT}, {', '.join(FORMATS)}.")
-    rules = FORMATS[format]
-    if not isinstance(head, rules.head_class):
-        raise CheckpointFormatError(
-            f"The format {format!r} is for {rules.head_class.__name__}, this is {type(head).__name__}."
-        )
-    reasons = [reason for reason, applies in rules.refuse(head).items() if applies]
+    reasons = [reason for reason, applies in _rules(head, format).refuse(head).items() if applies]
     if reasons:
         raise CheckpointFormatError(f"The format {format!r} cannot hold this head: {'; '.join(reasons)}.")
 
@@ -136,7 +150,7 @@ def _write(head: Head, folder: Path, format: str) -> None:
     if format == NATIVE_LAYOUT:
         head.save_pretrained(folder)
         return
-    rules = FORMATS[format]
+    rules = _rules(head, format)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in rules.tensors(head).items()}
     dtype = str(head.dtype).removeprefix("torch.")
     config = {**rules.config(head), "dtype": dtype, "torch_dtype": dtype}  # transformers renamed torch_dtype to dtype

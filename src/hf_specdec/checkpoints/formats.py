@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
+from hf_specdec.checkpoints.block_layouts import (
+    BLOCK_LAYOUTS,
+    block_fields,
+    check_block_tensors,
+    relative_of,
+    without_windows,
+)
 from hf_specdec.checkpoints.draft_layers import ambiguity_of, eagle3_fields, layer_fields, medusa_fields
 from hf_specdec.checkpoints.files import TensorFiles, listed
 from hf_specdec.checkpoints.layer_mtp import speculators_layer_mtp
 from hf_specdec.checkpoints.layouts import LAYOUTS, WHOLE_MODELS, Layout, Names, lookup
+from hf_specdec.checkpoints.pard import assistant_refusal, is_assistant_config
 from hf_specdec.checkpoints.refusals import unsupported_kind
 from hf_specdec.checkpoints.tensors import (
     VOCABULARIES,
@@ -29,6 +37,7 @@ from hf_specdec.checkpoints.tensors import (
 )
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.heads.base import NATIVE_LAYOUT
+from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.layer_mtp import LAYER_TYPES, LayerMtpHead
@@ -38,14 +47,18 @@ from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import checked, shown
 from hf_specdec.records import Fields
 
-Head = EagleHead | Eagle3Head | MtpHead | LayerMtpHead | MedusaHeads
-HeadConfig = EagleConfig | Eagle3Config | MtpConfig | MedusaConfig
+Head = EagleHead | Eagle3Head | MtpHead | LayerMtpHead | MedusaHeads | DFlashHead
+HeadConfig = EagleConfig | Eagle3Config | MtpConfig | MedusaConfig | DFlashConfig
+
+ALL_LAYOUTS = (*BLOCK_LAYOUTS, *LAYOUTS)
+"""All layouts that can be read; the first that matches is used."""
 
 HEADS: dict[type[Any], type[Head]] = {
     EagleConfig: EagleHead,
     Eagle3Config: Eagle3Head,
     MtpConfig: MtpHead,
     MedusaConfig: MedusaHeads,
+    DFlashConfig: DFlashHead,
 }
 """Head classes by config class."""
 
@@ -61,10 +74,12 @@ def find_layout(fields: Fields, names: Names, where: str) -> Layout:
     Raises:
         CheckpointFormatError: The layout is unknown, or its heads are not supported.
     """
-    kind = unsupported_kind(fields, names)
+    kind = relative_of(fields, names) or unsupported_kind(fields, names)
     if kind is not None:
         raise CheckpointFormatError(f"{where} is {kind}, which is not supported.", f"Supported layouts: {_known()}.")
-    for layout in LAYOUTS:
+    if is_assistant_config(fields):
+        raise assistant_refusal(fields, where)
+    for layout in ALL_LAYOUTS:
         if layout.matches(fields, names):
             return layout
     kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
@@ -175,6 +190,10 @@ def _settings(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, Any]:
     settings = {**layout.fixed, **{name: value for name, value in given.items() if value is not None}}
     if layout.config_class is MedusaConfig:
         return {**settings, **medusa_fields(settings, shapes)}
+    if layout.config_class is DFlashConfig:
+        check_block_tensors(shapes)
+        settings = {**layer_fields(layout, without_windows(layout, fields), shapes), **settings}
+        return {**settings, **block_fields(layout, fields, settings, shapes)}
     layer = layer_fields(layout, fields, shapes)
     if layout.config_class is EagleConfig:
         return {"bias": True, **layer, **settings}
@@ -200,4 +219,4 @@ def _rotary(config: Any, where: str) -> DraftRotaryEmbedding:
 
 
 def _known() -> str:
-    return ", ".join(dict.fromkeys(layout.name for layout in LAYOUTS))
+    return ", ".join(dict.fromkeys(layout.name for layout in ALL_LAYOUTS))

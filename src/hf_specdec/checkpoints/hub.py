@@ -106,20 +106,8 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
         CheckpointFormatError: A repository, directory or file does not exist or is broken, the head is quantised, or
             saving it was interrupted.
     """
-    folder = Path(repo_or_path)
-    source = _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
-    config = source.find(CONFIG_NAME)
-    if config is None and folder.is_dir() and was_interrupted(folder / subfolder, CONFIG_NAME):
-        raise CheckpointFormatError(
-            f"Saving a head in {folder / subfolder} was interrupted: it may hold files of two heads.",
-            "Save the head again.",
-        )
-    if config is None:
-        raise CheckpointFormatError(
-            f"There is no {CONFIG_NAME} in {source.name}.",
-            "Use a directory with config.json and weights, or a Hub id.",
-        )
-    fields = read_json(config)
+    source = _source(repo_or_path, subfolder, download)
+    fields = source.fields()
     quantised = source.find(QUANTISATION_NAME)
     if quantised is not None and lookup(read_json(quantised), "quantization.quant_algo|quant_algo"):
         raise CheckpointFormatError(
@@ -136,6 +124,25 @@ def open_checkpoint(repo_or_path: str | Path, *, subfolder: str = "", **download
             shards = [source.need(shard, found) for shard in shard_names(found)]
         return Checkpoint(source.name, fields, TensorFiles(shards), _adapter_in(source))
     raise CheckpointFormatError(f"There are no weights in {source.name}; looked for {', '.join(names)}.")
+
+
+def read_config(repo_or_path: str | Path, *, subfolder: str = "", **download: Any) -> Fields:
+    """Return the fields of a `config.json`; no other file is opened or downloaded.
+
+    Args:
+        repo_or_path: A local directory or a Hub id.
+        subfolder: Subfolder of the directory or repository.
+        **download: Arguments of `huggingface_hub.hf_hub_download`.
+
+    Raises:
+        CheckpointFormatError: The repository, directory or file does not exist or is broken.
+    """
+    return _source(repo_or_path, subfolder, download).fields()
+
+
+def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) -> _Folder:
+    folder = Path(repo_or_path)
+    return _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
 
 
 def _adapter_in(source: _Folder) -> AdapterFiles | None:
@@ -181,6 +188,25 @@ class _Folder:
         if not _is_inside(path, self._folder):
             raise CheckpointFormatError(f"{path} is a link to a file outside its directory.", "Copy the file there.")
         return path
+
+    def fields(self) -> Fields:
+        """Return the fields of `config.json`; raise `CheckpointFormatError` if it does not exist or is broken."""
+        config = self.find(CONFIG_NAME)
+        if config is not None:
+            return read_json(config)
+        if self._was_interrupted:
+            raise CheckpointFormatError(
+                f"Saving a head in {self._folder} was interrupted: it may hold files of two heads.",
+                "Save the head again.",
+            )
+        raise CheckpointFormatError(
+            f"There is no {CONFIG_NAME} in {self.name}.",
+            "Use a directory with config.json and weights, or a Hub id.",
+        )
+
+    @property
+    def _was_interrupted(self) -> bool:
+        return was_interrupted(self._folder, CONFIG_NAME)
 
     def need(self, name: str, index: Path) -> Path:
         """Return the path of a file in an index; raise `CheckpointFormatError` if it does not exist."""
@@ -231,6 +257,10 @@ class _Repository(_Folder):
         if snapshot.parent.name == "snapshots":
             self._download["revision"] = snapshot.name
         return path
+
+    @property
+    def _was_interrupted(self) -> bool:
+        return False
 
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
         return CheckpointFormatError(

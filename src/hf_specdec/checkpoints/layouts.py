@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_specdec.heads.base import NATIVE_LAYOUT
+from hf_specdec.heads.dflash import DFlashConfig
 from hf_specdec.heads.eagle import EagleConfig
 from hf_specdec.heads.eagle3 import Eagle3Config
 from hf_specdec.heads.medusa import MedusaConfig
@@ -19,7 +20,7 @@ from hf_specdec.records import Fields
 
 Names = frozenset[str]
 
-ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MtpConfig] | type[MedusaConfig]
+ConfigClass = type[EagleConfig] | type[Eagle3Config] | type[MtpConfig] | type[MedusaConfig] | type[DFlashConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ WHOLE_MODELS = ("medusa-model", "modelopt-medusa")
 
 NATIVE = tuple(
     Layout(NATIVE_LAYOUT, config_class, _native(config_class.model_type), "hf-specdec")
-    for config_class in (EagleConfig, Eagle3Config, MtpConfig, MedusaConfig)
+    for config_class in (EagleConfig, Eagle3Config, MtpConfig, MedusaConfig, DFlashConfig)
 )
 
 LAYOUTS = (
@@ -276,7 +277,7 @@ LAYOUTS = (
     MEDUSA_MODEL, MEDUSA_V2,
     MEDUSA_V1, NEMO_EAGLE3, DEEPSPEC_EAGLE3, MODELOPT_EAGLE3, SGLANG_EAGLE3, SPECFORGE_EAGLE3, EAGLE3, EAGLE,
 )  # fmt: skip
-"""All layouts that can be read; the first that matches is used."""
+"""All layouts that can be read, except those of block heads; the first that matches is used."""
 
 
 def is_head_config(fields: Fields) -> bool:
@@ -289,11 +290,13 @@ def is_head_config(fields: Fields) -> bool:
     )
 
 
-HEAD_FIELDS = ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size", "eagle_config")
+HEAD_FIELDS = ("speculators_model_type", "medusa_num_heads", "medusa", "draft_vocab_size", "eagle_config",
+               "dflash_config")  # fmt: skip
 """Config fields that only heads have."""
 HEAD_ARCHITECTURES = (
     "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "EAGLE3LlamaForCausalLM", "Eagle3LlamaForCausalLM",
     "LlamaEagle3DraftModel", "Qwen3Eagle3Model", "MedusaModel",
+    "DFlashDraftModel", "Qwen3DFlashDraftModel", "Qwen3DSparkModel",
 )  # fmt: skip
 
 

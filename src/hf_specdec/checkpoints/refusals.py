@@ -6,13 +6,13 @@ from hf_specdec.checkpoints.layouts import Names, lookup
 from hf_specdec.heads.schema import shown
 from hf_specdec.records import Fields
 
-SPECULATORS = ("eagle", "eagle3", "mtp")
+SPECULATORS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Values of `speculators_model_type` that are read."""
 
 SPECULATORS_TYPES = {
     "peagle": "a P-EAGLE head (speculators)",
-    "dflash": "a DFlash drafter (speculators)",
-    "dspark": "a DSpark drafter (speculators)",
+    "dflash2": "a DFlash2 drafter (speculators)",
+    "xpress": "an XPress drafter (speculators)",
     "mlp": "an MLP speculator (speculators)",
     "independent": "an independent draft model (speculators)",
 }
@@ -20,8 +20,6 @@ ARCHITECTURES = {
     "PEagleDraftModel": "a P-EAGLE head",
     "PeagleLlamaForCausalLM": "a P-EAGLE head",
     "LlamaForCausalLMPeagle": "a P-EAGLE head",
-    "DFlashDraftModel": "a DFlash drafter",
-    "DSparkDraftModel": "a DSpark drafter",
     "MLPSpeculatorPreTrainedModel": "an MLP speculator",
     "Gemma4AssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
     "Gemma4UnifiedAssistantForCausalLM": "a Gemma 4 assistant, which attends to its target's keys and values",
@@ -45,14 +43,10 @@ def unsupported_kind(fields: Fields, names: Names) -> str | None:
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if isinstance(architecture, str) and architecture in ARCHITECTURES:
         return ARCHITECTURES[architecture]
-    if "dflash_config" in fields:
-        return "a DFlash drafter"
     if fields.get("parallel_drafting") or any(name.endswith("mask_hidden") for name in names):
         return "a P-EAGLE head"
     if any(name.startswith("parallel_draft_heads.") for name in names):
         return "an EAGLE head with parallel Medusa heads (ModelOpt's parallel_draft_step)"
-    if fields.get("pard_token") is not None:
-        return "a PARD draft model"
     if _is_eagle(names) and (
         fields.get("kv_lora_rank") or any(part in name for name in names for part in MLA_TENSORS)
     ):

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.checkpoints.formats import read_head
+from hf_specdec.checkpoints.formats import ALL_LAYOUTS, read_head
 from hf_specdec.checkpoints.hub import open_checkpoint
-from hf_specdec.checkpoints.layouts import LAYOUTS
 from hf_specdec.verification.features import LAST
 
 
@@ -27,7 +26,7 @@ class HeadReport:
     files: dict[str, int]  # sizes in bytes by name
     vocabulary: int | None  # V of the target
     draft_vocabulary: int | None  # Vd
-    layers_read: list[int] | None  # numbers of hidden states, see `Features`; None: the paper's three
+    layers_read: list[int] | None  # numbers of hidden states, see `Features`; None: the authors' default
     ambiguous: list[str]  # fields of `Reading` that the files leave open
     needs_adapter: bool  # whether the head was trained together with an adapter of its target
     config: dict[str, Any]  # fields with other values than the defaults of the class
@@ -50,11 +49,12 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
     checkpoint = open_checkpoint(repo_or_path, **kwargs)
     head = read_head(checkpoint.fields, checkpoint.files, checkpoint.where)
     config = head.config
-    layers = getattr(config, "eagle_aux_hidden_state_layer_ids", [LAST])
+    names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    layers = next((getattr(config, name) for name in names if hasattr(config, name)), [LAST])
     return HeadReport(
         where=checkpoint.where,
         layout=head.layout,
-        writers=next(layout.writers for layout in LAYOUTS if layout.name == head.layout),
+        writers=next(layout.writers for layout in ALL_LAYOUTS if layout.name == head.layout),
         method=head.method,
         head=type(head).__name__,
         target=config.base_model_name_or_path,
@@ -73,5 +73,6 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
 
 
 HIDDEN = ("transformers_version", "architectures", "dtype", "_name_or_path", "recipe", "tau", "model_type",
-          "base_model_name_or_path", "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")  # fmt: skip
+          "base_model_name_or_path", "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids",
+          "aux_hidden_state_layer_ids")  # fmt: skip
 """Config fields that are left out of `HeadReport.config`: reported elsewhere, or irrelevant."""

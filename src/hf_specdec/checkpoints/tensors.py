@@ -224,6 +224,6 @@ def in_vocabulary_order(tensors: Tensors, mask: Tensor | None, vocab_size: int |
     sorted_rows = {
         name: tensor[order]
         for name, tensor in tensors.items()
-        if name == "lm_head.weight" or re.fullmatch(r"heads\.\d+\.\d+\.weight", name)
+        if name in ("lm_head.weight", "markov_head.markov_w2.weight") or re.fullmatch(r"heads\.\d+\.\d+\.weight", name)
     }
     return {**tensors, **sorted_rows, "d2t": ids - numbers}

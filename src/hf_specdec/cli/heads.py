@@ -20,7 +20,9 @@ from hf_specdec.errors import InvalidConfigError, printable
 
 Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any supported layout.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-FormatName = Literal["hf-specdec", "medusa", "eagle", "eagle3", "speculators", "speculators-mtp", "sglang"]
+FormatName = Literal[
+    "hf-specdec", "medusa", "eagle", "eagle3", "speculators", "speculators-mtp", "sglang", "dflash"
+]  # fmt: skip
 
 
 def inspect(

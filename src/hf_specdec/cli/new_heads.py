@@ -13,6 +13,7 @@ from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.runs import training_package
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
@@ -20,7 +21,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 if TYPE_CHECKING:
     from hf_specdec.training import Conversation
 
-NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head)
+NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head, DFlashHead)
 
 
 def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
@@ -91,3 +92,30 @@ def set_draft_vocabulary(head: Head, conversations: list[Conversation]) -> None:
     size = head.config.draft_vocab_size
     if size is not None:
         head.set_hot_token_ids(training_package().most_frequent_tokens(conversations, size))
+
+
+def choose_mask_token(tokenizer: Any, conversations: list[Conversation], vocab_size: int) -> int:
+    """Return a token to stand for the tokens that a block head predicts: one that never occurs in the conversations.
+
+    Prefers rows of the embedding beyond the tokenizer's vocabulary, which no text uses, then added and special tokens,
+    then any token.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        conversations: The training data.
+        vocab_size: Rows of the target's embedding.
+
+    Raises:
+        InvalidConfigError: All tokens occur.
+    """
+    used = {token for one in conversations for token in one.input_ids}
+    used |= {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    beyond = range(vocab_size - 1, len(tokenizer) - 1, -1)
+    added = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}, reverse=True)
+    for token in (*beyond, *added, *range(vocab_size - 1, -1, -1)):
+        if token < vocab_size and token not in used:
+            return int(token)
+    raise InvalidConfigError(
+        "All tokens occur in the data, so none is left to stand for tokens to predict.",
+        "Name a token that texts rarely contain with --mask-token-id.",
+    )

@@ -24,8 +24,6 @@ from hf_specdec.cli.options import (
     NormOutput,
     Precision,
     Seed,
-    check_writable_directory,
-    finite,
     read_object,
     require_package,
 )
@@ -34,10 +32,28 @@ from hf_specdec.cli.runs import (
     Output,
     finish_training,
     is_main,
-    load_conversations,
     load_training_target,
     print_note,
     training_package,
+)
+from hf_specdec.cli.training_options import (
+    Accumulate,
+    BaseName,
+    Batch,
+    Epochs,
+    Features,
+    Fields,
+    Initial,
+    MaxLength,
+    MaxSteps,
+    More,
+    Rate,
+    Recipe,
+    Seen,
+    TrainingRun,
+    Vocabulary,
+    check_start,
+    split_conversations,
 )
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_config
@@ -47,54 +63,12 @@ from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specdec.verification.features import LAST
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedModel
 
     from hf_specdec.training import Conversation
-    from hf_specdec.training.features import TrainingData
-
-Features = Annotated[
-    Path | None,
-    typer.Option(
-        help="Directory to store the target's features in, computed once. Default: compute them in every step."
-    ),
-]
-MaxLength = Annotated[int, typer.Option(min=8, help="Maximum tokens per conversation; longer ones are truncated.")]
-Epochs = Annotated[float, typer.Option(min=1e-6, callback=finite, help="Passes over the data.")]
-MaxSteps = Annotated[int | None, typer.Option(min=-1, help="Optimiser steps; overrides --epochs.")]
-Batch = Annotated[int, typer.Option(min=1, help="Conversations per process and forward.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimiser step (gradient accumulation).")]
-Rate = Annotated[float, typer.Option(min=0.0, callback=finite, help="Peak learning rate.")]
-Vocabulary = Annotated[
-    int | None, typer.Option(min=1, help="Draft only the given number of most frequent tokens. Default: all tokens.")
-]
-More = Annotated[
-    Path | None,
-    typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
-]
-Fields = Annotated[
-    Path | None,
-    typer.Option(help="JSON file with more fields of the head's config (fc_norm, intermediate_size, ...)."),
-]
-Recipe = Annotated[
-    Path | None,
-    typer.Option(help="JSON file with fields of the training recipe (step_decay, soft_tokens, noise, ...)."),
-]
-Initial = Annotated[str | None, typer.Option(help="Path or Hub id of a head to continue training.")]
-Seen = Annotated[
-    float | None,
-    typer.Option(min=0.0, max=1.0, callback=finite,
-                 help="Drop conversations whose answers repeat others, or themselves, by more than this fraction."),
-]  # fmt: skip
-BaseName = Annotated[
-    str | None,
-    typer.Option(help="Hub id of the target to store in the head, if --model is a path."),
-]
 
 Heads = Annotated[int | None, typer.Option(min=1, max=64, help="Number of heads; each drafts one token. Default: 4.")]
 Layers = Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks per head. Default: 1.")]
-
-HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
-"""By default, one in 20 conversations is held out for evaluation, but no more than 64."""
 
 EXAMPLE = (
     "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
@@ -138,14 +112,14 @@ def medusa(
     given = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
              "shared_lm_head": False if own_lm_head else None}  # fmt: skip
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
-    run = _TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
+    run = TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
     heads = _medusa_heads(initial_head, target_config, fields)
     heads.check_sizes(target_config.get_text_config(decoder=True))
     name_target(heads.config, base_model_name, path="./model" if joint else None)
-    conversations, evaluation = _split_conversations(data, model, max_length, held_out, drop_seen)
+    conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
     training = training_package()
     config = training.MedusaTrainingConfig().changed(**read_object(recipe, "--recipe"))
     if not joint:
@@ -180,7 +154,7 @@ def _medusa_heads(initial_head: str | None, target_config: Any, fields: dict[str
 
 
 def _train_jointly(
-    run: _TrainingRun, target: PreTrainedModel, tokenizer: Any, heads: MedusaHeads, conversations: list[Conversation],
+    run: TrainingRun, target: PreTrainedModel, tokenizer: Any, heads: MedusaHeads, conversations: list[Conversation],
     folder: Path,
 ) -> None:  # fmt: skip
     """Train heads and an adapter of the target (Medusa-2); save the target with merged adapter, and the tokenizer."""
@@ -227,16 +201,15 @@ def eagle(
         raise InvalidConfigError("EAGLE-2 uses EAGLE-1 heads with dynamic trees.", "Use --version 1.")
     given = {"draft_vocab_size": draft_vocab_size, "norm_output": norm_output}
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
-    if initial_head is not None and random_start:
-        raise InvalidConfigError("--random-start cannot be combined with --initial-head.", "Drop one of them.")
-    run = _TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
+    check_start(initial_head, random_start)
+    run = TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
                max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     target_config = load_config(model)
     head = _eagle_head(initial_head, version, target_config, fields)
     head.check_sizes(target_config.get_text_config(decoder=True))
     name_target(head.config, base_model_name)
-    conversations, evaluation = _split_conversations(data, model, max_length, held_out, drop_seen)
+    conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
         set_draft_vocabulary(head, conversations)
     training = training_package()
@@ -270,80 +243,3 @@ def _start_from_target(head: Eagle3Head, target: PreTrainedModel) -> None:
     random = f"random weights: the target's {', '.join(misfits)} do not fit"
     copied = "the target's lm_head, final norm and second-to-last layer"
     print_note(f"The head starts from {random if misfits else copied}.")
-
-
-# --------------------------------------------------------------------------------------------------- shared helpers
-
-
-class _TrainingRun:
-    """Directories and training arguments of a `train` command; raises `InvalidConfigError` if one cannot be used.
-
-    Args:
-        output: Directory for the head, checkpoints and log.
-        features: Directory for captured features; None computes them in every step.
-        more: `TrainingArguments` that override `fields`.
-        **fields: `TrainingArguments`, `seed` included.
-    """
-
-    def __init__(self, output: Path, features: Path | None, more: dict[str, Any], **fields: Any) -> None:
-        check_writable_directory(output, "--output")
-        check_writable_directory(features, "--features")
-        if (output / "config.json").exists() and not (output / "run.json").exists():
-            raise InvalidConfigError(
-                f"--output {output} holds a head or model that was not trained by this command.",
-                "Give another directory.",
-            )
-        self._output, self._features, self._more, self._fields = output, features, more, fields
-        self.arguments(held_out=True)  # raises if an argument is invalid
-
-    def arguments(self, subfolder: str = "", *, held_out: bool = False) -> TrainingArguments:
-        """Set the random seed and return the Trainer's arguments; checkpoints go to a subfolder of the output."""
-        from transformers import set_seed
-
-        set_seed(self._fields["seed"])
-        arguments: TrainingArguments = training_package().head_arguments(
-            self._output / subfolder, self._more, held_out=held_out, **self._fields
-        )
-        return arguments
-
-    def data(
-        self,
-        target: PreTrainedModel,
-        conversations: list[Conversation],
-        evaluation: list[Conversation],
-        layers: tuple[int, ...],
-    ) -> tuple[TrainingData, TrainingData | None]:
-        """Return the data for training and for evaluation (or None): conversations, or features captured from them."""
-        if self._features is None:
-            return conversations, evaluation or None
-        training = training_package()
-        size = training.feature_bytes(target, [*conversations, *evaluation], layers)
-        print_note(f"{size / 1e9:.2f} GB of features will be stored in {self._features}")
-        stored = training.capture_features(target, conversations, self._features, layers=layers, progress=True)
-        if not evaluation:
-            return stored, None
-        return stored, training.capture_features(target, evaluation, self._features / "held-out", layers=layers)
-
-
-def _split_conversations(
-    data: list[str], model: str | None, max_length: int, held_out: int | None, drop_seen: float | None
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Read conversations; return those for training (no near-duplicates if `drop_seen` is set) and those held out.
-
-    Raises:
-        InvalidConfigError: No conversations can be read, or `held_out` or `drop_seen` leaves none for training.
-    """
-    conversations = load_conversations(data, model, max_length)
-    count = min(len(conversations) // HELD_OUT_EVERY, MAX_HELD_OUT) if held_out is None else held_out
-    kept, evaluation = training_package().hold_out(conversations, count)
-    if not kept:
-        raise InvalidConfigError(f"--held-out {count} leaves none of {len(conversations)} conversations to train on.")
-    if drop_seen is not None:
-        before, kept = len(kept), training_package().drop_near_duplicates(kept, drop_seen, evaluation)
-        if not kept:
-            raise InvalidConfigError(
-                f"--drop-seen {drop_seen} leaves none of {before} conversations to train on.",
-                "Give a larger fraction, or conversations whose answers repeat less.",
-            )
-        print_note(f"Dropped {before - len(kept)} of {before} conversations: over {drop_seen:.0%} repeated elsewhere.")
-    return kept, evaluation

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.draft_layer import DraftLayer
-from hf_specdec.drafters.layer_session import EagleSession, LayerLimits
+from hf_specdec.drafters.feature_session import LayerLimits
+from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable, limits_of
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -69,7 +71,7 @@ class LayerDrafter(Drafter):
             num_steps = config.num_steps or defaults.num_steps or self.default_num_steps
             top_k = config.top_k or defaults.top_k or self.default_top_k
             wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
-            limits = LayerLimits(growable(Budget(wanted, num_steps, top_k)), None)
+            limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None)
         else:
             choices = tuple(validate_choices(tree))
             limits = LayerLimits(limits_of(choices), choices)
@@ -87,6 +89,10 @@ class LayerDrafter(Drafter):
                 f"`top_k` {limits.budget.top_k} exceeds the draft vocabulary of {vocabulary} tokens."
             )
         return limits
+
+    def largest(self, budget: Budget) -> Budget:
+        """Return the budget with `num_nodes` reduced to the most nodes that a dynamic tree within it can have."""
+        return growable(budget)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the budget of the largest tree, see `tree_limits`."""
@@ -139,19 +145,24 @@ class EagleDrafter(LayerDrafter):
         return other
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check, move and cast the head as `bind_head` does, and drop its embedding if it equals the model's.
+        """See `bind_sharing_head`."""
+        self.needs = bind_sharing_head(self.head, model)
 
-        Raises:
-            DrafterMismatchError: See `bind_head`; or the embedding sizes differ, or the head needs the target's
-                embedding as lm_head and this is offloaded.
-        """
-        bind_head(self.head, model)
-        self.needs = Needs(feature_layers=self.head.feature_layers)
-        self.head.share_embedding(model)
-        size = self.head.config.hidden_size
-        width = getattr(self.head.embedding_for(model), "embedding_dim", size)
-        if width != size:
-            raise DrafterMismatchError(
-                f"{type(model).__name__} has token embeddings of size {width}, this head needs {size}.",
-                "Use a head that includes a token embedding.",
-            )
+
+def bind_sharing_head(head: EagleFamilyHead | DFlashHead, model: PreTrainedModel) -> Needs:
+    """Check, move and cast a head as `bind_head` does, drop its embedding if it equals the model's; return its needs.
+
+    Raises:
+        DrafterMismatchError: See `bind_head`; or the embedding sizes differ, or the head needs the target's embedding
+            as lm_head and this is offloaded.
+    """
+    bind_head(head, model)
+    head.share_embedding(model)
+    size = head.config.hidden_size
+    width = getattr(head.embedding_for(model), "embedding_dim", size)
+    if width != size:
+        raise DrafterMismatchError(
+            f"{type(model).__name__} has token embeddings of size {width}, this head needs {size}.",
+            "Use a head that includes a token embedding.",
+        )
+    return Needs(feature_layers=head.feature_layers)

@@ -18,7 +18,8 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, DraftSession, Needs
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
-from hf_specdec.drafters.layer_session import EagleSession, LayerLimits
+from hf_specdec.drafters.feature_session import LayerLimits
+from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.mtp import MtpHead

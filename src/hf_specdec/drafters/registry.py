@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
@@ -24,10 +25,12 @@ from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
+from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.layer_mtp import LayerMtpHead
@@ -101,6 +104,7 @@ def _add(method: Method) -> Method:
 
 
 register_drafter("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head))
+register_drafter("dflash", DFlashDrafter, heads=(DFlashHead,))
 register_drafter("medusa", MedusaDrafter, heads=(MedusaHeads,))
 register_drafter("mtp", MtpDrafter, heads=(MtpHead, LayerMtpHead), native=MtpDrafter.native)
 register_drafter("prompt_lookup", PromptLookupDrafter, aliases=("ngram",))
@@ -111,6 +115,10 @@ register_drafter("early_exit", EarlyExitDrafter)
 register_drafter(
     "draft_model", DraftModelDrafter, part="an assistant model",
     how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
+)  # fmt: skip
+register_drafter(
+    "pard", PardDrafter, part="a PARD assistant model",
+    how_given="pass assistant_model=, or call model.load_drafter(path_or_hub_id)",
 )  # fmt: skip
 
 

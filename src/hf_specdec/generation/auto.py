@@ -15,6 +15,7 @@ from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
 from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
+from hf_specdec.generation.assistant_loading import assistant_config
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 
 HUB_OPTIONS = ("token", "cache_dir", "force_download", "local_files_only")
@@ -39,11 +40,11 @@ class AutoSpeculativeModelForCausalLM:
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *, drafter: Any = None, **kwargs: Any) -> Any:
-        """Load a target model, attach speculation, register a head for it (if any) and return the model.
+        """Load a target model, attach speculation, register its head or PARD assistant (if any) and return the model.
 
         Args:
             name_or_path: Path or Hub id of a target model, or of a head that names its target.
-            drafter: Path or Hub id of a head; None: the head is at `name_or_path`, or there is none.
+            drafter: Path or Hub id of a head or a PARD assistant; None: a head is at `name_or_path`, or there is none.
             **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained` for the target (dtype, device_map, ...).
                 `token`, `cache_dir`, `force_download` and `local_files_only` apply to the head as well; `revision` and
                 `subfolder` apply to `name_or_path` only.
@@ -59,9 +60,9 @@ class AutoSpeculativeModelForCausalLM:
         shared = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         named = {name: kwargs[name] for name in HEAD_OPTIONS if name in kwargs}
         head, named_by = None, None
-        if drafter is not None:
+        if drafter is not None and assistant_config(drafter, shared) is None:
             head = load_head(drafter, **shared)
-        else:
+        elif drafter is None:
             with _translate_errors(name_or_path, named_by):
                 fields = PreTrainedConfig.get_config_dict(name_or_path, **shared, **named)[0]
             if is_head_config(fields):
@@ -76,6 +77,8 @@ class AutoSpeculativeModelForCausalLM:
         model = SpeculativeGenerationMixin.attach(target)
         if head is not None:
             model.load_drafter(head)
+        elif drafter is not None:
+            model.load_drafter(drafter, **shared)
         return model
 
 

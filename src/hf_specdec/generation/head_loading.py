@@ -1,4 +1,7 @@
-"""Load a head for a target, check the adapter that it was trained with, and decide how an ambiguous head is read."""
+"""Load a head or a PARD assistant for a target.
+
+The adapter that a head was trained with is checked, and it is decided how an ambiguous head is read.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.registry import drafter_of
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.assistant_loading import assistant_config, assistant_drafter
 from hf_specdec.generation.reading_trial import choose_reading
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.readings import checked_reading
@@ -26,6 +30,8 @@ def head_drafter(
 ) -> Drafter:  # fmt: skip
     """Load a head, choose its reading if its files allow several (*ambiguous*), and return its drafter.
 
+    If the files are those of a PARD assistant, return its drafter instead.
+
     A loaded head whose reading has already been chosen keeps it unless `reading` is given. The drafter is bound to the
     target only if several readings are tried.
 
@@ -35,25 +41,20 @@ def head_drafter(
         reading: Fields of a `Reading` that the caller sets; None for none.
         tries_readings: Whether an ambiguous head is tried in each reading, see `choose_reading`; otherwise the first
             one (the documented one) is used.
-        options: Arguments of `load_head`; those that are None are left out.
+        options: Arguments of `load_head`, or of `assistant_drafter`; those that are None are left out.
 
     Raises:
         CheckpointFormatError, DrafterMismatchError: See `load_drafter`.
-        InvalidConfigError: `reading` is invalid, or given for a head that is not ambiguous; options were given for a
-            loaded head; or the `hot_tokens` in them are invalid.
+        InvalidConfigError: `reading` is invalid, or given for something other than an ambiguous head; options were
+            given for a loaded head; or the `hot_tokens` in them are invalid.
     """
     wanted = checked_reading(reading or {})
     given = {name: value for name, value in options.items() if value is not None}
-    if isinstance(source, DraftHead):
-        if given:
-            raise InvalidConfigError(
-                f"{', '.join(sorted(given))} are options for loading a head, but this {type(source).__name__} is "
-                "already loaded.",
-                "Leave them out, or pass its path or Hub id.",
-            )
-        head: Any = source
-    else:
-        head = load_head(source, **given)
+    if not isinstance(source, DraftHead) and (fields := assistant_config(source, given)) is not None:
+        if wanted:
+            raise InvalidConfigError(f"`reading` is given, but {source} is a PARD assistant.", "Leave it out.")
+        return assistant_drafter(model, source, fields, given)
+    head = _head_of(source, given)
     if head.adapter is not None:  # before the trial; binding checks it again
         check_adapter(model, head.adapter)
     drafter = drafter_of(head)
@@ -79,3 +80,16 @@ def head_drafter(
             head.reading = None  # not chosen: the next call tries again
             raise
     return drafter
+
+
+def _head_of(source: str | Path | DraftHead, options: Mapping[str, Any]) -> Any:
+    """Return the head at a source; one that is already loaded takes no options."""
+    if not isinstance(source, DraftHead):
+        return load_head(source, **options)
+    if options:
+        raise InvalidConfigError(
+            f"{', '.join(sorted(options))} are options for loading a head, but this {type(source).__name__} is "
+            "already loaded.",
+            "Leave them out, or pass its path or Hub id.",
+        )
+    return source

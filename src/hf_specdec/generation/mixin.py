@@ -120,7 +120,7 @@ class SpeculativeGenerationMixin:
         token: str | bool | None = None, verify: bool | Sequence[Tensor] | None = None,
         reading: Mapping[str, Any] | None = None, **kwargs: Any,
     ) -> Drafter:  # fmt: skip
-        """Load a head in any supported layout, check it against this model, register its drafter and return it.
+        """Load a head or a PARD assistant, check it against this model, register its drafter and return it.
 
         Files of some EAGLE-3 heads can be read in several ways (`heads/readings.py`). Such a head is tried in each
         way on texts that this model writes. This takes a few seconds, once per head and model: the result is stored.
@@ -134,7 +134,8 @@ class SpeculativeGenerationMixin:
                 warning is issued if fewer than one in ten first drafted tokens are accepted. None and False skip the
                 test; False also reads an ambiguous head in the documented way, without trying others.
             reading: Fixes how an ambiguous head is read, for example `{"layer_offset": 0}`; see `Reading`.
-            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...
+            **kwargs: Further arguments of `load_head`: `hot_tokens`, `subfolder`, `cache_dir`, ...; for a PARD
+                assistant, of `AutoModelForCausalLM.from_pretrained` (default: this model's dtype and device).
 
         Raises:
             CheckpointFormatError: The source is no draft head, its layout is unknown, or a file is broken.

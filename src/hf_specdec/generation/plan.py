@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specdec.acceptance.rules import AcceptanceRule, greedy
+from hf_specdec.checkpoints.pard import drafts_in_parallel
 from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
@@ -23,6 +24,7 @@ from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import limits_of
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
@@ -45,8 +47,8 @@ from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.runners import ExecutionMode, Runner
 from hf_specdec.verification.target import Target
 
-ASSISTED = "draft_model"
-"""Name of the method that drafts with an assistant model."""
+ASSISTED, PARD = "draft_model", "pard"
+"""Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ def plan_call(
     options.check_mode(mode, generation_config, mode_kwargs)
     registered = state.drafters
     if request.assistant is not None:
-        registered = {**registered, ASSISTED: _assisted(request.assistant, config, generation_config, state.made)}
+        registered = {**registered, **_assisted(request.assistant, config, generation_config, state.made)}
     drafter = choose_drafter(config, model, registered, state.made, state.learned)
     limits = _limits(drafter, config)
     options.check_top_k(config, model)
@@ -208,24 +210,32 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
 
 def _assisted(
     assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
-) -> Drafter:
-    """Return a drafter for the call's assistant model, the last call's if it fits, and store it in `made`.
+) -> dict[str, Drafter]:
+    """Return drafters for the call's assistant model by method, and store them in `made`.
 
-    It samples its drafts if the call samples losslessly with chains of this drafter alone.
+    Those of the last call are used again if they fit. If the config names neither method, there is one drafter: a PARD
+    assistant drafts several tokens per forward, any other token by token. The latter samples its drafts if the call
+    samples losslessly with chains of this drafter alone.
 
     Raises:
         UnsupportedGenerationError: The method does not draft with an assistant model.
     """
-    if config.method not in (ASSISTED, *COMBINED):
+    if config.method not in (ASSISTED, PARD, *COMBINED):
         raise UnsupportedGenerationError(
             f"`assistant_model` has no effect with speculative={config.method!r}.",
-            f'Use speculative={ASSISTED!r}, "hybrid" or "auto", or drop it.',
+            f'Use speculative={ASSISTED!r}, {PARD!r}, "hybrid" or "auto", or drop it.',
         )
+    named = {ASSISTED, PARD} & {config.method, *(config.methods or ())}
     chain = config.top_k in (None, 1) and config.tree is None
     sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain
     sample = sample and config.acceptance in ("auto", "rejection", "block")
-    made[ASSISTED] = DraftModelDrafter.reuse(made.get(ASSISTED), assistant, sample=sample)
-    return made[ASSISTED]
+    kinds: dict[str, type[DraftModelDrafter]] = {ASSISTED: DraftModelDrafter, PARD: PardDrafter}
+    wanted = named or {PARD if drafts_in_parallel(fields_of(assistant)) else ASSISTED}
+    drafters: dict[str, Drafter] = {
+        method: kinds[method].reuse(made.get(method), assistant, sample=sample) for method in wanted
+    }
+    made.update(drafters)
+    return drafters
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:

@@ -1,4 +1,4 @@
-"""The attention of a draft layer, with three ways to attend.
+"""The attention of a draft layer, with four ways to attend.
 
 Inference reads keys from a cache; training runs the same layer several times over one sequence. Both use the same
 projections and pass a different function `attend(query, key, value) -> output`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,15 +80,22 @@ class DraftAttention(nn.Module):
             rotary: Cosines and sines `[B, T, r]`, see `rotate`.
             attend: Function that computes the attention, see `Attend`.
         """
-        query, key, value = (
-            projection(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (self._split(proj(hidden)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotate(query, key, rotary)
         output: Tensor = self.o_proj(attend(query, key, value).transpose(1, 2).flatten(2))
         return output
+
+    def keys_and_values(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the keys and values `[B, G, T, d]` of entries without queries; arguments as for `forward`."""
+        key, value = self._split(self.k_proj(hidden)), self._split(self.v_proj(hidden))
+        if self.qk_norm:
+            key = self.k_norm(key)
+        return rotate(key, key, rotary)[1], value
+
+    def _split(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -96,7 +103,7 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
+def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
     """Return a function that appends the new entries to a cache and attends to all of its entries.
 
     Use one function per forward: its i-th call uses layer i of the cache, for the i-th layer of the draft model.
@@ -104,12 +111,14 @@ def attend_over(cache: Cache, mask: Tensor | None) -> Attend:
     Args:
         cache: Any transformers cache, with one layer per draft layer.
         mask: `[B, 1, T, S]` bool, True for visible entries, where S counts the cache's entries including the T new
-            ones; None means causal attention, and requires an empty cache.
+            ones; or one such mask per layer. None means causal attention, and requires an empty cache.
     """
-    layers = itertools.count()
+    layers, masks = itertools.count(), mask
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = cache.update(key, value, next(layers))
+        layer = next(layers)
+        mask = masks if masks is None or isinstance(masks, Tensor) else masks[layer]
+        keys, values = cache.update(key, value, layer)
         if mask is None:
             return attend_causally(query, keys, values)
         if not kernels.calls_kernel_directly(query.device):
@@ -198,3 +207,63 @@ def _attend_block(query: Tensor, begin: int, keys: tuple[Tensor, ...], values: t
     for i, index in enumerate(seen, start=1):
         output = output + weights[..., end + i - 1, None] * values[i][:, :, index.clamp(min=0)]
     return output
+
+
+class AnchoredAttention:
+    """Attention for training on many blocks at once: a slot sees the context before its block, and its own block.
+
+    Args:
+        context: Keys and values `[B, G, T, d]` of the context, for each layer; they call it in turn.
+        anchors: `[B, A]` index of each block's first token; its slots see the context before this index.
+        block_size: Slots S of each block.
+        causal: Whether a slot sees only itself and earlier slots of its block.
+    """
+
+    def __init__(
+        self, context: Sequence[tuple[Tensor, Tensor]], anchors: Tensor, block_size: int, causal: bool
+    ) -> None:
+        self._context, self._calls, self._block_size = list(context), itertools.count(), block_size
+        length, device = context[0][0].shape[2], anchors.device
+        self._hidden = torch.arange(length, device=device) >= anchors[:, :, None]  # [B, A, T]
+        later = torch.ones(block_size, block_size, dtype=torch.bool, device=device).triu(1)
+        self._later = later if causal else torch.zeros_like(later)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention of the calling layer. Shapes: see `Attend`, with T = A * S slots, block by block."""
+        keys, values = self._context[next(self._calls) % len(self._context)]
+        step = max(QUERY_BLOCK // self._block_size, 1)
+        parts, count = [], self._hidden.shape[1]
+        for begin in range(0, count, step):
+            blocks = slice(begin, min(begin + step, count))
+            inputs = query, key, value, keys, values, self._hidden, self._later, blocks
+            parts.append(
+                _attend_blocks(*inputs) if count <= step else checkpoint(_attend_blocks, *inputs, use_reentrant=False)
+            )
+        return torch.cat(parts, dim=2)
+
+
+def _attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, later: Tensor,
+    blocks: slice,
+) -> Tensor:  # fmt: skip
+    """Return the attention `[B, H, blocks * S, d]` of some blocks.
+
+    Args:
+        query, key, value: Of the slots of all blocks, see `Attend`.
+        keys, values: `[B, G, T, d]` of the context.
+        hidden: `[B, A, T]` bool, the context that each block does not see.
+        later: `[S, S]` bool, the slots of its block that each slot does not see.
+        blocks: The blocks.
+    """
+    size, groups = len(later), query.shape[1] // key.shape[1]
+    query, key, value = (states.unflatten(2, (-1, size))[:, :, blocks] for states in (query, key, value))
+    query = query.unflatten(1, (-1, groups)) * query.shape[-1] ** -0.5  # [B, G, groups, A, S, d]
+    shape = query.shape
+    outside = (query.flatten(2, 4) @ keys.transpose(-1, -2)).view(*shape[:5], -1)
+    outside = outside.masked_fill(hidden[:, None, None, blocks, None], -torch.inf)
+    inside = (query @ key[:, :, None].transpose(-1, -2)).masked_fill(later, -torch.inf)
+    weights = torch.cat([outside, inside], dim=-1).float().softmax(-1).to(query.dtype)
+    length = keys.shape[2]
+    output = (weights[..., :length].flatten(2, 4) @ values).view(shape)
+    output = output + weights[..., length:] @ value[:, :, None]
+    return output.flatten(3, 4).flatten(1, 2)

@@ -20,6 +20,7 @@ from hf_specdec.atomic import move_into, staging_directory
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
+from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
@@ -228,7 +229,7 @@ UPLOAD_OPTIONS = ("token", "private", "revision", "commit_message", "commit_desc
 """Arguments for the upload, which are not passed on to transformers' `save_pretrained`."""
 
 
-class EagleFamilyHead(BaseDraftLayer, DraftHead):
+class EagleFamilyHead(EmbeddingSharing, BaseDraftLayer, DraftHead):
     """Base class of EAGLE heads and MTP modules, which read features of the target and embeddings of tokens."""
 
     method = "eagle"
@@ -283,27 +284,3 @@ class EagleFamilyHead(BaseDraftLayer, DraftHead):
                 f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
                 "Use it with the model that it was trained for.",
             )
-
-    def _make_embedding(self) -> None:
-        """Create the embedding if the head has its own."""
-        if self.config.own_embedding:
-            self.embed_tokens = torch.nn.Embedding(self.config.vocab_size, self.config.hidden_size)
-
-    def embedding_for(self, model: PreTrainedModel) -> torch.nn.Module:
-        """Return the head's own embedding, or else the target's."""
-        own: torch.nn.Module = self.embed_tokens if self.config.own_embedding else model.get_input_embeddings()
-        return own
-
-    def share_embedding(self, model: PreTrainedModel) -> None:
-        """Drop the head's own embedding if it equals the target's, as in most published checkpoints.
-
-        Values are compared in the target's dtype. When the embedding is dropped, the config's `own_embedding` becomes
-        False. It is kept if the target's is not a plain `nn.Embedding` or is on the meta device.
-        """
-        embedding = model.get_input_embeddings()
-        if not self.config.own_embedding or type(embedding) is not torch.nn.Embedding:
-            return
-        weight, own = embedding.weight, self.embed_tokens.weight
-        if own.shape == weight.shape and not weight.is_meta and torch.equal(own.to(weight), weight):
-            del self.embed_tokens
-            self.config.own_embedding = False

@@ -15,6 +15,7 @@ TITLES = {
     "hf_specdec_eagle3": "EAGLE-3 head",
     "hf_specdec_medusa": "Medusa heads",
     "hf_specdec_mtp": "MTP module",
+    "hf_specdec_dflash": "Block head",
 }
 """Kind of head in the card's title, by `model_type`."""
 

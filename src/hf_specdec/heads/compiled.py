@@ -7,7 +7,8 @@ lengths and widths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.runners import CaptureError, compile_operations
@@ -42,7 +44,7 @@ class WrappedLayer(BaseDraftLayer):
     config: Any
     shares_lm_head: bool
 
-    def __init__(self, layer: EagleFamilyHead | WrappedLayer) -> None:
+    def __init__(self, layer: EagleFamilyHead | DFlashHead | WrappedLayer) -> None:
         self._layer = layer
         self.config, self.shares_lm_head = layer.config, layer.shares_lm_head
 
@@ -105,13 +107,12 @@ class CompiledDraftLayer(WrappedLayer):
         """
         if type(head).read is not EagleFamilyHead.read:
             raise CaptureError(f"{type(head).__name__} overrides `read`")
-        _define_draft_attention()
-        operation = torch.ops.hf_specdec_draft.attend.default
+        operation = attention_operation()
         device, dtype = head.device, head.dtype
         # no random numbers: drawing them would change the results of a user's seed
-        hidden = _numbers(head.config.hidden_size).to(device, dtype)
+        hidden = example_numbers(head.config.hidden_size).to(device, dtype)
         positions = torch.arange(LAYER_EXAMPLE_SHAPE[1], device=device).expand(LAYER_EXAMPLE_SHAPE).contiguous()
-        features = _numbers(head.target_hidden_size * len(head.feature_layers)).to(device, dtype)
+        features = example_numbers(head.target_hidden_size * len(head.feature_layers)).to(device, dtype)
         fuses = head.fuse(features) is not features
         compiled = cls(
             head,
@@ -134,9 +135,7 @@ class CompiledDraftLayer(WrappedLayer):
                 [layer.score(hidden[:, :3], lm_head) for layer in layers],
                 [layer.fuse(features[:, :1]) for layer in layers],
             ):
-                distance = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
-                if not float(distance.median()) <= TOLERANCE.get(hidden.dtype, HALF_TOLERANCE):
-                    raise CaptureError(f"its compiled outputs differ from its own by {float(distance.median()):.1e}")
+                check_close(actual, expected)
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `DraftLayer`."""
@@ -148,18 +147,22 @@ class CompiledDraftLayer(WrappedLayer):
         """See `EagleFamilyHead.read`; without a mask (a prompt), the head runs uncompiled."""
         if mask is None:
             return self._head.read(token_embeddings, hidden, position_ids, cache, None)
-        token = _ATTEND.set(attend_over(cache, mask))
-        try:
+        with attention(attend_over(cache, mask)):
             return self._read(token_embeddings.contiguous(), hidden.contiguous(), position_ids.contiguous())[0]
-        finally:
-            _ATTEND.reset(token)
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """See `DraftLayer`; ignores `lm_head` and uses the one passed to `of`."""
         return self._score(hidden.contiguous())[0]
 
 
-def _numbers(width: int) -> Tensor:
+def check_close(actual: Tensor, expected: Tensor) -> None:
+    """Raise `CaptureError` if the median relative distance of vectors exceeds the tolerance of their dtype."""
+    distance = (actual - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
+    if not float(distance.median()) <= TOLERANCE.get(expected.dtype, HALF_TOLERANCE):
+        raise CaptureError(f"its compiled outputs differ from its own by {float(distance.median()):.1e}")
+
+
+def example_numbers(width: int) -> Tensor:
     """Return deterministic example inputs between -1 and 1, `[2, 7, width]`, without two equal rows."""
     indices = torch.arange(LAYER_EXAMPLE_SHAPE[0] * LAYER_EXAMPLE_SHAPE[1] * width, dtype=torch.float32, device="cpu")
     return (indices * 0.7).cos().view(*LAYER_EXAMPLE_SHAPE, width)
@@ -167,6 +170,23 @@ def _numbers(width: int) -> Tensor:
 
 _ATTEND: ContextVar[Attend | None] = ContextVar("draft_attend", default=None)
 """Attention function of the forward that is running, called by the custom operation."""
+
+
+@contextmanager
+def attention(attend: Attend) -> Iterator[None]:
+    """Context manager that sets the attention function of the compiled forwards that run inside it."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def attention_operation() -> Attend:
+    """Return the custom operation that calls the attention function of the running forward."""
+    _define_draft_attention()
+    operation: Attend = torch.ops.hf_specdec_draft.attend.default
+    return operation
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -217,6 +217,31 @@ EAGLE3: Mapping[str, Rule] = {
     ),
 }
 
+DFLASH: Mapping[str, Rule] = {
+    **{name: rule for name, rule in EAGLE.items() if name not in ("bias", "layernorms")},
+    "num_hidden_layers": integer(1, MAX_PARTS),
+    "block_size": integer(1, MAX_STEPS),
+    "mask_token_id": TOKEN,
+    "aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),
+    "layer_types": list_of(one_of("full_attention", "sliding_attention"), MAX_PARTS),
+    "markov_rank": integer(0, MAX_WIDTH),
+    "markov_head_type": one_of("vanilla", "gated", "rnn"),
+    **dict.fromkeys(
+        (
+            "bias",
+            "causal",
+            "sliding_causal",
+            "window_from_anchor",
+            "sample_from_anchor",
+            "confidence_head",
+            "confidence_with_markov",
+            "own_lm_head",
+            "all_children",
+        ),
+        TRUTH,
+    ),
+}
+
 MTP: Mapping[str, Rule] = {name: rule for name, rule in EAGLE.items() if name != "layernorms"}
 
 LAYER_MTP: Mapping[str, Rule] = {
@@ -275,8 +300,8 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     given = {name: value for name, value in known.items() if value is not None}
     for name, value in given.items():
         rules[name].check(name, _listed(value))
-    heads, groups = given.get("num_attention_heads", 1), given.get("num_key_value_heads", 1)
-    if heads % groups:
+    heads, groups = given.get("num_attention_heads"), given.get("num_key_value_heads", 1)
+    if heads is not None and heads % groups:  # one of them may be the target's, which `DraftAttention` checks
         raise InvalidConfigError(f"`num_key_value_heads` {groups} must divide `num_attention_heads` {heads}.")
     if given.get("head_dim", 2) % 2:
         raise InvalidConfigError(f"`head_dim` must be even, got {given['head_dim']}.")

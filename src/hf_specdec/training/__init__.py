@@ -11,9 +11,11 @@ from hf_specdec.training.conversations import (
     most_frequent_tokens,
     read_conversations,
 )
+from hf_specdec.training.dflash import DFlashTrainingConfig, train_dflash
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
-from hf_specdec.training.eagle import EagleTrainingConfig, start_from_target, train_eagle
+from hf_specdec.training.eagle import EagleTrainingConfig, train_eagle
 from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes, openings
+from hf_specdec.training.from_target import start_block_from_target, start_from_target
 from hf_specdec.training.measures import predicted_tau
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
 from hf_specdec.training.medusa2 import Medusa2TrainingConfig, train_medusa2
@@ -26,6 +28,7 @@ from hf_specdec.verification.features import LAST
 __all__ = [
     "LAST",
     "Conversation",
+    "DFlashTrainingConfig",
     "DistillConfig",
     "EagleTrainingConfig",
     "FeatureStore",
@@ -50,7 +53,9 @@ __all__ = [
     "read_prompts",
     "run_facts",
     "search_tree",
+    "start_block_from_target",
     "start_from_target",
+    "train_dflash",
     "train_eagle",
     "train_medusa",
     "train_medusa2",

@@ -10,11 +10,10 @@ entropy over the draft vocabulary, through several drafted steps (training-time 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot, pad, smooth_l1_loss
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -23,14 +22,12 @@ from hf_specdec.heads.attention import AlignedAttention
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.heads.vocabulary import linear_weight
 from hf_specdec.training.features import TrainingData, openings
 from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
 from hf_specdec.verification.features import LAST
-from hf_specdec.verification.model import find_backbone, text_config
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
 
@@ -121,118 +118,6 @@ def train_eagle(
     data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
     trained: TrainedHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
     return trained
-
-
-@torch.no_grad()
-def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ...]:
-    """Initialise an EAGLE-3 head in place from weights of the target, which helps most with little training data.
-
-    `fc` becomes the identity on the last of the features that the head reads, plus 0.3 times its old weights. Unless
-    it is shared, the lm_head (restricted to the draft vocabulary) is copied, as are the final norm and the
-    second-to-last layer's attention (into the half of the input that reads hidden states), MLP and norms.
-
-    Either all parts are copied or none: with only some, the head learned more slowly than from random weights, with
-    all of them faster (SmolLM2 and Gemma 3, first 20 steps): a trained lm_head on a random layer makes confident
-    errors.
-
-    Args:
-        head: A new head with its draft vocabulary set.
-        model: The target.
-
-    Returns:
-        Names of the parts that do not fit (`fc`, `lm_head`, `MLP`, `attention`), in which case the head is unchanged;
-        empty on success.
-    """
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    parts = {"fc": _init_fc, "lm_head": _copy_lm_head, "MLP": _copy_mlp, "attention": _copy_attention}
-    misfits = tuple(name for name, copy in parts.items() if not copy(head, model))
-    if misfits:
-        head.load_state_dict(before)
-    return misfits
-
-
-def _init_fc(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    size = head.config.hidden_size
-    if head.target_hidden_size != size:
-        return False
-    head.fc.weight.mul_(0.3)
-    head.fc.weight[:, -size:] += torch.eye(size, dtype=head.fc.weight.dtype, device=head.fc.weight.device)
-    return True
-
-
-def _copy_lm_head(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    backbone, _ = find_backbone(model)
-    if not head.shares_lm_head:
-        rows = head.rows_of(model.get_output_embeddings())
-        if rows.shape != head.lm_head.weight.shape:
-            return False
-        head.lm_head.weight.copy_(rows)
-    return _copy_norm(head.norm, getattr(backbone, "norm", None))
-
-
-def _copy_mlp(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    layer, own, config = _second_to_last_layer(model), head.midlayer, text_config(model)
-    norm = getattr(layer, "pre_feedforward_layernorm", None) or getattr(layer, "post_attention_layernorm", None)
-    return (
-        head.config.hidden_act in (getattr(config, "hidden_act", None), getattr(config, "hidden_activation", None))
-        and _copy_linears(own.mlp, getattr(layer, "mlp", None), ("gate_proj", "up_proj", "down_proj"))
-        and _copy_norm(own.post_attention_layernorm, norm)
-    )
-
-
-def _copy_attention(head: Eagle3Head, model: PreTrainedModel) -> bool:
-    layer, own = _second_to_last_layer(model), head.midlayer
-    theirs = getattr(layer, "self_attn", None)
-    normed = [name for name in ("q_norm", "k_norm") if hasattr(theirs, name)]
-    return (
-        bool(normed) == head.config.qk_norm
-        and _copy_linears(own.self_attn, theirs, ("q_proj", "k_proj", "v_proj", "o_proj"))
-        and all(_copy_norm(getattr(own.self_attn, name), getattr(theirs, name)) for name in normed)
-        and _copy_norm(own.hidden_norm, getattr(layer, "input_layernorm", None))
-    )
-
-
-def _second_to_last_layer(model: PreTrainedModel) -> nn.Module:
-    _, layers = find_backbone(model)
-    return layers[max(len(layers) - 2, 0)]
-
-
-def _copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
-    """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
-
-    The additional columns read the token embedding.
-
-    Returns:
-        Whether all were copied. False if a layer is missing, has another size, or only one of the two has a bias; the
-        layers before it have then been copied.
-    """
-    for name in names:
-        target, source = getattr(own, name), getattr(theirs, name, None)
-        size = getattr(source, "in_features", None)
-        if source is None or size is None or (getattr(source, "bias", None) is not None) != (target.bias is not None):
-            return False
-        weight, columns = linear_weight(source, size), target.weight[:, -size:]
-        if columns.shape != weight.shape:
-            return False
-        columns.copy_(weight)
-        if target.bias is not None:
-            target.bias.copy_(source.bias)
-    return True
-
-
-def _copy_norm(own: nn.Module, theirs: nn.Module | None) -> bool:
-    """Set the weight of an RMSNorm so that it computes the same as the target's norm; return whether it then does.
-
-    The weight is measured on random inputs, because norms store it differently (Gemma: `1 + weight`).
-    """
-    weight: Tensor = own.weight  # type: ignore[assignment]
-    parameter = getattr(theirs, "weight", None)
-    if theirs is None or not isinstance(parameter, Tensor) or parameter.shape != weight.shape:
-        return False
-    first, second = torch.randn(2, 4, len(weight), dtype=weight.dtype, device=weight.device).unbind()
-    weight.fill_(1.0)
-    weight.copy_((theirs(first.to(parameter)).to(weight) / own(first)).median(dim=0).values)
-    return torch.allclose(theirs(second.to(parameter)).to(weight), own(second), atol=0.05, rtol=0.05)
 
 
 MEASURED_STEPS = 5

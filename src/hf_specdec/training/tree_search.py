@@ -21,12 +21,14 @@ from hf_specdec.config import Choice
 from hf_specdec.control.costs import draft_seconds, verify_seconds
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.training.batches import as_dataset, columns_of, with_features
 from hf_specdec.training.conversations import check_tokens
+from hf_specdec.training.dflash import DFlashObjective, DFlashTrainingConfig
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
 from hf_specdec.training.features import FeatureStore, TrainingData, collate
 from hf_specdec.training.measures import Counts
@@ -43,6 +45,7 @@ OBJECTIVES: dict[type[DraftHead], Callable[[Any, PreTrainedModel, int], Objectiv
     EagleHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
     Eagle3Head: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
     MtpHead: lambda head, model, num_steps: EagleObjective(head, model, _measurement_recipe(num_steps)),
+    DFlashHead: lambda head, model, _num_steps: DFlashObjective(head, model, DFlashTrainingConfig()),
 }
 """For each class of head, a function of head, target and number of depths that creates the objective to measure it."""
 

@@ -78,7 +78,7 @@ def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 # ----------------------------------------------------------------------------------------------- dynamic trees
 
 
-def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> Draft:
+def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget, expanded: int | None = None) -> Draft:
     """Grow a tree as EAGLE-2 does: expand the k best nodes of each level, then keep the best nodes of all levels.
 
     The score of a node is its cumulative log-probability. A child's score never exceeds its parent's and ties go to
@@ -88,31 +88,35 @@ def grow_dynamic(roots: Tensor, root: Level, expand: Expand, budget: Budget) -> 
         roots: `[B]` root tokens.
         root: The root's children, at least `top_k` of them; log-probabilities are at most 0.
         expand: Scores the children of nodes.
-        budget: At most `num_steps` levels (see also `Budget.min_level_probability`), with `top_k` expanded nodes each;
-            the `num_nodes` best nodes are kept, or all if there are fewer.
+        budget: At most `num_steps` levels (see also `Budget.min_level_probability`); the `num_nodes` best nodes are
+            kept, or all if there are fewer.
+        expanded: k, the maximum number of nodes that are expanded per level; None for `budget.top_k`.
     """
-    k, batch_size = budget.top_k, len(roots)
+    width, batch_size = budget.top_k, len(roots)
+    most = expanded or width
     rows = torch.arange(batch_size, device=roots.device)[:, None]
-    scores, edges, tokens = [root.log_probs[:, 0, :k]], [root.log_probs[:, 0, :k]], [root.tokens[:, 0, :k]]
+    scores, edges, tokens = [root.log_probs[:, 0, :width]], [root.log_probs[:, 0, :width]], [root.tokens[:, 0, :width]]
     parents = [torch.full_like(tokens[0], ROOT_PARENT)]
-    frontier = torch.arange(k, device=rows.device).expand(batch_size, -1)  # indices of the candidates to expand
+    count, first = min(most, width), width
+    frontier = torch.arange(count, device=rows.device).expand(batch_size, -1)  # indices of the candidates to expand
     level, parent_index = root, torch.zeros_like(frontier)
-    frontier_tokens, frontier_scores = tokens[0], scores[0]
-    seen = torch.zeros(batch_size, k, 0, dtype=torch.bool, device=rows.device)
-    eye = torch.eye(k, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
+    frontier_tokens, frontier_scores = tokens[0][:, :count], scores[0][:, :count]
+    seen = torch.zeros(batch_size, count, 0, dtype=torch.bool, device=rows.device)
     for depth in range(1, budget.num_steps):
         if _is_unlikely(frontier_scores, budget.min_level_probability):
             break
-        seen = torch.cat([seen, eye], dim=-1)
+        own = torch.eye(count, dtype=torch.bool, device=rows.device).expand(batch_size, -1, -1)
+        seen = torch.cat([seen, own], dim=-1)
         level = expand(frontier_tokens, level, parent_index, seen, depth)
-        children = level.log_probs[:, :, :k] + frontier_scores[:, :, None]  # [B, k, k]
-        first = k + (depth - 1) * k * k
+        children = level.log_probs[:, :, :width] + frontier_scores[:, :, None]  # [B, count, width]
         scores.append(children.flatten(1))
-        edges.append(level.log_probs[:, :, :k].flatten(1))
-        tokens.append(level.tokens[:, :, :k].flatten(1))
-        parents.append(frontier[:, :, None].expand(-1, -1, k).flatten(1))
-        frontier_scores, best = scores[-1].topk(k, dim=-1)
-        frontier, parent_index = first + best, best // k
+        edges.append(level.log_probs[:, :, :width].flatten(1))
+        tokens.append(level.tokens[:, :, :width].flatten(1))
+        parents.append(frontier[:, :, None].expand(-1, -1, width).flatten(1))
+        count = min(most, count * width)
+        frontier_scores, best = scores[-1].topk(count, dim=-1)
+        frontier, parent_index = first + best, best // width
+        first += scores[-1].shape[1]
         frontier_tokens = tokens[-1].gather(1, best)
         seen = seen.gather(1, parent_index[:, :, None].expand(-1, -1, seen.shape[2]))
     grown = torch.cat(scores, -1), torch.cat(edges, -1), torch.cat(tokens, -1), torch.cat(parents, -1)

@@ -1,0 +1,312 @@
+"""Block heads: one forward drafts a whole block of tokens, from masks in place of the tokens to predict.
+
+Sources: DFlash (https://github.com/z-lab/dflash); JetSpec (https://github.com/hao-ai-lab/JetSpec) for causal blocks;
+DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads; speculators
+(https://github.com/vllm-project/speculators) for draft vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
+from hf_specdec.heads.base import DraftHead
+from hf_specdec.heads.block import BaseBlockHead
+from hf_specdec.heads.eagle import EagleConfig, EagleLayer
+from hf_specdec.heads.embedding import EmbeddingSharing
+from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
+from hf_specdec.heads.rotary import DraftRotaryEmbedding
+from hf_specdec.heads.schema import DFLASH, Rule, integer
+from hf_specdec.verification.cache import TreeCache
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+DEFAULT_BLOCK = 8
+
+
+class DFlashConfig(EagleConfig):
+    """Configuration of a block head: sizes of its layers as for EAGLE, with the fields of the published variants.
+
+    Args:
+        block_size: Slots of the block that the head was trained with, the root's included.
+        mask_token_id: Token whose embedding stands for a token to predict.
+        aux_hidden_state_layer_ids: Numbers of the target's hidden states that the head reads, in this order: 0 is the
+            embedding, i the output of the first i layers, before the final norm; -1 is the last one after the final
+            norm. None for DFlash's default, resolved when the head is loaded for a target.
+        causal: Whether a slot sees only itself and earlier slots in layers with full attention (JetSpec).
+        sliding_causal: The same in layers with a sliding window.
+        window_from_anchor: Whether all slots of a block see the same context through a sliding window, the last
+            `sliding_window` tokens before the root, and the whole block (speculators). Otherwise the window of a slot
+            reaches `sliding_window - 1` positions from it, in both directions (z-lab).
+        layer_types: `"full_attention"` or `"sliding_attention"` for each layer; None for full attention in all.
+        sample_from_anchor: Whether the output of slot j, counted from the root's slot 0, predicts the token after the
+            slot's own position, so that B slots draft B tokens. Otherwise it predicts the token at its position.
+        markov_rank: Rank of the Markov head; 0 for none.
+        markov_head_type: `"vanilla"`, `"gated"` or `"rnn"`.
+        confidence_head: Whether the head predicts how likely its tokens are accepted.
+        confidence_with_markov: Whether this prediction reads the previous token, too.
+        own_lm_head: Whether the head has its own lm_head; otherwise it uses the target's.
+        all_children: Whether trees get all `top_k` children of each expanded node, as JetSpec's do, rather than the
+            likeliest nodes.
+        num_hidden_layers: Number of layers.
+        num_target_layers: Number of the target's layers; None until the head is loaded for a target. DFlash's own
+            code needs it in exported heads.
+    """
+
+    model_type = "hf_specdec_dflash"
+    rules: ClassVar[Mapping[str, Rule]] = {**DFLASH, "num_target_layers": integer(1, 2**16)}
+
+    bias: bool = False
+    qk_norm: bool = True
+    num_hidden_layers: int = 2
+    block_size: int = DEFAULT_BLOCK
+    mask_token_id: int = 0
+    aux_hidden_state_layer_ids: list[int] | None = None
+    causal: bool = False
+    sliding_causal: bool = False
+    window_from_anchor: bool = False
+    layer_types: list[str] | None = None
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = False
+    own_lm_head: bool = False
+    all_children: bool = False
+    num_target_layers: int | None = None
+
+    @property
+    def max_depth(self) -> int:
+        """Number of tokens that a block of the trained size drafts."""
+        return self.block_size - (not self.sample_from_anchor)
+
+
+def default_layers(depth: int, num_draft_layers: int) -> list[int]:
+    """Return the hidden states that DFlash's code reads for a target with `depth` layers.
+
+    Example: `default_layers(36, 5)` is `[2, 10, 18, 26, 34]`.
+    """
+    if num_draft_layers == 1:
+        return [depth // 2 + 1]
+    return [round(1 + i * (depth - 4) / (num_draft_layers - 1)) + 1 for i in range(num_draft_layers)]
+
+
+class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
+    """A block head: layers whose queries are the slots `[root, mask, ..., mask]`.
+
+    Every layer attends to the context and to the block. The context of a verified token p is
+    `hidden_norm(fc(features[p]))`; it has no queries, so only its keys and values are computed, once per token.
+    `lm_head(norm(h))` scores the tokens. Tensor names are those of z-lab's checkpoints.
+
+    Raises:
+        InvalidConfigError: A size is invalid, or fields contradict each other.
+    """
+
+    method = "dflash"
+    config_class = DFlashConfig
+    _no_split_modules = ("EagleLayer",)
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        check_block(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        count = len(config.aux_hidden_state_layer_ids or range(config.num_hidden_layers))
+        self.fc = nn.Linear(count * size, size, bias=config.bias)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.layers = nn.ModuleList(EagleLayer(config, norm_input=True) for _ in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(size, eps)
+        self.shares_lm_head = not config.own_lm_head
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config)
+        if config.confidence_head:
+            self.confidence_head = ConfidenceHead(size + config.confidence_with_markov * config.markov_rank)
+        self._make_embedding()
+        self.rotary_emb = DraftRotaryEmbedding(config)
+        self._make_hot_tokens()
+        self.post_init()
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Numbers of the target's hidden states that the head reads; raises `InvalidConfigError` while unknown."""
+        if self.config.aux_hidden_state_layer_ids is None:
+            raise InvalidConfigError(
+                "The layers that this block head reads are not known yet.",
+                "Set aux_hidden_state_layer_ids in its config, or load it for a target.",
+            )
+        return tuple(self.config.aux_hidden_state_layer_ids)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer in positions, the current one included; None for full attention."""
+        types = self.config.layer_types or [FULL] * self.config.num_hidden_layers
+        return tuple(self.config.sliding_window if kind == SLIDING else None for kind in types)
+
+    def check_sizes(self, target_config: Any) -> None:
+        """See `DraftHead.check_sizes`; also sets `num_target_layers`, and DFlash's layers if the config names none.
+
+        Raises:
+            DrafterMismatchError: See `DraftHead.check_sizes`; or the target has too few layers.
+        """
+        depth = target_config.num_hidden_layers
+        if self.config.aux_hidden_state_layer_ids is None:
+            self.config.aux_hidden_state_layer_ids = default_layers(depth, self.config.num_hidden_layers)
+        super().check_sizes(target_config)
+        if not all(-1 <= layer <= depth for layer in self.feature_layers):
+            raise DrafterMismatchError(
+                f"The target has hidden states 0 to {depth}, the head reads {list(self.feature_layers)}.",
+                "Use it with the model that it was trained for.",
+            )
+        self.config.num_target_layers = depth
+
+    def share_embedding(self, model: PreTrainedModel) -> None:
+        """See `EmbeddingSharing`; also drop the head's lm_head if it equals the target's, as in DeepSpec's files."""
+        super().share_embedding(model)
+        weight = getattr(model.get_output_embeddings(), "weight", None)
+        if not self.config.own_lm_head or type(model.get_output_embeddings()) is not nn.Linear or weight is None:
+            return
+        own = self.lm_head.weight
+        if own.shape == weight.shape and not weight.is_meta and torch.equal(own.to(weight), weight):
+            del self.lm_head
+            self.config.own_lm_head, self.shares_lm_head = False, True
+
+    def new_cache(self, reserve: int) -> TreeCache:
+        """Return a cache with one layer per draft layer for one call; it keeps `reserve` free slots after the text."""
+        return TreeCache([None] * self.config.num_hidden_layers, capacity=0, reserve=reserve)
+
+    def release(self, cache: Cache) -> None:
+        """Release a cache whose call has ended; here nothing to do."""
+
+    def num_forwards(self, num_steps: int) -> int:
+        """Return 1: one forward drafts all levels."""
+        return 1
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Map the target's features `[..., layers * D]` to the context `[..., D]`."""
+        context: Tensor = self.hidden_norm(self.fc(features))
+        return context
+
+    def context_states(self, context: Tensor, position_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values `[B, G, T, d]` of the context.
+
+        Args:
+            context: `[B, T, D]` output of `fuse`.
+            position_ids: `[B, T]` positions of these tokens.
+        """
+        rotary = self.rotary_emb(context, position_ids)
+        attentions: list[DraftAttention] = [layer.self_attn for layer in self.layers]  # type: ignore[misc]
+        return [attention.keys_and_values(context, rotary) for attention in attentions]
+
+    def append_context(self, features: Tensor, position_ids: Tensor, cache: Cache) -> None:
+        """Append the keys and values of T verified tokens to the cache.
+
+        Args:
+            features: `[B, T, layers * D]` the target's features.
+            position_ids: `[B, T]`.
+            cache: Cache from `new_cache`.
+        """
+        for number, (keys, values) in enumerate(self.context_states(self.fuse(features), position_ids)):
+            cache.update(keys, values, number)
+
+    def forward(self, token_embeddings: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        """Return the normalized outputs `[B, T, D]` of the slots of one or more blocks.
+
+        Args:
+            token_embeddings: `[B, T, D]` embeddings of root and masks.
+            position_ids: `[B, T]`.
+            attend: Attention of the slots to context and block; its i-th call is layer i's.
+        """
+        rotary, hidden = self.rotary_emb(token_embeddings, position_ids), token_embeddings
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, attend)
+        output: Tensor = self.norm(hidden)
+        return output
+
+    def read(self, token_embeddings: Tensor, position_ids: Tensor, cache: Cache, masks: Sequence[Tensor]) -> Tensor:
+        """Run one block after the cached context and return its outputs `[B, T, D]`.
+
+        The block's keys and values are appended to the cache, for the caller to roll back.
+
+        Args:
+            token_embeddings, position_ids: As for `forward`.
+            cache: Cache with one layer per draft layer.
+            masks: One mask `[B, 1, T, S]` per layer, see `attend_over`.
+        """
+        output: Tensor = self(token_embeddings, position_ids, attend_over(cache, masks))
+        return output
+
+    def score(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the logits `[..., Vd]` of outputs `[..., D]`, without the correction of a Markov head.
+
+        Args:
+            hidden: Output of `forward`.
+            lm_head: The target's lm_head over the draft vocabulary; used only if the head has none.
+
+        Raises:
+            ValueError: The head has no lm_head, and `lm_head` is None.
+        """
+        score = lm_head if self.shares_lm_head else self.lm_head
+        if score is None:
+            raise ValueError("This head shares the target's lm_head: pass it.")
+        logits: Tensor = score(hidden)
+        return logits
+
+    def start_state(self, roots: Tensor, first: Tensor) -> Tensor:
+        """Return the Markov head's state `[..., r]` before the roots `[...]`; a head without Markov head has none.
+
+        If the root's slot predicts nothing, a recurrent state has passed it nevertheless, as in speculators.
+
+        Args:
+            roots: `[...]` the roots' tokens.
+            first: `[..., D]` the outputs of their slots.
+        """
+        state: Tensor = self.markov_head.start(*roots.shape)
+        return state if self.config.sample_from_anchor else self.markov_head(roots, first, state)[1]
+
+    def confidence(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logits `[...]` of the probability that the tokens predicted by some outputs are accepted.
+
+        Args:
+            hidden: `[..., D]` the outputs.
+            tokens: `[...]` the token before each predicted one.
+        """
+        if self.config.confidence_with_markov:
+            hidden = torch.cat([hidden, self.markov_head.embed(tokens)], dim=-1)
+        logits: Tensor = self.confidence_head(hidden)
+        return logits
+
+    def draft_logits(self, features: Tensor, position: int, lm_head: nn.Module | None) -> Tensor:
+        """See `DraftHead`; runs a block whose slots all have the embedding `features`, and returns `[B, S, Vd]`."""
+        slots = self.config.block_size
+        positions = torch.arange(position, position + slots, dtype=torch.long, device=features.device)[None]
+        cache, mask = self.new_cache(0), torch.ones(1, 1, slots, slots, dtype=torch.bool, device=features.device)
+        embeddings = features.expand(-1, slots, -1)
+        return self.score(self.read(embeddings, positions, cache, [mask] * len(self.layers)), lm_head)
+
+
+def check_block(config: DFlashConfig) -> None:
+    """Raise `InvalidConfigError` if fields of a block head's config are invalid or contradict each other."""
+    types = config.layer_types or [FULL] * config.num_hidden_layers
+    if len(types) != config.num_hidden_layers or not set(types) <= {FULL, SLIDING}:
+        raise InvalidConfigError(
+            f"`layer_types` must name {FULL} or {SLIDING} for each of {config.num_hidden_layers} layers, got {types}."
+        )
+    if SLIDING in types and config.sliding_window is None:
+        raise InvalidConfigError(f"`layer_types` has {SLIDING}, but `sliding_window` is not set.")
+    if config.max_depth < 1:
+        raise InvalidConfigError(f"A block of {config.block_size} slots drafts no tokens.", "Use at least two.")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise InvalidConfigError(
+            f"`mask_token_id` {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens."
+        )
+    if config.markov_head_type not in MARKOV_TYPES:
+        raise InvalidConfigError(f"`markov_head_type` must be one of {MARKOV_TYPES}, got {config.markov_head_type!r}.")
+    if config.confidence_with_markov and not (config.confidence_head and config.markov_rank):
+        raise InvalidConfigError("`confidence_with_markov` needs `confidence_head` and a `markov_rank` above 0.")

@@ -1,0 +1,241 @@
+"""Train a block head: many blocks of masks in one forward, each behind a token ("anchor") of an answer.
+
+Sources: DFlash (https://github.com/z-lab/dflash) and speculators (https://github.com/vllm-project/speculators) for
+anchors and slot weights; DSpark (https://github.com/deepseek-ai/DeepSpec, `deepspec/modeling/dspark/loss.py`) for the
+losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.heads.attention import AnchoredAttention
+from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.training.features import TrainingData, openings
+from hf_specdec.training.measures import Counts, HeadLoss, Tally
+from hf_specdec.training.recipes import Recipe
+from hf_specdec.training.target_reader import TargetReader
+from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.verification.features import LAST
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashTrainingConfig(Recipe):
+    """Settings of `train_dflash`. The default weights of the losses are DSpark's.
+
+    Args:
+        anchors: Blocks per conversation and step, behind randomly chosen answer tokens.
+        slot_decay: gamma; the d-th drafted token of a block, counted from 0, has the weight exp(-d / gamma).
+        text_weight: Weight of the cross entropy on the text's token.
+        distance_weight: Weight of the L1 distance to the target's distribution over the draft vocabulary, which is
+            twice the probability that a sampled draft is rejected.
+        soft_weight: Weight of the cross entropy on the target's distribution. It learns faster than the distance as
+            long as the head knows little.
+        confidence_weight: Weight of the confidence head's binary cross entropy, if there is such a head.
+        answer_tokens: See `Recipe`.
+    """
+
+    anchors: int = 64
+    slot_decay: float = 4.0
+    text_weight: float = 0.1
+    distance_weight: float = 0.9
+    soft_weight: float = 0.0
+    confidence_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)  # `super()` fails in dataclasses with slots, which replace the class
+        weights = self.text_weight, self.distance_weight, self.soft_weight, self.confidence_weight
+        if min(weights) < 0 or self.anchors < 1 or self.slot_decay <= 0:
+            raise InvalidConfigError(f"Loss weights must be >= 0, anchors >= 1 and slot_decay > 0, got {self}.")
+
+
+def train_dflash(
+    model: PreTrainedModel,
+    head: DFlashHead,
+    data: TrainingData,
+    arguments: TrainingArguments,
+    config: DFlashTrainingConfig | None = None,
+    *,
+    resume: bool = False,
+    held_out: TrainingData | None = None,
+) -> DFlashHead:
+    """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
+
+    Args:
+        model: The frozen target; with captured features only its lm_head and embedding are used.
+        head: The head; it is trained in float32.
+        data: Features from `capture_features` with at least the layers `(*head.feature_layers, LAST)`, or
+            conversations, whose features are computed in every step.
+        arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
+        config: Settings; None for the defaults.
+        resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
+        held_out: Evaluation data, see `trainer.fit`.
+
+    Raises:
+        InvalidConfigError: A head with a sliding window, or see `trainer.fit`.
+        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
+    """
+    objective = DFlashObjective(head, model, config or DFlashTrainingConfig())
+    length = objective.recipe.answer_tokens
+    data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)
+    trained: DFlashHead = fit(objective, model, data, arguments, resume=resume, held_out=held_out)
+    return trained
+
+
+class DFlashObjective(Objective):
+    """Objective of block heads: the weighted mean of the losses of all drafted tokens of all blocks.
+
+    A block behind anchor x[a] reads the features of x[0] to x[a-1] and the embeddings of x[a] and of masks. Its d-th
+    drafted token, counted from 0, is compared with the target's distribution after x[a+d]. Tokens count as long as
+    they and all before them are answer tokens. A Markov head reads the text's tokens.
+
+    Args:
+        head: The head.
+        target: The frozen target.
+        config: Settings.
+
+    Raises:
+        InvalidConfigError: A head with a sliding window.
+    """
+
+    def __init__(self, head: DFlashHead, target: PreTrainedModel, config: DFlashTrainingConfig) -> None:
+        super().__init__(head)
+        check_full_attention(head)
+        own = tuple(head.feature_layers)
+        self.layers = own if own[-1] == LAST else (*own, LAST)
+        self.recipe = config
+        self._width = len(own) * head.config.hidden_size
+        if head.config.own_embedding:  # not trained
+            head.embed_tokens.requires_grad_(False)
+        self._target = TargetReader(target, head.hot_token_ids, head.embedding_for(target))
+
+    def forward(
+        self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
+    ) -> HeadLoss:
+        """See `Objective.forward`."""
+        config, depth = self.head.config, self.head.config.max_depth
+        anchors, known = self._anchors(loss_mask)
+        offsets = torch.arange(depth + 1, device=anchors.device)
+        places = anchors[:, :, None] + offsets  # [B, A, D + 1] of the anchor and of the tokens to draft
+        padded_ids, padded_mask = pad(input_ids, (0, depth)), pad(loss_mask, (0, depth))
+        text = padded_ids.gather(1, places.flatten(1)).view_as(places)
+        counted = padded_mask.gather(1, places[:, :, 1:].flatten(1)).view_as(places[:, :, 1:])
+        counted = counted.int().cumprod(-1).bool() & known[:, :, None]  # [B, A, D]
+        slots = self._outputs(features[..., : self._width].to(self.dtype), input_ids, anchors)
+        hidden = slots if config.sample_from_anchor else slots[:, :, 1:]
+        logits = self.head.score(hidden[counted], self._target.logits).float()
+        if config.markov_rank:
+            state = self.head.start_state(text[:, :, 0], slots[:, :, 0])
+            logits = logits + self._corrections(text[:, :, :-1], hidden, state)[counted].float()
+        # one row of the target's distributions per place, although several blocks predict the same token
+        states = features[..., -config.hidden_size :]
+        needed = torch.zeros_like(padded_mask).int().scatter_add_(
+            1, places[:, :, :-1].flatten(1), counted.flatten(1).int()
+        )[:, : input_ids.shape[1]] > 0  # fmt: skip
+        rows = torch.zeros_like(padded_ids)
+        rows[:, : input_ids.shape[1]][needed] = torch.arange(int(needed.sum()), device=rows.device)
+        with torch.no_grad():
+            probs = self._target.logits(states[needed]).softmax(-1)
+        index = rows.gather(1, places[:, :, :-1].flatten(1)).view_as(counted)[counted]
+        weights = torch.exp(-offsets[:-1] / self.recipe.slot_decay).expand_as(counted)[counted]
+        loss = self._loss(logits, probs[index], text[:, :, 1:][counted], weights)
+        if config.confidence_head and self.recipe.confidence_weight:
+            agreed = 1 - 0.5 * (logits.detach().softmax(-1) - probs[index]).abs().sum(-1)
+            confidence = self.head.confidence(hidden[counted], text[:, :, :-1][counted]).float()
+            errors = binary_cross_entropy_with_logits(confidence, agreed.clamp(0, 1), reduction="none")
+            loss = loss + self.recipe.confidence_weight * (errors * weights).sum() / weights.sum().clamp(min=1e-6)
+        if not measure:
+            return HeadLoss(loss)
+        return HeadLoss(loss, self._measure(logits, counted, states[needed], index, text, measure))
+
+    def _anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose anchors `[B, A]`, ascending, and return which of them are followed by a token to draft.
+
+        In evaluation they are evenly spaced, so that the result does not depend on chance.
+        """
+        possible = loss_mask & pad(loss_mask[:, 1:], (0, 1))  # [B, T], so that a single token has a place, too
+        count = min(self.recipe.anchors, possible.shape[1])
+        if self.training:
+            order = torch.rand(possible.shape, dtype=torch.float32, device=possible.device)
+        else:
+            ranks, sizes = possible.cumsum(-1) - 1, possible.sum(-1, keepdim=True).clamp(min=1)
+            step = (sizes.float() / count).clamp(min=1.0)
+            order = (ranks / step).frac()
+        chosen = torch.where(possible, order, 2.0).topk(count, dim=-1, largest=False).indices.sort(dim=-1).values
+        return chosen, possible.gather(1, chosen)
+
+    def _outputs(self, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+        """Return the head's outputs `[B, A, S, D]` for one block behind every anchor."""
+        size, (batch_size, count) = self.head.config.block_size, anchors.shape
+        positions = torch.arange(features.shape[1], device=anchors.device).expand(batch_size, -1)
+        context = self.head.context_states(self.head.fuse(features), positions)
+        tokens = torch.full(
+            (batch_size, count, size), self.head.config.mask_token_id, dtype=torch.long, device=anchors.device
+        )
+        tokens[:, :, 0] = input_ids.gather(1, anchors)
+        slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
+        with torch.no_grad():
+            embeddings = self._target.embed(tokens.flatten(1)).to(features.device, self.dtype)
+        attend = AnchoredAttention(context, anchors, size, self.head.config.causal)
+        hidden: Tensor = self.head(embeddings, slots.flatten(1), attend)
+        return hidden.unflatten(1, (count, size))
+
+    def _corrections(self, previous: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+        """Return the Markov head's corrections `[B, A, D, Vd]`, given the text's previous tokens `[B, A, D]`."""
+        markov, corrections = self.head.markov_head, []
+        for depth in range(previous.shape[2]):
+            correction, state = markov(previous[:, :, depth], hidden[:, :, depth], state)
+            corrections.append(correction)
+        return torch.stack(corrections, dim=2)
+
+    def _loss(self, logits: Tensor, probs: Tensor, text: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted mean loss of M drafted tokens.
+
+        Args:
+            logits: `[M, Vd]`.
+            probs: `[M, Vd]` the target's distributions.
+            text: `[M]` the text's tokens, as ids of the target.
+            weights: `[M]`.
+        """
+        recipe, hot = self.recipe, self.head.hot_token_ids
+        log_probs = logits.log_softmax(-1)
+        losses = torch.zeros_like(weights)
+        if recipe.text_weight:
+            draft_ids = text if hot is None else torch.searchsorted(hot, text).clamp(max=len(hot) - 1)
+            of_text = -log_probs.gather(1, draft_ids[:, None])[:, 0]
+            if hot is not None:  # tokens that the head cannot draft
+                of_text = torch.where(hot[draft_ids] == text, of_text, 0.0)
+            losses = losses + recipe.text_weight * of_text
+        if recipe.distance_weight:
+            losses = losses + recipe.distance_weight * (log_probs.exp() - probs).abs().sum(-1)
+        if recipe.soft_weight:
+            losses = losses - recipe.soft_weight * (probs * log_probs).sum(-1)
+        # not a mean: it would be NaN in a batch without tokens to draft
+        return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
+
+    def _measure(
+        self, logits: Tensor, counted: Tensor, states: Tensor, index: Tensor, text: Tensor, ranks: int
+    ) -> Counts | None:
+        """Count correct drafted tokens depth by depth; `index` `[M]` are the rows of `states` for each logits row."""
+        tally, depths = Tally(counted[:, :, 0]), torch.arange(counted.shape[2], device=counted.device)
+        depths = depths.expand_as(counted)[counted]
+        for depth in range(counted.shape[2]):
+            here = depths == depth
+            following = text[:, :, depth + 1][counted[:, :, depth]]
+            tally.add(counted[:, :, depth], *self._target.correct(logits[here], states[index[here]], following, ranks))
+        return tally.counts()
+
+
+def check_full_attention(head: DFlashHead) -> None:
+    """Raise `InvalidConfigError` if the head has a sliding window, with which it cannot be trained."""
+    if any(window is not None for window in head.layer_windows):
+        raise InvalidConfigError(
+            "Training attends to the whole context, but this head has a sliding window.",
+            "Set layer_types=None in its config.",
+        )

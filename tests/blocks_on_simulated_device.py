@@ -1,0 +1,86 @@
+"""Block heads on the second device: drafts that a graph makes are those made operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import drafters
+from graphs_on_simulated_device import CAPTURED, attached, device, generate, plain_llama  # noqa: F401
+from hf_specdec.drafters import dflash as block_drafting
+from hf_specdec.drafters.dflash import DFlashDrafter
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "likeliest nodes": ({}, {"num_draft_tokens": 12}, 0.0),
+    "all children": ({"all_children": True, "causal": True}, {"num_draft_tokens": 10, "top_k": 3}, 0.0),
+    "static": ({}, {"tree": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0]]}, 0.0),
+    "a Markov head": (
+        {"markov_rank": 4, "markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": True},
+        {"num_draft_tokens": 8, "top_k": 2}, 0.4,
+    ),
+    "windows": (
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        {"num_draft_tokens": 8}, 0.0,
+    ),
+    "a window from the anchor": (
+        {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"], "window_from_anchor": True},
+        {"num_draft_tokens": 8}, 0.0,
+    ),
+}  # fmt: skip
+"""Fields of the head and of the call, and the confidence threshold."""
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_drafts_what_is_drafted_by_hand(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node for node, with changing lengths, paths and memory; rows are padded to one length."""
+    of_head, of_call, threshold = KINDS[kind]
+    model, session_class = attached(), block_drafting._DFlashSession
+    model.add_drafter(DFlashDrafter(drafters.random_block(model, **of_head), threshold))
+    config, drafts, launch = {"method": "dflash", **of_call, **CAPTURED}, [], session_class.launch
+
+    def launched_twice(session: Any, step: Any, budget: Any) -> Any:
+        if session._prompt is not None:
+            return launch(session, step, budget)
+        head, cache = session._head, session._cache
+        before = list(cache.lengths), cache._lengths.clone()
+        launch(session, step, budget)
+        by_graph, grown = session._launched[1], cache._lengths.clone()
+        cache.lengths, cache._lengths = before
+        cache.rollback()
+        session._head = head._inner
+        launch(session, step, budget)
+        session._head, by_hand = head, session._launched[1]
+        trees: list[Any] = [by_graph.tree, by_hand.tree]
+        assert torch.equal(*(tree.tokens.raw for tree in trees))
+        assert torch.equal(*(tree.parents.expand(tree.tokens.shape).raw for tree in trees))
+        torch.testing.assert_close(by_graph.log_probs.raw, by_hand.log_probs.raw)
+        assert torch.equal(grown.raw, cache._lengths.raw)
+        assert by_graph.tree.max_depth == by_hand.tree.max_depth
+        drafts.append(by_graph)
+        return ()
+
+    monkeypatch.setattr(session_class, "launch", launched_twice)
+    plain = plain_llama(rows, 24)
+    for length in (24, 12, 24):
+        found = generate(model, rows, config, max_new_tokens=length)
+        assert [row[: 21 + length] for row in plain] == found
+    ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
+    assert len(drafts) >= 40
+    assert drafter.program._steps.captured_keys()
+
+
+def test_a_block_is_drafted_by_a_graph_if_the_host_decides_steps() -> None:
+    """A processor that reads the text makes the host decide: nothing is launched before the read."""
+    model, options = attached(), {"repetition_penalty": 1.3}
+    config = {**drafters.BY_NAME["dflash"].add(model), **CAPTURED}
+    plain = generate(model, 1, None, **options)
+    for _ in range(4):
+        assert generate(model, 1, config, **options) == plain
+    ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
+    assert drafter.program._growths.captured_keys()
+    assert not drafter.program._steps.captured_keys()
+    sizes = {key[-3] for key in drafter.program.captured_keys()}
+    assert sizes == {5}, "one size of block, that of training"

@@ -1,0 +1,587 @@
+"""The block drafter: trees against a block computed for each text alone, Markov heads against chains by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from block_engines import Block, corrected
+from drafters import random_block
+from hf_specdec import (
+    DFlashConfig,
+    DFlashHead,
+    DrafterMismatchError,
+    InvalidConfigError,
+    SpeculativeConfig,
+    SpeculativeGenerationMixin,
+    load_head,
+)
+from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
+from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.generation import plan
+from hf_specdec.heads.compiled_block import CompiledBlockHead
+from hf_specdec.heads.dflash import default_layers
+from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.growth import StaticLevels
+from hf_specdec.trees.product import reachable
+from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
+from models import prompts
+from test_drafters import Wandering
+from test_tree_product import paths_of
+
+NEW_TOKENS = 14
+TREE: dict[str, Any] = {"method": "dflash", "top_k": 3, "num_draft_tokens": 12}
+CHAIN: dict[str, Any] = {"method": "dflash", "top_k": 1}
+CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 2)]
+
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "causal": {"causal": True},
+    "jetspec": {"causal": True, "all_children": True, "num_hidden_layers": 1},
+    "window": {**SLIDING},
+    "causal window": {**SLIDING, "causal": True, "sliding_causal": True, "sample_from_anchor": True},
+    "window from anchor": {**SLIDING, "window_from_anchor": True},
+    "vanilla": {"sample_from_anchor": True, "markov_rank": 4},
+    "gated": {"markov_rank": 4, "markov_head_type": "gated", "causal": True, "draft_vocab_size": 40},
+    "rnn": {"sample_from_anchor": True, "markov_rank": 4, "markov_head_type": "rnn", **SLIDING},
+    "rnn behind the root": {"markov_rank": 4, "markov_head_type": "rnn"},
+    "own parts": {"own_lm_head": True, "own_embedding": True, "draft_vocab_size": 40, "qkv_bias": True,
+                  "aux_hidden_state_layer_ids": [2, 0, -1, 2], "qk_norm": False},
+}  # fmt: skip
+
+
+@pytest.fixture
+def small() -> Any:
+    """A tiny Llama of two layers, attached."""
+    return SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
+
+
+def generate(model: Any, batch_size: int = 1, **options: Any) -> Tensor:
+    ids, mask = prompts(batch_size)
+    given = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    answer: Tensor = model.generate(ids, **given)
+    return answer
+
+
+def outputs_after(model: Any, head: DFlashHead, text: list[int], size: int | None = None) -> BlockOutputs:
+    """The block behind the last token of a text, from features of a plain forward and without the drafter's code."""
+    states: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out: states.append(out[0] if isinstance(out, tuple) else out))
+        for module in (model.model.embed_tokens, *model.model.layers, model.model.norm)
+    ]
+    with torch.no_grad():
+        model.model(input_ids=torch.tensor([text[:-1]]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        lm_head = lm_head_rows(model, head.hot_token_ids)
+        block = Block(head, model.get_input_embeddings(), lm_head)
+        block.append(torch.cat([states[layer] for layer in head.feature_layers], dim=-1))
+        return block.outputs(text[-1], size)
+
+
+def steps_of(model: Any, batch_size: int, plain: Tensor | None = None, **config: Any) -> list[Any]:
+    """For each row, text, tokens and parents of every step, without those that the end of the answer cuts short."""
+    ids, mask = prompts(batch_size)
+    answer = generate(model, batch_size, speculative={**config, "trace": True})
+    assert plain is None or torch.equal(plain, answer)
+    trace, found = model.last_speculation.trace, []
+    for row in range(batch_size):
+        text = ids[row][mask[row].bool()].tolist()
+        end, steps = len(text) + NEW_TOKENS, []
+        text.append(trace[0].rows[row].tokens[0])
+        for step in trace:
+            record = step.rows[row]
+            if record.emitted and len(text) < end - 5:
+                assert record.tokens[0] == text[-1]
+                steps.append((list(text), record.tokens, record.parents))
+            text.extend(record.emitted)
+        found.append(steps)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ trees
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trees_are_those_of_a_block_for_each_text_alone(small: Any, variant: str) -> None:
+    """In a left-padded batch as in a row alone; dynamic trees, static ones and chains."""
+    head = random_block(small, 3, **VARIANTS[variant])
+    small.add_drafter(DFlashDrafter(head))
+    plain = generate(small, 3)
+    static = {"method": "dflash", "tree": CHOICES}
+    for config in (TREE, CHAIN, static):
+        together = steps_of(small, 3, plain, **config)
+        if config is static:
+            shape: Any = StaticLevels.of(sorted(CHOICES, key=lambda path: (len(path), path)), torch.device("cpu"))
+        else:
+            limits = DFlashDrafter(head).limits(SpeculativeConfig(**config))
+            shape = reachable(limits) if not head.config.markov_rank else limits
+        for row in range(3):
+            assert len(together[row]) > 3
+            for text, tokens, parents in together[row]:
+                depth = len(shape.steps) if isinstance(shape, StaticLevels) else shape.num_steps
+                size = depth + (not head.config.sample_from_anchor)
+                wanted = grow_block(outputs_after(small, head, text, size), shape).tree
+                assert tokens == wanted.tokens[0].tolist()
+                assert parents == wanted.parents.expand(wanted.tokens.shape)[0].tolist()
+
+
+def alone(model: Any, row: int, config: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents of a row of the batch of three, generated alone and without padding."""
+    ids, mask = prompts(3)
+    one = ids[row][mask[row].bool()][None]
+    model.generate(
+        one, attention_mask=torch.ones_like(one), max_new_tokens=NEW_TOKENS, do_sample=False,
+        speculative={**config, "trace": True},
+    )  # fmt: skip
+    return [(step.rows[0].tokens, step.rows[0].parents) for step in model.last_speculation.trace]
+
+
+@pytest.mark.parametrize("variant", ["dflash", "causal", "window", "window from anchor", "vanilla", "gated", "rnn"])
+def test_rows_of_a_batch_draft_as_they_do_alone(small: Any, variant: str) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, 5, **VARIANTS[variant])))
+    together = steps_of(small, 3, **TREE)
+    for row in range(3):
+        steps = [(tokens, parents) for _, tokens, parents in together[row]]
+        assert steps == alone(small, row, TREE)[: len(steps)]
+
+
+@pytest.mark.parametrize("variant", ["dflash", "causal", "causal window", "rnn"])
+def test_smaller_budgets_between_full_ones(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps in between; a non-causal block has the slots of the largest tree, whatever a step asks for."""
+    monkeypatch.setattr(plan, "FixedController", Wandering)
+    head, drafts = random_block(small, 3, **VARIANTS[variant]), []
+    drafter = DFlashDrafter(head)
+    start = drafter.start
+
+    def recording(*given: Any) -> Any:
+        session: Any = start(*given)
+        texts = [given[1].input_ids[0].tolist() + given[1].roots.tolist()]
+        propose, observe = session.propose, session.observe
+
+        def spied(budget: Budget) -> Draft:
+            draft: Draft = propose(budget)
+            drafts.append((list(texts[0]), budget, draft))
+            return draft
+
+        def seen(step: Any) -> None:
+            texts[0].extend(step.acceptance.emitted[0])
+            observe(step)
+
+        session.propose, session.observe = spied, seen
+        return session
+
+    drafter.start = recording  # type: ignore[assignment, method-assign]
+    small.add_drafter(drafter)
+    assert torch.equal(generate(small, max_new_tokens=30), generate(small, max_new_tokens=30, speculative=TREE))
+    assert len({budget for _, budget, _ in drafts}) > 2
+    deepest = head.config.block_size
+    for text, budget, draft in drafts:
+        size = budget.num_steps + (not head.config.sample_from_anchor) if head.config.causal else deepest
+        wanted = grow_block(outputs_after(small, head, text, size), reachable(budget)).tree
+        assert draft.tree.tokens.tolist() == wanted.tokens.tolist()
+    Wandering.all.clear()
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "gated", "rnn", "rnn behind the root"])
+def test_a_chain_of_a_markov_head_is_corrected_token_by_token(small: Any, variant: str) -> None:
+    head = random_block(small, 7, **VARIANTS[variant])
+    small.add_drafter(DFlashDrafter(head))
+    uncorrected = 0
+    for text, tokens, parents in steps_of(small, 1, **CHAIN)[0]:
+        outputs = outputs_after(small, head, text)
+        chain = corrected(outputs)[1].tolist()
+        assert tokens[1:] == chain
+        assert parents == list(range(-1, len(chain)))
+        uncorrected += outputs.logits[0].argmax(-1).tolist() == chain
+    assert uncorrected == 0
+
+
+def test_children_depend_on_the_path_only_with_a_markov_head(small: Any) -> None:
+    choices = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank, differ in ((0, False), (4, True)):
+        small.add_drafter(DFlashDrafter(random_block(small, 1, sample_from_anchor=True, markov_rank=rank)))
+        found = set()
+        for _, tokens, parents in steps_of(small, 1, method="dflash", tree=choices)[0]:
+            children = [[tokens[n] for n in range(len(tokens)) if parents[n] == node] for node in (1, 2)]
+            assert [len(each) for each in children] == [2, 2]
+            found.add(children[0] != children[1])
+        assert (True in found) is differ
+        assert len(found) == 1 or differ
+
+
+def test_jetspecs_rule_is_that_of_its_heads(small: Any) -> None:
+    """The same outputs, and another choice of nodes: parents have either all their children or none."""
+    trees = []
+    for all_children in (False, True):
+        head = random_block(small, 2, causal=True, all_children=all_children)
+        with torch.no_grad():
+            head.norm.weight.mul_(4)  # one child is much likelier than the others
+        small.add_drafter(DFlashDrafter(head))
+        config = {**TREE, "num_draft_tokens": 13}
+        trees.append([(tokens, parents) for _, tokens, parents in steps_of(small, 1, **config)[0]])
+    for _, parents in trees[1]:
+        assert {parents.count(node) for node in range(len(parents))} == {0, 3}
+    assert trees[0] != trees[1]
+
+
+# ------------------------------------------------------------------------------------------------------ depth
+
+
+def test_a_shallow_tree_of_a_causal_head_begins_a_deeper_one(small: Any) -> None:
+    """All paths of a causal block with fewer slots are those of the deeper tree; another head runs another block."""
+    for causal in (True, False):
+        head = random_block(small, 4, causal=causal)
+        small.add_drafter(DFlashDrafter(head))
+        equal = []
+        steps = steps_of(small, 1, method="dflash", num_steps=2, top_k=2, num_draft_tokens=64)[0]
+        for text, tokens, parents in steps:
+            assert len(tokens) == 7
+            whole = grow_block(outputs_after(small, head, text), reachable(Budget(64, 4, 2)))
+            found = {path for path in paths_of(whole, 0) if len(path) <= 2}
+            assert len(found) == 6
+            short = grow_block(outputs_after(small, head, text, 3), reachable(Budget(64, 2, 2)))
+            assert (tokens, parents) == (short.tree.tokens[0].tolist(), short.tree.parents[0].tolist())
+            equal.append(found == set(paths_of(short, 0)))
+        assert all(equal) is causal
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "message"),
+    [
+        ({}, {"num_steps": 5}, "A block of 5 slots drafts at most 4 tokens, got num_steps=5"),
+        ({"sample_from_anchor": True}, {"num_steps": 6}, "drafts at most 5 tokens, got num_steps=6"),
+        ({}, {"tree": [(0,), (0, 0), (0, 0, 0), (0,) * 4, (0,) * 5]}, "drafts at most 4 tokens, got num_steps=5"),
+        ({"block_size": 3}, {"tree": "static"}, "drafts at most 2 tokens"),
+        ({"num_steps": 9}, {}, "drafts at most 4 tokens, got num_steps=9"),
+        ({}, {"top_k": 97}, "exceeds the draft vocabulary of 96"),
+        ({"draft_vocab_size": 40}, {"top_k": 41}, "exceeds the draft vocabulary of 40"),
+        ({}, {"tree": [(0,)], "num_steps": 2}, "num_steps=1, got num_steps=2"),
+    ],
+)
+def test_trees_that_no_block_drafts_are_refused(
+    small: Any, head: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, **head)))
+    with pytest.raises(InvalidConfigError, match=message):
+        generate(small, speculative={"method": "dflash", **fields})
+
+
+@pytest.mark.parametrize(
+    ("head", "fields", "limits"),
+    [
+        ({}, {}, Budget(16, 4, 4)),
+        ({"sample_from_anchor": True}, {}, Budget(16, 5, 4)),
+        ({}, {"top_k": 1}, Budget(5, 4, 1)),
+        ({}, {"top_k": 2, "num_steps": 2}, Budget(7, 2, 2)),
+        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {}, Budget(9, 3, 2)),
+        ({"num_steps": 3, "top_k": 2, "num_draft_tokens": 9}, {"num_draft_tokens": 40}, Budget(15, 3, 2)),
+        ({"markov_rank": 4}, {"num_draft_tokens": 512, "top_k": 3}, Budget(1 + 3 + 3 * 9, 4, 3)),
+        ({}, {"tree": CHOICES}, Budget(7, 3, 3)),
+    ],
+)
+def test_limits(head: dict[str, Any], fields: dict[str, Any], limits: Budget) -> None:
+    drafter = DFlashDrafter(random_block(zoo.build("llama"), **head))
+    assert drafter.limits(SpeculativeConfig("dflash", **fields)) == limits
+
+
+def test_one_forward_drafts_all_levels(small: Any) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small)))
+    assert small.drafters["dflash"].head.num_forwards(4) == 1
+    calls: list[int] = []
+    small.drafters["dflash"].head.register_forward_pre_hook(lambda _m, inputs: calls.append(inputs[0].shape[1]))
+    generate(small, speculative=TREE)
+    stats = small.last_speculation
+    assert set(calls) == {5}
+    assert len(calls) in (stats.num_target_forwards, stats.num_target_forwards - 1)  # the last one may be plain
+
+
+# ------------------------------------------------------------------------------------------------------ confidence
+
+CONFIDENT: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 4, "confidence_head": True,
+                             "confidence_with_markov": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [CONFIDENT, {"confidence_head": True}], ids=["dspark", "alone"])
+def test_nodes_behind_the_first_unconfident_token_are_dropped(small: Any, fields: dict[str, Any]) -> None:
+    head, threshold = random_block(small, 6, **fields), 0.5
+    with torch.no_grad():
+        head.confidence_head.proj.bias.fill_(1.0)
+    small.add_drafter(DFlashDrafter(head, confidence_threshold=threshold))
+    plain = generate(small, 3)
+    together, depths = steps_of(small, 3, plain, **TREE), set()
+    limits = DFlashDrafter(head).limits(SpeculativeConfig(**TREE))
+    for steps in together:
+        for text, tokens, parents in steps:
+            outputs = outputs_after(small, head, text)
+            chain = corrected(outputs)[1]
+            previous = torch.cat([outputs.roots, chain[:-1]])
+            confident = head.confidence(outputs.hidden[0], previous).sigmoid() >= threshold
+            depth = int(confident.int().cumprod(0).sum())
+            whole = grow_block(outputs, limits)
+            kept = [path for path in paths_of(whole, 0) if len(path) <= depth]
+            nodes = [node for node in range(1, len(tokens)) if parents[node] >= 0]
+            paths: dict[int, tuple[int, ...]] = {0: ()}
+            for node in nodes:
+                paths[node] = (*paths[parents[node]], tokens[node])
+            assert [paths[node] for node in nodes] == kept
+            depths.add(depth)
+    assert len(depths) > 2
+    assert torch.equal(plain, generate(small, 3, speculative={"method": "dflash", "tree": CHOICES}))
+
+
+def test_thresholds_of_nothing_and_of_everything(small: Any) -> None:
+    head = random_block(small, 6, **CONFIDENT)
+    plain = generate(small, 3)
+    small.add_drafter(DFlashDrafter(head, confidence_threshold=1.0))
+    assert torch.equal(plain, generate(small, 3, speculative=TREE))
+    assert small.last_speculation.num_drafted_tokens == 0
+    assert small.last_speculation.mean_accepted_length == 1
+    small.add_drafter(DFlashDrafter(head))
+    kept = steps_of(small, 3, **TREE)
+    small.add_drafter(DFlashDrafter(head, confidence_threshold=1e-9))
+    assert kept == steps_of(small, 3, **TREE)
+
+
+def test_thresholds_that_are_refused(small: Any) -> None:
+    for head, threshold in (
+        (random_block(small), 0.5), (random_block(small, **CONFIDENT), -0.1), (random_block(small, **CONFIDENT), 1.1),
+        (random_block(small, **CONFIDENT), float("nan")),
+    ):  # fmt: skip
+        with pytest.raises(InvalidConfigError, match=r"must be from 0 to 1, and 0 for a head without a confidence"):
+            DFlashDrafter(head, confidence_threshold=threshold)
+    assert DFlashDrafter(random_block(small), 0.0).confidence_threshold == 0
+
+
+# ------------------------------------------------------------------------------------------------------ answers
+
+HEADS = ["dflash", "jetspec", "window", "rnn", "own parts"]
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_caches_from_the_call_before_are_continued(small: Any, variant: str) -> None:
+    """The head has no features of the cached tokens."""
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
+    ids, _ = prompts(1)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    answers = []
+    for speculative in (None, TREE, CHAIN):
+        first = small.generate(ids, attention_mask=torch.ones_like(ids), speculative=speculative, **options)
+        text = torch.cat([first.sequences, ids[:, :3]], dim=-1)
+        given = {CACHE_FIELD: first[CACHE_FIELD], "attention_mask": torch.ones_like(text), **options}
+        answers.append(small.generate(text, speculative=speculative, **given).sequences)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_prompts_of_embeddings_and_of_one_token(small: Any, variant: str) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    for ids in (prompts(1)[0], torch.tensor([[7]]), torch.tensor([[7], [9]])):
+        given: dict[str, Any] = {**options, "attention_mask": torch.ones_like(ids)}
+        plain = small.generate(ids, **given)
+        assert torch.equal(plain, small.generate(ids, speculative=TREE, **given))
+        assert small.last_speculation.num_drafted_tokens > 0
+        embeddings = small.get_input_embeddings()(ids)
+        plain = small.generate(inputs_embeds=embeddings, **given)
+        assert torch.equal(plain, small.generate(inputs_embeds=embeddings, speculative=TREE, **given))
+        assert small.last_speculation.num_drafted_tokens > 0
+
+
+def test_calls_after_each_other_and_in_inference_mode(small: Any) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["rnn"])))
+    plain, short = generate(small, 3), generate(small, 1)
+    with torch.inference_mode():
+        assert torch.equal(plain, generate(small, 3, speculative=TREE))
+    for _ in range(2):
+        assert torch.equal(plain, generate(small, 3, speculative=TREE))
+        assert torch.equal(short, generate(small, 1, speculative=CHAIN))
+    fresh = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 2))
+    with torch.inference_mode():
+        fresh.add_drafter(DFlashDrafter(random_block(fresh)))
+        assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
+    assert torch.equal(plain, generate(fresh, 3, speculative=TREE))
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_equal_to_plain_generate(small: Any, variant: str) -> None:
+    """Greedy answers of any batch, several answers of a prompt, and the tokens drawn for a seed."""
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
+    for batch_size in (1, 2, 4):
+        ids = torch.randint(3, zoo.VOCAB_SIZE, (batch_size, 9), generator=torch.Generator().manual_seed(batch_size))
+        mask = torch.ones_like(ids)
+        if batch_size > 1:
+            ids[-1, :5], mask[-1, :5] = 0, 0
+        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(small.generate(ids, **options), small.generate(ids, speculative=TREE, **options))
+    several: dict[str, Any] = {"num_return_sequences": 2, "do_sample": True, "top_k": 1}
+    assert torch.equal(generate(small, 2, **several), generate(small, 2, speculative=TREE, **several))
+    for seed in range(2):
+        drawn = []
+        for speculative in (None, TREE, CHAIN):
+            torch.manual_seed(seed)
+            drawn.append(generate(small, do_sample=True, top_k=9, temperature=0.8, speculative=speculative))
+        assert torch.equal(drawn[0], drawn[1])
+        assert torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("acceptance", ["typical", "nucleus"])
+def test_other_acceptance_rules_run(small: Any, acceptance: str) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS["vanilla"])))
+    answer = generate(small, 3, do_sample=True, speculative={**TREE, "acceptance": acceptance})
+    assert answer.shape[1] == prompts(3)[0].shape[1] + NEW_TOKENS
+    assert small.last_speculation.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("method", ["auto", "hybrid"])
+@pytest.mark.parametrize("variant", ["dflash", "rnn"])
+def test_merged_with_other_drafts(small: Any, variant: str, method: str, batch_size: int) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, **VARIANTS[variant])))
+    plain = generate(small, batch_size, max_new_tokens=30)
+    for _ in range(2):
+        assert torch.equal(plain, generate(small, batch_size, max_new_tokens=30, speculative=method))
+        assert small.last_speculation.control["queries"]["dflash"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "qwen3_next"])
+def test_other_architectures(name: str) -> None:
+    """Learned positions, sliding windows, a recurrent state (chains only)."""
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    model.add_drafter(DFlashDrafter(random_block(model)))
+    for batch_size in (1, 3):
+        assert torch.equal(generate(model, batch_size), generate(model, batch_size, speculative=TREE))
+
+
+# ------------------------------------------------------------------------------------------------------ loading
+
+
+def test_heads_of_other_targets_are_refused(llama: Any, tmp_path: Path) -> None:
+    for fields, message in (
+        ({"hidden_size": 64}, "hidden_size 64"),
+        ({"vocab_size": 97}, "vocab_size 97"),
+        ({"aux_hidden_state_layer_ids": [1, 9]}, r"hidden states 0 to 4, the head reads \[1, 9\]"),
+    ):
+        head = DFlashHead(DFlashConfig.for_target(llama.config, **{"aux_hidden_state_layer_ids": [1], **fields}))
+        head.save_pretrained(tmp_path / "head")
+        for load in (lambda head=head: llama.add_drafter(DFlashDrafter(head)),
+                     lambda: llama.load_drafter(tmp_path / "head")):  # fmt: skip
+            with pytest.raises(DrafterMismatchError, match=message):
+                load()
+    assert llama.drafters == {}
+
+
+def test_layers_that_occur_twice_and_layers_by_default(small: Any, llama: Any) -> None:
+    small.add_drafter(DFlashDrafter(random_block(small, aux_hidden_state_layer_ids=[2, 1, 2, -1, 0, 0])))
+    assert torch.equal(generate(small, 3), generate(small, 3, speculative=TREE))
+    head = DFlashHead(DFlashConfig.for_target(llama.config, num_hidden_layers=3))
+    with pytest.raises(InvalidConfigError, match="are not known yet"):
+        _ = head.feature_layers
+    llama.add_drafter(DFlashDrafter(head))
+    assert head.feature_layers == tuple(default_layers(4, 3))
+    assert head.config.num_target_layers == 4
+    assert torch.equal(generate(llama, 3), generate(llama, 3, speculative="dflash"))
+    assert default_layers(36, 5) == [2, 10, 18, 26, 34]
+    assert default_layers(28, 1) == [15]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 1}, "drafts no tokens"),
+        ({"layer_types": ["full_attention"]}, "for each of 2 layers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` is not set"),
+        ({"layer_types": ["chunked_attention"] * 2}, "each one of full_attention, sliding_attention"),
+        ({"mask_token_id": 96}, "outside the vocabulary of 96"),
+        ({"markov_rank": 2, "markov_head_type": "lstm"}, "`markov_head_type` must be one of"),
+        ({"confidence_with_markov": True, "confidence_head": True}, "needs `confidence_head` and a `markov_rank`"),
+        ({"confidence_with_markov": True, "markov_rank": 2}, "needs `confidence_head` and a `markov_rank`"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        DFlashHead(DFlashConfig.for_target(zoo.build("llama").config, **fields))
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "confident"])
+def test_saved_and_loaded(small: Any, variant: str, tmp_path: Path) -> None:
+    head = random_block(small, 8, **{**VARIANTS, "confident": CONFIDENT}[variant])
+    head.save_pretrained(tmp_path / "head")
+    again = load_head(tmp_path / "head")
+    assert isinstance(again, DFlashHead)
+    for name, value in head.config.to_dict().items():
+        assert name in ("transformers_version", "architectures", "dtype") or again.config.to_dict()[name] == value
+    state = again.state_dict()
+    assert state.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+    small.add_drafter(DFlashDrafter(head))
+    wanted = steps_of(small, 3, **TREE)
+    small.load_drafter(tmp_path / "head", name="again")
+    assert wanted == steps_of(small, 3, **{**TREE, "method": "again"})
+
+
+def test_parts_that_equal_the_targets_are_dropped(small: Any, tmp_path: Path) -> None:
+    """The embedding and the lm_head, as in files that hold both."""
+    head = random_block(small, own_embedding=True, own_lm_head=True)
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(small.get_input_embeddings().weight)
+        head.lm_head.weight.copy_(small.lm_head.weight)
+    head.save_pretrained(tmp_path / "head")
+    loaded = small.load_drafter(tmp_path / "head").head
+    assert not loaded.config.own_embedding
+    assert not loaded.config.own_lm_head
+    assert loaded.shares_lm_head
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(loaded.state_dict())
+    assert torch.equal(generate(small, 3), generate(small, 3, speculative=TREE))
+    loaded.save_pretrained(tmp_path / "again")
+    assert isinstance(load_head(tmp_path / "again"), DFlashHead)
+    other = random_block(small, own_embedding=True, own_lm_head=True)
+    small.add_drafter(DFlashDrafter(other))
+    assert other.config.own_embedding
+    assert other.config.own_lm_head
+
+
+# ------------------------------------------------------------------------------------------------------ compiled
+
+
+def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
+    return graph.forward
+
+
+@pytest.mark.parametrize("variant", ["causal window", "own parts"])
+def test_a_traced_head_drafts_the_same(small: Any, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and target as traced operations, run without inductor."""
+    monkeypatch.setattr(torch._inductor, "compile", without_inductor)
+    small.add_drafter(DFlashDrafter(random_block(small, 3, **VARIANTS[variant])))
+    plain = generate(small, 3)
+    wanted = steps_of(small, 3, plain, **TREE)
+    assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_drafts(small: Any) -> None:
+    """The head alone is compiled; `test_runners.py` compiles targets."""
+    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS["rnn"], draft_vocab_size=40))
+    small.add_drafter(drafter)
+    plain = generate(small, 3)
+    wanted = steps_of(small, 3, plain, **TREE)
+    other = drafter.compiled(small, "inductor")
+    assert isinstance(other.program, CompiledBlockHead)
+    small.add_drafter(other)
+    assert wanted == steps_of(small, 3, plain, **TREE)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    yield
+    Wandering.all.clear()
