@@ -36,7 +36,7 @@ from models import prompts
 from test_drafters import Wandering
 from test_tree_product import paths_of
 
-NEW_TOKENS = 14
+NEW_TOKENS = 12
 TREE: dict[str, Any] = {"method": "dflash", "top_k": 3, "num_draft_tokens": 12}
 CHAIN: dict[str, Any] = {"method": "dflash", "top_k": 1}
 CHOICES = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 2)]
@@ -146,7 +146,7 @@ def alone(model: Any, row: int, config: dict[str, Any]) -> list[tuple[list[int],
     return [(step.rows[0].tokens, step.rows[0].parents) for step in model.last_speculation.trace]
 
 
-@pytest.mark.parametrize("variant", ["dflash", "causal", "window", "window from anchor", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("variant", ["dflash", "causal", "window", "window from anchor", "gated", "rnn"])
 def test_rows_of_a_batch_draft_as_they_do_alone(small: Any, variant: str) -> None:
     small.add_drafter(DFlashDrafter(random_block(small, 5, **VARIANTS[variant])))
     together = steps_of(small, 3, **TREE)

@@ -5,6 +5,7 @@ All options are checked before the target model is loaded.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.verification.features import LAST
 
 if TYPE_CHECKING:
-    from hf_specdec.training import Conversation
+    from hf_specdec.training import Conversation, DFlashTrainingConfig
 
 NumLayers = Annotated[int | None, typer.Option(min=1, max=64, help="Layers of the head. Default: 2.")]
 BlockSize = Annotated[
@@ -107,18 +108,24 @@ def dflash(
     conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
         _choose_tokens(head, conversations, model, chosen="mask_token_id" in fields)
-    training, changes = training_package(), {} if anchors is None else {"anchors": anchors}
-    config = training.DFlashTrainingConfig().changed(**{**read_object(recipe, "--recipe"), **changes})
+    training, config = training_package(), _recipe(recipe, anchors)
     lengths = [len(one.input_ids) for one in training.openings(conversations, config.answer_tokens)]
     training.check_same_run(output, training.run_facts(head, config, lengths))
     target, _ = load_training_target(model, dtype)
     if initial_head is None and not random_start:
         _start_from_target(head, target)
     stored, measured = run.data(target, conversations, evaluation, _layers_of(head))
-    head = training.train_dflash(
-        target, head, stored, run.arguments(held_out=bool(evaluation)), config, resume=True, held_out=measured
-    )
+    arguments = run.arguments(held_out=bool(evaluation))
+    head = training.train_dflash(target, head, stored, arguments, config, resume=True, held_out=measured)
     finish_training(target, head, output, measured, as_json)
+
+
+def _recipe(path: Path | None, anchors: int | None) -> DFlashTrainingConfig:
+    changes = {} if anchors is None else {"anchors": anchors}
+    config: DFlashTrainingConfig = (
+        training_package().DFlashTrainingConfig().changed(**{**read_object(path, "--recipe"), **changes})
+    )
+    return config
 
 
 def _variant(causal: bool, markov_rank: int | None, confidence: bool) -> dict[str, Any]:
