@@ -551,6 +551,21 @@ def test_parts_that_equal_the_targets_are_dropped(small: Any, tmp_path: Path) ->
     assert other.config.own_lm_head
 
 
+def test_the_example_of_the_docs(small: Any, tmp_path: Path) -> None:
+    """Saved heads stand for the published ones."""
+    page = (Path(__file__).parents[1] / "docs" / "methods" / "dflash.md").read_text()
+    code = (
+        page.split("<!-- dflash -->\n```python\n")[1].split("```")[0].replace("max_new_tokens=64", "max_new_tokens=9")
+    )
+    for name, fields in (("z-lab/Qwen3-4B-DFlash-b16", {}), ("deepseek-ai/dspark_qwen3_4b_block7", CONFIDENT)):
+        random_block(small, **fields).save_pretrained(tmp_path / name)
+        assert name in code
+        code = code.replace(name, str(tmp_path / name))
+    exec(code, {"model": small, "inputs": {"input_ids": prompts(1)[0]}})
+    assert list(small.drafters) == ["dflash", "confident"]
+    assert small.drafters["confident"].confidence_threshold == 0.4
+
+
 # ------------------------------------------------------------------------------------------------------ compiled
 
 

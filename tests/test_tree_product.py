@@ -19,7 +19,7 @@ def best_paths(log_probs: list[list[float]], num_nodes: int) -> list[tuple[float
     """The likeliest paths of ranks with score and depth; ties go to the shallower one, then to the lower ranks."""
     heap: list[tuple[float, int, Path]] = [(-value, 1, (rank,)) for rank, value in enumerate(log_probs[0])]
     heapq.heapify(heap)
-    found = []
+    found: list[tuple[float, int, Path]] = []
     while heap and len(found) < num_nodes - 1:
         cost, depth, path = heapq.heappop(heap)
         found.append((-cost, depth, path))
