@@ -132,7 +132,7 @@ def _is_dspark(head: DFlashHead) -> bool:
 
 
 def _speculators_config(head: DFlashHead) -> Fields:
-    """Return the config in speculators' layout: of type `dspark` if the head has a Markov or confidence head."""
+    """Return the config in speculators' layout. The type is `dspark` if the head has a Markov or confidence head."""
     config = head.config
     kind, architecture = ("dspark", "DSparkDraftModel") if _is_dspark(head) else ("dflash", "DFlashDraftModel")
     fields = {

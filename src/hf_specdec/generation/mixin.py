@@ -138,7 +138,7 @@ class SpeculativeGenerationMixin:
                 assistant, of `AutoModelForCausalLM.from_pretrained` (default: this model's dtype and device).
 
         Raises:
-            CheckpointFormatError: The source is no draft head, its layout is unknown, or a file is broken.
+            CheckpointFormatError: The source is not a draft head, its layout is unknown, or a file is broken.
             DrafterMismatchError: The head was made for another model, or for this one with an adapter.
             InvalidConfigError: Loading options are invalid or given with a loaded head, or `reading` is invalid.
             UnsupportedModelError: The model gives no access to the hidden states that the head needs.

@@ -249,7 +249,7 @@ def _attend_blocks(
     """Return the attention `[B, H, blocks * S, d]` of some blocks.
 
     Args:
-        query, key, value: Of the slots of all blocks, see `Attend`.
+        query, key, value: Queries, keys and values of the slots of all blocks, see `Attend`.
         keys, values: `[B, G, T, d]` of the context.
         hidden: `[B, A, T]` bool, the context that each block does not see.
         later: `[S, S]` bool, the slots of its block that each slot does not see.

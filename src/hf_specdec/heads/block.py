@@ -25,7 +25,7 @@ class BaseBlockHead:
 
         Args:
             roots: `[B]`.
-            padding: Of the tokens in the cache; None if there is none.
+            padding: Padding of the tokens in the cache; None without padding.
             shape: Shape of the tree.
             size: Slots of the block.
             cache: Cache from `new_cache`.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.heads.block import block_masks
+from hf_specdec.heads.captured_step import CapturedStep
 from hf_specdec.heads.compiled_block import CompiledBlockHead, WrappedBlockHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.layer import AcceptedStep
@@ -112,49 +113,20 @@ class BlockGrowth(CapturableStep):
         return [draft.log_probs, draft.tree.tokens, draft.tree.parents.expand(draft.tree.tokens.shape)]
 
 
-class BlockAdvance(CapturableStep):
+class BlockAdvance(CapturedStep):
     """Reading of a step's accepted path, and the block and tree behind it, as one captured graph.
 
     Args:
         plan: The draft.
         layers: The layers of the cache.
         states: Example of the target's hidden states `[B, N, layers * D]`.
-        width: Length of the step's paths.
+        sizes: Nodes of the step and length of its paths.
     """
 
-    def __init__(self, plan: BlockPlan, layers: Sequence[Any], states: Tensor, width: int) -> None:
-        super().__init__()
-        self._plan, self._layers, self._padding, rows, device = plan, layers, object(), len(states), states.device
-        with persistent_tensors():
-            self._states = torch.zeros_like(states)
-            self._path = torch.zeros(rows, width, dtype=torch.long, device=device)
-            self._roots, self._lengths, self._padded = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
-            self._slots = torch.zeros(width, dtype=torch.long, device=device)
-            self._valid = torch.ones(rows, plan.bucket, dtype=torch.bool, device=device)
-        self._growth = BlockGrowth(plan, layers, rows)
-
-    def fill(self, step: AcceptedStep, states: Tensor, lengths: Tensor) -> None:
-        """Copy a step into the buffers; the padding is copied once per call, during which it is constant.
-
-        Args:
-            step: The step.
-            states: `[B, N, layers * D]` the step's features.
-            lengths: `[B]` number of entries of each row before the step.
-        """
-        num_states, width = states.shape[1], step.path.shape[1]
-        self._states[:, :num_states] = states
-        self._path[:, :width] = step.path
-        if width < self._path.shape[1]:
-            self._path[:, width:] = -1
-        self._roots.copy_(step.roots)
-        self._lengths.copy_(lengths)
-        if self._padding is not step.padding:
-            self._padding = step.padding
-            self._valid.fill_(True)
-            self._padded.zero_()
-            if step.padding is not None:
-                self._valid[:, : step.padding.valid.shape[1]] = step.padding.valid
-                self._padded.copy_(step.padding.counts)
+    def __init__(self, plan: BlockPlan, layers: Sequence[Any], states: Tensor, sizes: tuple[int, int]) -> None:
+        super().__init__(states, *sizes, plan.bucket)
+        self._plan, self._layers = plan, layers
+        self._growth = BlockGrowth(plan, layers, len(states))
 
     def compute(self) -> Sequence[Tensor]:
         """Return two results of reading the path and growing the tree.
@@ -163,24 +135,12 @@ class BlockAdvance(CapturableStep):
             `[B, 2N + 1]` tokens and parents of the tree's N nodes, and each row's new length; `[B, N]`
             log-probabilities of the nodes.
         """
-        counts, lengths, rows = (self._path >= 0).sum(-1), self._lengths, len(self._roots)
-        offsets = torch.arange(len(self._slots), dtype=torch.long, device=lengths.device)
-        self._slots.copy_(lengths.amax() + offsets)
-        real = offsets < counts[:, None]
-        entries = lengths[:, None] + (real.cumsum(-1) - 1).clamp(min=0)
-        index = self._path.clamp(min=0)[:, :, None].expand(-1, -1, self._states.shape[-1])
-        features = self._states.gather(1, index).to(self._plan.head.dtype)
+        counts = (self._path >= 0).sum(-1)
+        _, entries = self._place(counts)
         cache = Cache(layers=[BucketLayer(layer, self._slots, self._plan.bucket) for layer in self._layers])
+        features = self._accepted_states().to(self._plan.head.dtype)
         self._plan.head.append_context(features, entries - self._padded[:, None], cache)
-        if rows > 1:  # a single row has no gaps to close
-            targets = lengths[:, None] + offsets
-            sources, row = torch.where(real, self._slots, targets), torch.arange(rows, device=lengths.device)[:, None]
-            for layer in self._layers:
-                for states in (layer.keys.transpose(1, 2), layer.values.transpose(1, 2)):
-                    states[row, targets] = states[row, sources]
-        grown = lengths + counts
-        slots = torch.arange(self._valid.shape[1], dtype=torch.long, device=grown.device)
-        committed = (slots < grown[:, None]) & self._valid
+        grown, committed = self._commit(self._layers, counts)
         self._growth.fill_on_device(self._roots, grown - self._padded, grown, committed, self._slots[-1] + 1)
         log_probs, tokens, parents = self._growth.compute()
         return [torch.cat([tokens, parents, grown[:, None]], dim=-1), log_probs]
@@ -246,10 +206,8 @@ class GraphBlockHead(WrappedBlockHead):
         cache.store.make_room(begin + width + size)
         plan = self._plan(shape, size, begin + width + size, cache, embedding)
         key = *self._key(plan, rows), num_states, width
-        example = states[:, :1].expand(-1, num_states, -1)
-        captured = self._steps.shape(
-            key, self._memory.moves, lambda: BlockAdvance(plan, cache.layers, example.contiguous(), width)
-        )
+        sizes = num_states, width
+        captured = self._steps.shape(key, self._memory.moves, lambda: BlockAdvance(plan, cache.layers, states, sizes))
         assert isinstance(captured, BlockAdvance)
         captured.fill(step, states, cache.lengths_on(self.device, rows))
         integers, log_probs = (output.clone() for output in self._steps.run(captured))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.captured_step import CapturedStep
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.heads.layer import AcceptedStep
 from hf_specdec.trees.growth import Level, TreeShape, grow, scored
 from hf_specdec.verification.cache import TreeLayer
 from hf_specdec.verification.graphs import BucketLayer, CapturableStep
@@ -121,7 +121,7 @@ class Growth(CapturableStep):
         return self._layer.score(features, self._tree_shape.top_k)
 
 
-class Advance(CapturableStep):
+class Advance(CapturedStep):
     """Reading of a step's accepted path and growth of a tree of fixed shape, as one captured graph.
 
     Args:
@@ -134,43 +134,13 @@ class Advance(CapturableStep):
         self, layer: CapturedLayer, tree_shape: TreeShape, cached: TreeLayer, embedding: nn.Module, states: Tensor,
         sizes: tuple[int, int, int, int],
     ) -> None:  # fmt: skip
-        super().__init__()
         num_states, width, num_entries, bucket = sizes
-        self._layer, self._embedding = layer, embedding
-        self._cached, self._padding, rows, device = cached, object(), len(states), states.device
+        super().__init__(states, num_states, width, bucket)
+        self._layer, self._embedding, self._cached = layer, embedding, cached
         with persistent_tensors():
-            self._states = torch.zeros(rows, num_states, states.shape[-1], dtype=states.dtype, device=device)
-            self._path, self._tokens = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
-            self._roots, self._lengths, self._padded = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
-            self._slots = torch.zeros(width, dtype=torch.long, device=device)
-            self._valid = torch.ones(rows, bucket, dtype=torch.bool, device=device)
-            last = torch.zeros(rows, 1, layer.hidden_size, dtype=self._layer.inner.dtype, device=device)
+            last = torch.zeros(len(states), 1, layer.hidden_size, dtype=layer.inner.dtype, device=states.device)
         example = GrowthInputs(self._roots, last, self._lengths[:, None], self._lengths, self._valid)
         self._growth = Growth(layer, tree_shape, cached, embedding, example, (num_entries, bucket))
-
-    def fill(self, step: AcceptedStep, states: Tensor, lengths: Tensor) -> None:
-        """Copy a step into the buffers; the padding is copied once per call, during which it is constant.
-
-        Args:
-            step: The step.
-            states: `[B, N, layers * D]` the step's features.
-            lengths: `[B]` number of entries of each row before the step.
-        """
-        num_states, width = states.shape[1], step.path.shape[1]
-        self._states[:, :num_states] = states
-        self._path[:, :width] = step.path
-        if width < self._path.shape[1]:
-            self._path[:, width:] = -1
-        self._tokens[:, :width] = step.tokens
-        self._roots.copy_(step.roots)
-        self._lengths.copy_(lengths)
-        if self._padding is not step.padding:
-            self._padding = step.padding
-            self._valid.fill_(True)
-            self._padded.zero_()
-            if step.padding is not None:
-                self._valid[:, : step.padding.valid.shape[1]] = step.padding.valid
-                self._padded.copy_(step.padding.counts)
 
     def compute(self) -> Sequence[Tensor]:
         """Return three results of reading the path and growing the tree.
@@ -179,31 +149,20 @@ class Advance(CapturableStep):
             `[B, 2N + 1]` tokens and parents of the tree's N nodes, and each row's new length; `[B, N]`
             log-probabilities of the nodes; `[B, 1, D]` features of each row's last entry.
         """
-        counts, lengths, rows = (self._path >= 0).sum(-1), self._lengths, len(self._roots)
+        counts = (self._path >= 0).sum(-1)
         output = self._read(counts)
-        offsets = torch.arange(len(self._slots), device=lengths.device)
-        if rows > 1:  # a single row has no gaps to close
-            targets = lengths[:, None] + offsets
-            sources = torch.where(offsets < counts[:, None], self._slots, targets)
-            for states in (self._cached.keys.transpose(1, 2), self._cached.values.transpose(1, 2)):
-                row = torch.arange(rows, device=lengths.device)[:, None]
-                states[row, targets] = states[row, sources]
+        grown, committed = self._commit([self._cached], counts)
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, output.shape[-1])
-        grown = lengths + counts
-        committed = (torch.arange(self._valid.shape[1], device=grown.device) < grown[:, None]) & self._valid
-        start = self._slots[-1] + 1
         inputs = GrowthInputs(self._roots, output.gather(1, last), (grown - self._padded)[:, None], grown, committed)
-        self._growth.fill_on_device(inputs, start)
+        self._growth.fill_on_device(inputs, self._slots[-1] + 1)
         log_probs, tokens, parents = self._growth.compute()
         return [torch.cat([tokens, parents, grown[:, None]], dim=-1), log_probs, inputs.last]
 
     def _read(self, counts: Tensor) -> Tensor:
         """Append `counts` `[B]` accepted entries per row; return the features `[B, P, D]`, padding included."""
+        real, entries = self._place(counts)
         lengths, width, bucket = self._lengths, len(self._slots), self._valid.shape[1]
         offsets, slots = torch.arange(width, device=lengths.device), torch.arange(bucket, device=lengths.device)
-        self._slots.copy_(lengths.amax() + offsets)
-        real = offsets < counts[:, None]
-        entries = lengths[:, None] + (real.cumsum(-1) - 1).clamp(min=0)  # index within the row, including padding
         distance = offsets[:, None] - offsets
         visible = (distance >= 0) & real[:, None] | (distance == 0)
         committed = ((slots < lengths[:, None]) & self._valid)[:, None]
@@ -211,10 +170,9 @@ class Advance(CapturableStep):
             visible = visible & (entries[:, :, None] - entries[:, None] < self._layer.window)
             committed = committed & (entries[:, :, None] - slots < self._layer.window)
         mask = committed.expand(-1, width, -1).index_copy(2, self._slots, visible)[:, None]
-        index = self._path.clamp(min=0)[:, :, None].expand(-1, -1, self._states.shape[-1])
         return self._layer.inner.read(
             self._embedding(self._tokens.clamp(min=0)).to(self._layer.inner.dtype),
-            self._layer.inner.fuse(self._states.gather(1, index).to(self._layer.inner.dtype)),
+            self._layer.inner.fuse(self._accepted_states().to(self._layer.inner.dtype)),
             entries - self._padded[:, None],
             Cache(layers=[BucketLayer(self._cached, self._slots, bucket)]),
             mask,

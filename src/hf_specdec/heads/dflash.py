@@ -23,7 +23,7 @@ from hf_specdec.heads.eagle import EagleConfig, EagleLayer
 from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.markov import MARKOV_TYPES, ConfidenceHead, MarkovHead
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import DFLASH, Rule, integer
+from hf_specdec.heads.schema import DFLASH, Rule
 from hf_specdec.verification.cache import TreeCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -60,7 +60,7 @@ class DFlashConfig(EagleConfig):
     """
 
     model_type = "hf_specdec_dflash"
-    rules: ClassVar[Mapping[str, Rule]] = {**DFLASH, "num_target_layers": integer(1, 2**16)}
+    rules: ClassVar[Mapping[str, Rule]] = DFLASH
 
     bias: bool = False
     qk_norm: bool = True

@@ -220,6 +220,7 @@ EAGLE3: Mapping[str, Rule] = {
 DFLASH: Mapping[str, Rule] = {
     **{name: rule for name, rule in EAGLE.items() if name not in ("bias", "layernorms")},
     "num_hidden_layers": integer(1, MAX_PARTS),
+    "num_target_layers": integer(1, 2**16),
     "block_size": integer(1, MAX_STEPS),
     "mask_token_id": TOKEN,
     "aux_hidden_state_layer_ids": list_of(integer(-1, 2**16), MAX_PARTS),

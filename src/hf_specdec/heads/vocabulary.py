@@ -59,7 +59,7 @@ class HotTokens:
             token_ids: Target ids in any order.
 
         Raises:
-            InvalidConfigError: There are no ids, ids are repeated or out of range, or the head has its own lm_head.
+            InvalidConfigError: The list is empty, ids are repeated or out of range, or the head has its own lm_head.
         """
         if not self.shares_lm_head:
             raise InvalidConfigError(

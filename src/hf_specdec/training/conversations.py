@@ -69,7 +69,7 @@ def opening_mask(loss_mask: Tensor, answer_tokens: int) -> Tensor:
 
     Returns:
         `[T']` True at the first N tokens of every answer, the last of them at T' - 1; all False with
-        T' = T if there is no answer.
+        T' = T without an answer.
 
     Example: [False, True, True, True, False, True, False] with N = 2 gives [False, True, True, False, False, True].
     """

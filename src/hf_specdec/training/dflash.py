@@ -88,6 +88,35 @@ def train_dflash(
     return trained
 
 
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """The blocks of a batch: A of each row, each behind an anchor. M tokens are drafted in all."""
+
+    anchors: Tensor  # [B, A] index of each block's first token
+    text: Tensor  # [B, A, D + 1] the token at the anchor, and the D tokens after it
+    counted: Tensor  # [B, A, D] bool, which of these D are to be drafted; M are True
+
+    @property
+    def depths(self) -> Tensor:
+        """`[M]` depth of each drafted token, counted from 0."""
+        depths = torch.arange(self.counted.shape[2], device=self.counted.device)
+        return depths.expand_as(self.counted)[self.counted]
+
+    @property
+    def following(self) -> Tensor:
+        """`[M]` the text's token at the place of each drafted one."""
+        return self.text[:, :, 1:][self.counted]
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """The target's predictions at the P places whose tokens are drafted."""
+
+    states: Tensor  # [P, D] hidden states after the final norm
+    probs: Tensor  # [P, Vd] distributions over the draft vocabulary
+    rows: Tensor  # [M] the place of each drafted token
+
+
 class DFlashObjective(Objective):
     """Objective of block heads: the weighted mean of the losses of all drafted tokens of all blocks.
 
@@ -119,40 +148,52 @@ class DFlashObjective(Objective):
         self, input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, features: Tensor, measure: int = 0
     ) -> HeadLoss:
         """See `Objective.forward`."""
-        config, depth = self.head.config, self.head.config.max_depth
-        anchors, known = self._anchors(loss_mask)
-        offsets = torch.arange(depth + 1, device=anchors.device)
-        places = anchors[:, :, None] + offsets  # [B, A, D + 1] of the anchor and of the tokens to draft
-        padded_ids, padded_mask = pad(input_ids, (0, depth)), pad(loss_mask, (0, depth))
-        text = padded_ids.gather(1, places.flatten(1)).view_as(places)
-        counted = padded_mask.gather(1, places[:, :, 1:].flatten(1)).view_as(places[:, :, 1:])
-        counted = counted.int().cumprod(-1).bool() & known[:, :, None]  # [B, A, D]
-        slots = self._outputs(features[..., : self._width].to(self.dtype), input_ids, anchors)
+        config = self.head.config
+        blocks = self._blocks(input_ids, loss_mask)
+        slots = self._outputs(features[..., : self._width].to(self.dtype), blocks)
         hidden = slots if config.sample_from_anchor else slots[:, :, 1:]
-        logits = self.head.score(hidden[counted], self._target.logits).float()
+        logits = self.head.score(hidden[blocks.counted], self._target.logits).float()
         if config.markov_rank:
-            state = self.head.start_state(text[:, :, 0], slots[:, :, 0])
-            logits = logits + self._corrections(text[:, :, :-1], hidden, state)[counted].float()
-        # one row of the target's distributions per place, although several blocks predict the same token
-        states = features[..., -config.hidden_size :]
-        needed = torch.zeros_like(padded_mask).int().scatter_add_(
-            1, places[:, :, :-1].flatten(1), counted.flatten(1).int()
-        )[:, : input_ids.shape[1]] > 0  # fmt: skip
-        rows = torch.zeros_like(padded_ids)
-        rows[:, : input_ids.shape[1]][needed] = torch.arange(int(needed.sum()), device=rows.device)
-        with torch.no_grad():
-            probs = self._target.logits(states[needed]).softmax(-1)
-        index = rows.gather(1, places[:, :, :-1].flatten(1)).view_as(counted)[counted]
-        weights = torch.exp(-offsets[:-1] / self.recipe.slot_decay).expand_as(counted)[counted]
-        loss = self._loss(logits, probs[index], text[:, :, 1:][counted], weights)
+            logits = logits + self._corrections(blocks.text, slots, hidden)[blocks.counted].float()
+        truth = self._truth(features[..., -config.hidden_size :], blocks)
+        weights = torch.exp(-blocks.depths / self.recipe.slot_decay)
+        losses = self._losses(logits, truth.probs[truth.rows], blocks.following)
         if config.confidence_head and self.recipe.confidence_weight:
-            agreed = 1 - 0.5 * (logits.detach().softmax(-1) - probs[index]).abs().sum(-1)
-            confidence = self.head.confidence(hidden[counted], text[:, :, :-1][counted]).float()
+            agreed = 1 - 0.5 * (logits.detach().softmax(-1) - truth.probs[truth.rows]).abs().sum(-1)
+            confidence = self.head.confidence(hidden[blocks.counted], blocks.text[:, :, :-1][blocks.counted]).float()
             errors = binary_cross_entropy_with_logits(confidence, agreed.clamp(0, 1), reduction="none")
-            loss = loss + self.recipe.confidence_weight * (errors * weights).sum() / weights.sum().clamp(min=1e-6)
-        if not measure:
-            return HeadLoss(loss)
-        return HeadLoss(loss, self._measure(logits, counted, states[needed], index, text, measure))
+            losses = losses + self.recipe.confidence_weight * errors
+        # not a mean: it would be NaN in a batch without tokens to draft
+        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-6)
+        return HeadLoss(loss, self._measure(logits, blocks, truth, measure) if measure else None)
+
+    def _blocks(self, input_ids: Tensor, loss_mask: Tensor) -> _Blocks:
+        """Choose anchors, and gather the tokens to draft behind them."""
+        anchors, known = self._anchors(loss_mask)
+        depth = self.head.config.max_depth
+        places = (anchors[:, :, None] + torch.arange(depth + 1, device=anchors.device)).flatten(1)
+        shape = *anchors.shape, depth + 1
+        text = pad(input_ids, (0, depth)).gather(1, places).view(shape)
+        answers = pad(loss_mask, (0, depth)).gather(1, places).view(shape)[:, :, 1:]
+        return _Blocks(anchors, text, answers.int().cumprod(-1).bool() & known[:, :, None])
+
+    def _truth(self, states: Tensor, blocks: _Blocks) -> _Truth:
+        """Return the target's distributions: one per place, although several blocks predict the same token.
+
+        Args:
+            states: `[B, T, D]` the target's hidden states after the final norm.
+            blocks: The blocks.
+        """
+        depth = blocks.counted.shape[2]
+        places = blocks.anchors[:, :, None] + torch.arange(depth, device=states.device)
+        uses = torch.zeros(*states.shape[:2], dtype=torch.long, device=states.device)
+        uses = pad(uses, (0, depth)).scatter_add(1, places.flatten(1), blocks.counted.flatten(1).long())
+        needed = uses > 0
+        rows = (needed.flatten().cumsum(0) - 1).view_as(needed).gather(1, places.flatten(1))
+        wanted = states[needed[:, : states.shape[1]]]
+        with torch.no_grad():
+            probs = self._target.logits(wanted).softmax(-1)
+        return _Truth(wanted, probs, rows.view_as(blocks.counted)[blocks.counted])
 
     def _anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Choose anchors `[B, A]`, ascending, and return which of them are followed by a token to draft.
@@ -170,15 +211,16 @@ class DFlashObjective(Objective):
         chosen = torch.where(possible, order, 2.0).topk(count, dim=-1, largest=False).indices.sort(dim=-1).values
         return chosen, possible.gather(1, chosen)
 
-    def _outputs(self, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+    def _outputs(self, features: Tensor, blocks: _Blocks) -> Tensor:
         """Return the head's outputs `[B, A, S, D]` for one block behind every anchor."""
+        anchors = blocks.anchors
         size, (batch_size, count) = self.head.config.block_size, anchors.shape
         positions = torch.arange(features.shape[1], device=anchors.device).expand(batch_size, -1)
         context = self.head.context_states(self.head.fuse(features), positions)
         tokens = torch.full(
             (batch_size, count, size), self.head.config.mask_token_id, dtype=torch.long, device=anchors.device
         )
-        tokens[:, :, 0] = input_ids.gather(1, anchors)
+        tokens[:, :, 0] = blocks.text[:, :, 0]
         slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
         with torch.no_grad():
             embeddings = self._target.embed(tokens.flatten(1)).to(features.device, self.dtype)
@@ -186,26 +228,26 @@ class DFlashObjective(Objective):
         hidden: Tensor = self.head(embeddings, slots.flatten(1), attend)
         return hidden.unflatten(1, (count, size))
 
-    def _corrections(self, previous: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
-        """Return the Markov head's corrections `[B, A, D, Vd]`, given the text's previous tokens `[B, A, D]`."""
-        markov, corrections = self.head.markov_head, []
-        for depth in range(previous.shape[2]):
-            correction, state = markov(previous[:, :, depth], hidden[:, :, depth], state)
+    def _corrections(self, text: Tensor, slots: Tensor, hidden: Tensor) -> Tensor:
+        """Return the Markov head's corrections `[B, A, D, Vd]`, given the text's tokens `[B, A, D + 1]`."""
+        markov, state = self.head.markov_head, self.head.start_state(text[:, :, 0], slots[:, :, 0])
+        corrections = []
+        for depth in range(hidden.shape[2]):
+            correction, state = markov(text[:, :, depth], hidden[:, :, depth], state)
             corrections.append(correction)
         return torch.stack(corrections, dim=2)
 
-    def _loss(self, logits: Tensor, probs: Tensor, text: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean loss of M drafted tokens.
+    def _losses(self, logits: Tensor, probs: Tensor, text: Tensor) -> Tensor:
+        """Return the losses `[M]` of M drafted tokens.
 
         Args:
             logits: `[M, Vd]`.
             probs: `[M, Vd]` the target's distributions.
             text: `[M]` the text's tokens, as ids of the target.
-            weights: `[M]`.
         """
         recipe, hot = self.recipe, self.head.hot_token_ids
         log_probs = logits.log_softmax(-1)
-        losses = torch.zeros_like(weights)
+        losses = log_probs.new_zeros(len(log_probs))
         if recipe.text_weight:
             draft_ids = text if hot is None else torch.searchsorted(hot, text).clamp(max=len(hot) - 1)
             of_text = -log_probs.gather(1, draft_ids[:, None])[:, 0]
@@ -216,19 +258,15 @@ class DFlashObjective(Objective):
             losses = losses + recipe.distance_weight * (log_probs.exp() - probs).abs().sum(-1)
         if recipe.soft_weight:
             losses = losses - recipe.soft_weight * (probs * log_probs).sum(-1)
-        # not a mean: it would be NaN in a batch without tokens to draft
-        return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
+        return losses
 
-    def _measure(
-        self, logits: Tensor, counted: Tensor, states: Tensor, index: Tensor, text: Tensor, ranks: int
-    ) -> Counts | None:
-        """Count correct drafted tokens depth by depth; `index` `[M]` are the rows of `states` for each logits row."""
-        tally, depths = Tally(counted[:, :, 0]), torch.arange(counted.shape[2], device=counted.device)
-        depths = depths.expand_as(counted)[counted]
-        for depth in range(counted.shape[2]):
-            here = depths == depth
-            following = text[:, :, depth + 1][counted[:, :, depth]]
-            tally.add(counted[:, :, depth], *self._target.correct(logits[here], states[index[here]], following, ranks))
+    def _measure(self, logits: Tensor, blocks: _Blocks, truth: _Truth, ranks: int) -> Counts | None:
+        """Count correct drafted tokens depth by depth."""
+        tally = Tally(blocks.counted[:, :, 0])
+        for depth in range(blocks.counted.shape[2]):
+            here = blocks.depths == depth
+            states, following = truth.states[truth.rows[here]], blocks.following[here]
+            tally.add(blocks.counted[:, :, depth], *self._target.correct(logits[here], states, following, ranks))
         return tally.counts()
 
 

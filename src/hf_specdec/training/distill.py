@@ -146,7 +146,7 @@ def distill(
 
     Raises:
         InvalidConfigError: The package `datasets` is missing; another process uses the directory, or it is damaged
-            or was written with other settings, prompts or weights; there are no prompts, all are too long, `num_turns`
+            or was written with other settings, prompts or weights; prompts are missing or all too long, `num_turns`
             needs a chat template, or the template changes the user's text; or the server is down or fails `check`.
     """
     datasets_package("Distilling")
