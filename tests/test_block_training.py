@@ -28,7 +28,7 @@ from hf_specdec.training import (
     start_block_from_target,
     train_dflash,
 )
-from hf_specdec.training.dflash import DFlashObjective
+from hf_specdec.training.dflash import DFlashObjective, _Blocks
 from hf_specdec.training.features import collate, features_of
 from hf_specdec.training.measures import HeadLoss
 from hf_specdec.training.trainer import HeadTrainer
@@ -84,7 +84,8 @@ def test_blocks_see_what_drafted_blocks_see(
     own = batch["features"][..., : objective._width]
     anchors = torch.tensor([[1, 4, 5, 11], [1, 3, 4, 8], [1, 2, 4, 5]])
     with torch.no_grad():
-        outputs = objective._outputs(own, batch["input_ids"], anchors)
+        text = batch["input_ids"].gather(1, anchors)[:, :, None]
+        outputs = objective._outputs(own, _Blocks(anchors, text, torch.ones_like(text, dtype=torch.bool)))
         for row in range(3):
             for index, anchor in enumerate(anchors[row].tolist()):
                 wanted = block_behind(small, head, own[row], batch["input_ids"][row], anchor)
