@@ -277,7 +277,7 @@ def device_operations(run: Callable[[], Any], device: Any) -> list[str]:
 
 def inductor(kit: Kit) -> None:
     """Capture verification compiled by inductor; measure it with few layers and extrapolate to 32."""
-    from hf_specdec.verification.runners import CaptureError
+    from hf_specdec.verification.programs import CaptureError
 
     device, found = kit.device, {}
     for layers in FEWER_LAYERS:

@@ -316,7 +316,7 @@ def tiny(name: str, device: Any) -> Any:
 
 def capture(kit: Kit) -> None:
     """Compare captured forwards of architectures with the same forward run eagerly."""
-    from hf_specdec.verification.runners import CaptureError
+    from hf_specdec.verification.programs import CaptureError
 
     device, part = kit.device, getattr(kit.options, "part", None)
     for name in ARCHITECTURES if part is None else (part,):

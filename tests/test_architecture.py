@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 LAYERS = (
     "errors records atomic host_sync transformers_private config",
-    "trees reporting",
+    "trees reporting cpu",
     "acceptance heads verification",
     "control checkpoints drafters",
     "generation training viz",

@@ -1,6 +1,7 @@
 """Compiled verification: the same answers from one program for all sizes, dropped with the weights it was made of.
 
-Inductor takes half a minute per model here, so most tests run the traced operations directly; one compiles.
+Most tests use programs of CPU kernels. Inductor takes ten seconds and more per model; its tests, except for one, run
+the traced operations directly.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,17 @@ from torch import nn
 import drafters
 import zoo
 from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
+from hf_specdec.cpu import library
 from hf_specdec.generation import state
 from hf_specdec.heads.compiled import CompiledDraftLayer
-from hf_specdec.verification import compiling, graph_backends, runners
+from hf_specdec.verification import compiling, programs, runners
 from hf_specdec.verification.compiling import unsupported_reason
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
 from test_modes import MODES
 
-COMPILED = {"method": "eagle", "compile": "inductor", "num_draft_tokens": 6}
+COMPILED = {"method": "eagle", "compile": "kernels", "num_draft_tokens": 6}
+BY_INDUCTOR = {**COMPILED, "compile": "inductor"}
 
 
 def speculative_model(name: str = "llama", model: Any = None) -> Any:
@@ -38,9 +42,17 @@ def speculative_model(name: str = "llama", model: Any = None) -> Any:
 
 
 def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
-    """Replace inductor: run the traced operations directly."""
-    assert options["freezing"]
+    """Replace inductor: run the traced operations directly. Weights are packed only without kernels."""
+    assert options == ({} if library.load_or_none() else programs.PACKING_OPTIONS)
     return graph.forward
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(library.VARIABLE, "none")
+    library.forget_library()
+    yield
+    library.forget_library()
 
 
 @pytest.fixture
@@ -51,11 +63,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """A model whose forward has been traced."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._inductor, "compile", without_inductor)
-        model = speculative_model()
-        model.warmup(COMPILED)
-    assert model._speculation.programs["inductor"].runner is not None
+    model = speculative_model()
+    model.warmup(COMPILED)
+    assert model._speculation.programs["kernels"].runner is not None
     return model
 
 
@@ -63,13 +73,13 @@ def compiled() -> Any:
 def test_inductor_gives_plain_answers() -> None:
     model = speculative_model(model=zoo.shallow("llama", 2))
     with torch.inference_mode():  # a program made there serves calls outside it
-        model.warmup(COMPILED)
+        model.warmup(BY_INDUCTOR)
     assert model._speculation.programs["inductor"].runner is not None
     sampled = {"do_sample": True, "temperature": 0.8}
     fresh = speculative_model(model=zoo.shallow("llama", 2))
-    assert answers(fresh, 1, COMPILED, **sampled) == answers(model, 1, None, **sampled)
+    assert answers(fresh, 1, BY_INDUCTOR, **sampled) == answers(model, 1, None, **sampled)
     for rows in (1, 3):
-        for config in (COMPILED, {"method": "auto", "compile": "inductor"}):
+        for config in (BY_INDUCTOR, {"method": "auto", "compile": "inductor"}):
             assert answers(model, rows, config) == answers(model, rows, None)
             for mode in ("inference", "bfloat16", "gradients", "meta"):
                 ids_and_mask = prompts(rows)
@@ -87,7 +97,7 @@ def answers(model: Any, rows: int, speculative: Any, given_prompts: Any = None, 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("method", ["eagle", "prompt_lookup", "auto", "lookahead"])
 def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
-    assert answers(compiled, rows, {"method": method, "compile": "inductor"}) == answers(compiled, rows, None)
+    assert answers(compiled, rows, {"method": method, "compile": "kernels"}) == answers(compiled, rows, None)
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
@@ -95,35 +105,33 @@ def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:
     assert answers(compiled, 1, COMPILED, **options) == answers(compiled, 1, None, **options)
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "phi", "olmo2", "gpt_oss", "deepseek_v3"])
 def test_architectures_answer_plainly_compiled_or_not(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model(name)
     with caplog.at_level(logging.WARNING):
         assert answers(model, 3, COMPILED) == answers(model, 3, None)
-    runner = model._speculation.programs["inductor"].runner
+    runner = model._speculation.programs["kernels"].runner
     assert (runner is None) == any("is not compiled" in record.message for record in caplog.records)
     assert name not in ("gemma3_text", "phi", "olmo2") or runner is not None
 
 
 def test_one_program_serves_all_sizes(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No compilation over 100 calls of varying lengths, widths and batches."""
-    program = compiled._speculation.programs["inductor"]
-    monkeypatch.setattr(torch._inductor, "compile", None)  # would fail
+    program = compiled._speculation.programs["kernels"]
+    monkeypatch.setattr(programs, "make_fx", None)  # would fail
     for call in range(100):
         ids = torch.arange(1, 2 + call % 37)[None].repeat(1 + call % 3, 1) % zoo.VOCAB_SIZE
         config = {**COMPILED, "num_draft_tokens": 2 + call % 5}
         compiled.generate(ids, max_new_tokens=2 + call % 4, do_sample=False, speculative=config)
-    assert compiled._speculation.programs["inductor"] is program
+    assert compiled._speculation.programs["kernels"] is program
 
 
-@pytest.mark.usefixtures("quick")
 def test_compiling_draws_no_random_number() -> None:
     """The first sampled answer of a seed, for which everything is compiled, is the plain one."""
     model = speculative_model()
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
     for method in ("eagle", "auto"):
-        assert answers(model, 1, {"method": method, "compile": "inductor"}, **options) == answers(
+        assert answers(model, 1, {"method": method, "compile": "kernels"}, **options) == answers(
             model, 1, None, **options
         )
 
@@ -150,19 +158,45 @@ def test_the_program_runs_every_step_and_gives_the_head_its_features(
     assert len(runs) == count
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_written_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_written_weight_needs_no_other_program() -> None:
     model = speculative_model()
     first = answers(model, 1, COMPILED)
+    program = model._speculation.programs["kernels"].runner
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert answers(model, 1, COMPILED) == answers(model, 1, None) != first
+    assert model._speculation.programs["kernels"].runner is program
+
+
+def test_a_moved_weight_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    first = answers(model, 1, COMPILED)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
+    with caplog.at_level(logging.INFO):
+        assert answers(model, 1, COMPILED) == answers(model, 1, None) != first
+    assert any("the program is dropped" in record.message for record in caplog.records)
+
+
+@pytest.mark.usefixtures("quick", "no_kernels")
+def test_a_written_weight_that_was_packed_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    first = answers(model, 1, BY_INDUCTOR)
+    assert model._speculation.programs["inductor"].runner.copies_weights
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     with caplog.at_level(logging.INFO):
-        second = answers(model, 1, COMPILED)
-    assert second == answers(model, 1, None) != first
+        assert answers(model, 1, BY_INDUCTOR) == answers(model, 1, None) != first
     assert any("the program is dropped" in record.message for record in caplog.records)
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_inductor_compiles_the_traced_operations(rows: int) -> None:
+    model = speculative_model()
+    assert answers(model, rows, BY_INDUCTOR) == answers(model, rows, None)
+    assert model._speculation.programs["inductor"].runner is not None
+
+
 def test_what_cannot_be_compiled_is_told_once_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
     handle = model.model.layers[0].register_forward_hook(lambda *_args: None)
@@ -203,7 +237,6 @@ class CountsItsCalls(nn.Module):
         return hidden * (1 if self.calls < 10 else 2)
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("module", "reason"), [
     (ReadsTheHost(), "it cannot be traced"), (CountsItsCalls(), "it differs from the model's own forward"),
 ])  # fmt: skip
@@ -211,8 +244,8 @@ def test_a_program_that_would_be_wrong_is_not_used(module: nn.Module, reason: st
     model = copy.deepcopy(zoo.build("llama"))
     facts = compiling_facts(model)
     model.model.norm = nn.Sequential(model.model.norm, module)
-    with pytest.raises(runners.CaptureError, match=reason):
-        compiling.make_runner(model, facts, frozenset(), "inductor")
+    with pytest.raises(programs.CaptureError, match=reason):
+        compiling.make_runner(model, facts, frozenset(), "kernels")
 
 
 def compiling_facts(model: Any) -> Any:
@@ -220,7 +253,7 @@ def compiling_facts(model: Any) -> Any:
 
 
 def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"method": "auto", "compile": "inductor"}
+    config = {"method": "auto", "compile": "kernels"}
     compiled.warmup(config, batch_size=2, prompt_length=20)
 
     def fail(*_args: object, **_options: object) -> None:
@@ -237,7 +270,7 @@ def test_what_a_program_does_not_give_comes_from_the_model(
     """Hidden states that were asked for, and another arithmetic around the call."""
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    program = compiled._speculation.programs["inductor"]
+    program = compiled._speculation.programs["kernels"]
     monkeypatch.setattr(CompiledForward, "__call__", None)
     asked = {"output_hidden_states": True, "return_dict_in_generate": True}
     with caplog.at_level(logging.INFO):
@@ -248,7 +281,7 @@ def test_what_a_program_does_not_give_comes_from_the_model(
     assert len(found.hidden_states) == 4
     with torch.autocast("cpu", torch.bfloat16):
         compiled.generate(ids, speculative=COMPILED, **options)
-    assert compiled._speculation.programs["inductor"] is program
+    assert compiled._speculation.programs["kernels"] is program
 
 
 def test_the_page_is_true(compiled: Any) -> None:
@@ -274,11 +307,10 @@ def test_two_threads_share_one_program(compiled: Any) -> None:
     assert all(found[index] == [wanted[index % 2]] * 3 for index in range(4))
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_program_goes_with_the_model_it_was_made_of() -> None:
     model = speculative_model()
     model.warmup(COMPILED)
-    program = weakref.ref(model._speculation.programs["inductor"].runner)
+    program = weakref.ref(model._speculation.programs["kernels"].runner)
     SpeculativeGenerationMixin.detach(model)
     gc.collect()
     assert program() is None
@@ -311,13 +343,12 @@ class ReadsTwice(Eagle3Head):
         return super().read(token_embeddings, hidden, position_ids, cache, mask) * 2
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     model = speculative_model()
     head = ReadsTwice(model.drafters["eagle"].head.config).eval()
     head.load_state_dict(model.drafters["eagle"].head.state_dict())
-    with pytest.raises(runners.CaptureError, match="ReadsTwice overrides `read`"):
-        CompiledDraftLayer.of(head, None)
+    with pytest.raises(programs.CaptureError, match="ReadsTwice overrides `read`"):
+        CompiledDraftLayer.of(head, None, "kernels")
     drafter = model.add_drafter(drafters.EagleDrafter(head), "eagle")
     with caplog.at_level(logging.WARNING):
         assert answers(model, 1, COMPILED) == answers(model, 1, None)
@@ -326,12 +357,10 @@ def test_a_head_that_reads_in_another_way_is_not_compiled(caplog: pytest.LogCapt
 
 
 @pytest.mark.slow
-def test_a_program_of_an_accelerator_reads_the_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed for a CPU they are a second copy; elsewhere that would cost their memory once more."""
-    monkeypatch.setattr(runners, "CPU_OPTIONS", graph_backends.ACCELERATOR_OPTIONS)
+def test_a_program_of_inductor_reads_the_weights_where_they_are() -> None:
     layer, inputs = nn.Linear(5, 3, bias=False), torch.randn(2, 5)
     with torch.no_grad():
-        run = runners.compile_operations(lambda given: [layer(given).relu()], inputs)
+        run = programs.make_program(lambda given: [layer(given).relu()], inputs, mode="inductor")
         for _ in range(2):
             torch.testing.assert_close(run(inputs)[0], layer(inputs).relu())
             layer.weight.neg_()

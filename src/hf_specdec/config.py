@@ -13,7 +13,7 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import read_object, shortened
 
 AcceptanceName = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
-Compile = Literal["auto", "none", "inductor", "cuda_graph"]
+Compile = Literal["auto", "none", "kernels", "inductor", "cuda_graph"]
 Choice = tuple[int, ...]
 ConfigClass = TypeVar("ConfigClass")
 
@@ -236,9 +236,10 @@ class SpeculativeConfig(_Fields):
         adaptive: How the tree size is chosen. None: from measured costs for `"hybrid"` and `"auto"`, fixed for all
             other methods. True: from measured costs for `"hybrid"` and `"auto"`, by a default `AdaptiveConfig` for all
             others. An `AdaptiveConfig`, a dict of its fields or the path of a JSON file: by that config. False: fixed.
-        compile: How the draft and verify forwards run: `"none"` (or False) eagerly, `"inductor"` (or True, or
-            `"compile"`) compiled by torch.compile's inductor, `"cuda_graph"` as captured graphs, `"auto"` as graphs if
-            the device can capture them, else eagerly.
+        compile: How the draft and verify forwards run: `"none"` (or False) eagerly, `"kernels"` with this package's
+            CPU kernels, `"inductor"` (or True, or `"compile"`) compiled by torch.compile's inductor, `"cuda_graph"` as
+            captured graphs, `"auto"` as graphs if the device can capture them, on a CPU with the kernels as soon as
+            that pays (docs/compile.md), else eagerly.
         max_cache_length: Slots of the KV cache, allocated at once. None: as many as the text needs, reallocated as it
             grows.
         methods: Methods or drafters that `"hybrid"` and `"auto"` merge. None: all loaded drafters, prompt lookup and

@@ -23,7 +23,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import PromptPadding
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
 

@@ -32,7 +32,7 @@ from hf_specdec.trees.product import reachable
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import UnreadStep
 from hf_specdec.verification.target import Target
 
@@ -106,7 +106,7 @@ class DFlashDrafter(LayerDrafter):
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
         program: DFlashHead | CompiledBlockHead
-        program = CompiledBlockHead.of(self.head, lm_head) if mode == "inductor" else self.head
+        program = self.head if mode == "cuda_graph" else CompiledBlockHead.of(self.head, lm_head, mode)
         other.program = program
         if device.type not in GRAPH_BACKENDS:
             return other

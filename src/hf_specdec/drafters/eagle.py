@@ -24,7 +24,7 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable, limits_of
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 4
@@ -138,7 +138,7 @@ class EagleDrafter(LayerDrafter):
         """See `Drafter.compiled`; if the device has graphs, a head of one layer grows whole trees in one graph."""
         lm_head = lm_head_rows(model, self.head.hot_token_ids) if self.head.shares_lm_head else None
         other, device = copy.copy(self), self.head.device
-        layer = CompiledDraftLayer.of(self.head, lm_head) if mode == "inductor" else self.head
+        layer = self.head if mode == "cuda_graph" else CompiledDraftLayer.of(self.head, lm_head, mode)
         other.program = layer
         if device.type in GRAPH_BACKENDS and self.head.config.num_hidden_layers == 1:
             other.program = GraphDraftLayer(layer, lm_head, GRAPH_BACKENDS[device.type](device))

@@ -34,7 +34,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.runners import ExecutionMode
+from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
 

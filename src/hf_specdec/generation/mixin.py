@@ -38,7 +38,7 @@ from hf_specdec.generation.state import SWAP, add_drafter, release_programs, sta
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.transformers_private import has_unfinished, is_derived, pad_token_id, set_derived
-from hf_specdec.verification.cache import seen_tokens
+from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
 
@@ -278,7 +278,7 @@ class SpeculativeGenerationMixin:
                 "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
-        plan = with_programs(plan, model)
+        plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)
         if plan.runner is not None:  # measure before this call takes the cache memory that the runner keeps
             step_costs_of(plan, model, rows, max_cache_length, synced_gpus=is_distributed())
         reserve = RESERVED_SLOTS if limit is None else None

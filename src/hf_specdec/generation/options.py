@@ -29,7 +29,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from hf_specdec.acceptance import rules
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
-from hf_specdec.verification.cache import check_fits, seen_tokens
+from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
@@ -133,12 +133,16 @@ def _check_attentions(config: GenerationConfig) -> None:
 
 
 def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse `compile="cuda_graph"` on a device that does not support graphs."""
+    """Refuse `compile="cuda_graph"` on a device that does not support graphs, and `"kernels"` on other than a CPU."""
     device = execution_device(model)
+    if config.compile == "kernels" and device.type != "cpu":
+        raise UnsupportedGenerationError(
+            f"compile='kernels' runs on a CPU, but the model is on {device}.", 'Use compile="auto" or "inductor".'
+        )
     if config.compile == "cuda_graph" and device.type not in GRAPH_BACKENDS:
         raise UnsupportedGenerationError(
             f"compile={config.compile!r} needs a GPU, but the model is on {device}.",
-            'Move the model to a GPU, or use compile="inductor" or "auto".',
+            'Move the model to a GPU, or use compile="kernels" or "auto".',
         )
 
 

@@ -34,6 +34,7 @@ from hf_specdec.generation.state import (
     current_costs,
     current_facts,
     current_program,
+    kernels_pay,
     rebind_if_changed,
     state_of,
 )
@@ -44,7 +45,7 @@ from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.plain import ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
-from hf_specdec.verification.runners import ExecutionMode, Runner
+from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
 
 ASSISTED, PARD = "draft_model", "pard"
@@ -58,6 +59,10 @@ NO_TOKEN = 2**31 - 1
 SHARED_NODES = 8
 """Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same
 size, but the costs that each would measure differ."""
+
+
+WARM_UP_TOKENS = 2**31
+"""New tokens that `warm_up` assumes for later calls: enough for any one-time work to pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +149,30 @@ def plan_of(generation_config: GenerationConfig) -> Plan | None:
     return plan
 
 
-def with_programs(plan: Plan, model: PreTrainedModel) -> Plan:
+def with_programs(plan: Plan, model: PreTrainedModel, new_tokens: int) -> Plan:
     """Return the plan with compiled or captured forwards, as its config specifies and as far as they are possible.
 
-    `compile="auto"` uses graphs, which are captured during generation, if the device supports them; it never uses
-    inductor, which needs about a minute.
+    `compile="auto"` uses graphs, which are captured during generation, if the device supports them, and the kernels on
+    a CPU as soon as `kernels_pay`; it never uses inductor, which takes longer to compile.
+
+    Args:
+        plan: The call's plan.
+        model: An attached model.
+        new_tokens: Maximum number of new tokens of this call.
     """
-    mode = plan.config.compile
-    if mode == "none" or (mode == "auto" and execution_device(model).type not in GRAPH_BACKENDS):
+    mode, device = plan.config.compile, execution_device(model)
+    if mode == "auto":
+        if device.type in GRAPH_BACKENDS:
+            mode = "cuda_graph"
+        elif kernels_pay(model, new_tokens):
+            mode = "kernels"
+    if mode in ("none", "auto"):
         return plan
     layers = frozenset(plan.drafter.needs.feature_layers)
-    wanted: ExecutionMode = "inductor" if mode == "inductor" else "cuda_graph"
-    runner = current_program(model, plan.facts, layers, wanted, requested=mode != "auto")
+    wanted: Any = mode  # an `ExecutionMode`: the config has resolved all other values
+    runner = current_program(model, plan.facts, layers, wanted, requested=plan.config.compile != "auto")
     rule = plan.rule
-    if runner is not None and rule is greedy and execution_device(model).type in GRAPH_BACKENDS:
+    if runner is not None and rule is greedy and device.type in GRAPH_BACKENDS:
         rule = captured_rule(model)
     return replace(plan, runner=runner, rule=rule, drafter=compiled_drafter(model, plan.drafter, wanted))
 
@@ -176,7 +191,7 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     """
     mode = GenerationMode.GREEDY_SEARCH
     plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
-    plan = with_programs(plan, model)
+    plan = with_programs(plan, model, WARM_UP_TOKENS)
     step_costs_of(plan, model, rows, context, synced_gpus=False)
     if plan.runner is not None:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)

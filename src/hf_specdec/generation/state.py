@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,8 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.verification.runners import CaptureError, ExecutionMode, Runner, WeightsVersion
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels
+from hf_specdec.verification.runners import Runner, WeightsVersion
 
 STATE = "_speculation"
 """Name of the only entry that this package adds to a model's `__dict__`."""
@@ -48,6 +49,9 @@ SWAP = threading.Lock()
 """Lock held while a model's original class is restored, and while a generation registers that it runs."""
 
 
+PAYS_FROM_BYTES = 20 * 10**9
+"""Bytes of weights read by eager decoding (2 to 5 s on two cores) from which a program with CPU kernels pays."""
+
 COMPILING = threading.Lock()
 """Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
 
@@ -59,6 +63,13 @@ class KeptProgram:
     built_from: tuple[Fingerprint, WeightsVersion]
     layers: frozenset[int]  # whose hidden states it returns
     runner: Runner | None  # None: not possible for this model
+
+    def is_outdated(self, built_from: tuple[Fingerprint, WeightsVersion]) -> bool:
+        """Whether the model has changed since, except for writes to weights that the program reads in place."""
+        (known, weights), (now, current) = self.built_from, built_from
+        if self.runner is not None and not self.runner.copies_weights:
+            return known != now or weights.addresses != current.addresses
+        return self.built_from != built_from
 
     def serves(self, layers: frozenset[int]) -> bool:
         """Whether the program returns these hidden states; also True if none is possible, to avoid another attempt."""
@@ -78,6 +89,7 @@ class SpeculationState:
         # by model state, batch size and execution mode, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
+        self.eager_bytes = 0  # see `kernels_pay`
         self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
         # compiled drafters (None: nothing to compile), with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
@@ -114,7 +126,7 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None}  # fmt: skip
+                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None, "eager_bytes": 0}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
@@ -222,15 +234,38 @@ def current_program(
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     with COMPILING:
         if any(kept.built_from != built_from for kept in state.programs.values()):
-            logger.info("%s has changed since its forward was compiled; the program is dropped.", type(model).__name__)
-            state.programs.clear()
-            state.compiled.clear()
+            state.compiled.clear()  # drafters may hold copies of rows of lm_head
+            current = {name: kept for name, kept in state.programs.items() if not kept.is_outdated(built_from)}
+            if len(current) < len(state.programs):
+                name = type(model).__name__
+                logger.info("%s has changed since its forward was compiled; the program is dropped.", name)
+            state.programs = {name: replace(kept, built_from=built_from) for name, kept in current.items()}
         known = state.programs.get(mode)
         if known is not None and known.serves(layers):
             return known.runner
         layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
         state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
         return state.programs[mode].runner
+
+
+def kernels_pay(model: PreTrainedModel, new_tokens: int) -> bool:
+    """Whether a program with the CPU kernels saves more time in this and earlier calls than it takes to make.
+
+    Plain decoding reads all weights once per token, at a few gigabytes per second; making a program takes a few
+    seconds. So it pays once the calls since the model was attached have requested tokens for which `PAYS_FROM_BYTES`
+    of weights are read. Calls do not stop at once if a model ends its answer early; a wrong guess costs these seconds.
+
+    Args:
+        model: An attached model.
+        new_tokens: Maximum number of new tokens of this call, which are added to those of earlier calls.
+    """
+    state, device = state_of(model), execution_device(model)
+    if device.type != "cpu":
+        return False
+    if state.eager_bytes < PAYS_FROM_BYTES:
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        state.eager_bytes += weights * new_tokens
+    return state.eager_bytes >= PAYS_FROM_BYTES and has_kernels(device, model.dtype)
 
 
 def release_programs(model: Any) -> None:
@@ -283,16 +318,16 @@ def _build(
 ) -> Runner | None:
     name, begin = type(model).__name__, time.perf_counter()
     if mode == "inductor":
-        logger.info("Compiling the forward of %s; this takes about a minute, once per process.", name)
+        logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
     try:
         runner = make_runner(model, facts, layers, mode)
     except CaptureError as error:
-        how = "compiled" if mode == "inductor" else "captured"
+        how = "captured" if mode == "cuda_graph" else "compiled"
         level = logging.WARNING if requested else logging.INFO
         logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
         return None
-    if mode == "inductor":
-        logger.info("Compiled the forward of %s in %.0f s.", name, time.perf_counter() - begin)
+    if mode != "cuda_graph":
+        logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, time.perf_counter() - begin)
     return runner
 
 

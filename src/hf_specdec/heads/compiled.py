@@ -7,7 +7,7 @@ lengths and widths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,7 +21,7 @@ from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.runners import CaptureError, compile_operations
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
 
 LAYER_EXAMPLE_SHAPE = (2, 7)
 """Batch size and number of entries of the example inputs for tracing."""
@@ -29,9 +29,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Maximum median of the relative distances between outputs of a head and of its compiled form, by dtype."""
 HALF_TOLERANCE = 5e-2
 """The same for half precision, whose rounding errors are larger."""
-
-CompiledFunction = Callable[..., Sequence[Tensor]]
-"""A function compiled by inductor; here, each returns one tensor in a sequence."""
 
 
 class WrappedLayer(BaseDraftLayer):
@@ -87,19 +84,18 @@ class CompiledDraftLayer(WrappedLayer):
         fuse: Compiled `head.fuse`; None if that returns its input.
     """
 
-    def __init__(
-        self, head: EagleFamilyHead, read: CompiledFunction, score: CompiledFunction, fuse: CompiledFunction | None
-    ) -> None:
+    def __init__(self, head: EagleFamilyHead, read: Program, score: Program, fuse: Program | None) -> None:
         super().__init__(head)
         self._head, self._read, self._score, self._fuse = head, read, score, fuse
 
     @classmethod
-    def of(cls, head: EagleFamilyHead, lm_head: nn.Module | None) -> CompiledDraftLayer:
+    def of(cls, head: EagleFamilyHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledDraftLayer:
         """Trace and compile a head, which takes about ten seconds.
 
         Args:
             head: The head; it is not modified.
             lm_head: The target's lm_head, restricted to the draft vocabulary, if the head shares it.
+            mode: See `make_program`.
 
         Raises:
             CaptureError: The head overrides `read`, reads values on the host or cannot be compiled, or its outputs
@@ -116,9 +112,9 @@ class CompiledDraftLayer(WrappedLayer):
         fuses = head.fuse(features) is not features
         compiled = cls(
             head,
-            compile_operations(lambda e, h, p: [head(e, h, p, operation)], hidden, hidden.clone(), positions),
-            compile_operations(lambda h: [head.score(h, lm_head)], hidden),
-            compile_operations(lambda f: [head.fuse(f)], features) if fuses else None,
+            make_program(lambda e, h, p: [head(e, h, p, operation)], hidden, hidden.clone(), positions, mode=mode),
+            make_program(lambda h: [head.score(h, lm_head)], hidden, mode=mode),
+            make_program(lambda f: [head.fuse(f)], features, mode=mode) if fuses else None,
         )
         compiled._check(hidden, positions, features, lm_head)
         return compiled

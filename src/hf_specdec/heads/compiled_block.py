@@ -13,7 +13,6 @@ from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.block import BaseBlockHead
 from hf_specdec.heads.compiled import (
     LAYER_EXAMPLE_SHAPE,
-    CompiledFunction,
     WrappedLayer,
     attention,
     attention_operation,
@@ -21,7 +20,7 @@ from hf_specdec.heads.compiled import (
     example_numbers,
 )
 from hf_specdec.heads.dflash import DFlashHead
-from hf_specdec.verification.runners import compile_operations
+from hf_specdec.verification.programs import ExecutionMode, Program, make_program
 
 
 class WrappedBlockHead(BaseBlockHead, WrappedLayer):
@@ -79,19 +78,18 @@ class CompiledBlockHead(WrappedBlockHead):
         score: Compiled function from outputs to logits.
     """
 
-    def __init__(
-        self, head: DFlashHead, context: CompiledFunction, read: CompiledFunction, score: CompiledFunction
-    ) -> None:
+    def __init__(self, head: DFlashHead, context: Program, read: Program, score: Program) -> None:
         super().__init__(head)
         self._head, self._context, self._read, self._score = head, context, read, score
 
     @classmethod
-    def of(cls, head: DFlashHead, lm_head: nn.Module | None) -> CompiledBlockHead:
+    def of(cls, head: DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledBlockHead:
         """Trace and compile a head, which takes about ten seconds.
 
         Args:
             head: The head; it is not modified.
             lm_head: The target's lm_head, restricted to the draft vocabulary, if the head shares it.
+            mode: See `make_program`.
 
         Raises:
             CaptureError: The head cannot be compiled, or its outputs differ when compiled.
@@ -107,9 +105,9 @@ class CompiledBlockHead(WrappedBlockHead):
 
         compiled = cls(
             head,
-            compile_operations(context, features, positions),
-            compile_operations(lambda e, p: [head(e, p, operation)], hidden, positions),
-            compile_operations(lambda h: [head.score(h, lm_head)], hidden),
+            make_program(context, features, positions, mode=mode),
+            make_program(lambda e, p: [head(e, p, operation)], hidden, positions, mode=mode),
+            make_program(lambda h: [head.score(h, lm_head)], hidden, mode=mode),
         )
         compiled._check(hidden, positions, features, lm_head)
         return compiled

@@ -56,6 +56,10 @@ class AttentionContext:
         """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
         return next((name for name, known in self.masks.items() if known is mask), None)
 
+    def mask(self, kind: str) -> Tensor | None:
+        """Return the bool mask `[B, 1, N, S]` of a layer type; None if all keys are visible."""
+        return None if kind in self._all_seen else self.masks[kind]
+
     def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
         """Return the additive mask of a layer type, built once per forward.
 

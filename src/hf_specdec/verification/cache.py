@@ -9,16 +9,14 @@ full length, including sliding-window layers: their window is in the mask (`mask
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
-from hf_specdec.verification.model import CACHE_FIELD
 
 
 class TreeLayer(CacheLayerMixin):
@@ -71,14 +69,26 @@ class TreeLayer(CacheLayerMixin):
         Raises:
             CacheCapacityError: The cache is full, or there is not enough memory for it to grow.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        begin, first, self.end = self.end, self._first_seen, self.end + key_states.shape[-2]
-        self.store.make_room(self.end)
-        keys, values = self._allocated.keys, self._allocated.values
+        first = self._first_seen
+        keys, values, begin = self.reserve(key_states, value_states)
         keys[:, :, begin : self.end] = key_states
         values[:, :, begin : self.end] = value_states
         return keys[:, :, first : self.end], values[:, :, first : self.end]
+
+    def reserve(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Make room for keys and values `[B, H, T, D]` that the caller writes; count their slots as written.
+
+        Returns:
+            Keys and values `[B, H, capacity, D]`, and the slot at which the new ones begin.
+
+        Raises:
+            CacheCapacityError: See `update`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin, self.end = self.end, self.end + key_states.shape[-2]
+        self.store.make_room(self.end)
+        return self._allocated.keys, self._allocated.values, begin
 
     @property
     def _first_seen(self) -> int:
@@ -272,79 +282,3 @@ class TreeCache(Cache):
 def measured_layout(cache: TreeCache) -> CacheLayout:
     """Return the layout of a cache after a forward; None for layers that stored no keys and values."""
     return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
-
-
-ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
-"""transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
-
-
-def seen_tokens(cache: Any) -> int:
-    """Return the number of tokens in a transformers cache.
-
-    Raises:
-        UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
-            of classes that are not in `ADOPTED_LAYERS`.
-    """
-    known = type(cache) in (DynamicCache, StaticCache)
-    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
-    if not known or unsupported or cache.offloading:
-        raise UnsupportedGenerationError(
-            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache, or a StaticCache without sliding windows; "
-            f"got {type(cache).__name__}{' with ' + ', '.join(sorted(unsupported)) if unsupported else ''}"
-            f"{', offloaded' if known and cache.offloading else ''}.",
-            f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
-        )
-    return int(cache.get_seq_length())
-
-
-def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Check that a transformers cache matches the model's cache layout and the batch size.
-
-    Args:
-        cache: A cache that `seen_tokens` accepts.
-        layout: The model's cache layout, as measured by the probe.
-        rows: Batch size of the call, after `num_return_sequences`.
-
-    Raises:
-        UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
-    """
-    filled = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
-    expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
-    length, in_layer = seen_tokens(cache), dict[int, int]()
-    if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
-        in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
-        length = max([length, *in_layer.values()])
-    if length and filled.keys() != expected.keys():
-        _refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}", "Pass a cache of this model.")
-    for index in filled.keys() & expected.keys():
-        layer, entry = filled[index], expected[index]
-        if len(layer.keys) != rows:
-            _refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
-        found = layer_layout(layer.keys, layer.values)
-        if found != entry:
-            _refuse(f"has {_shape(found)} in layer {index}, the model has {_shape(entry)}", "Pass a matching cache.")
-        if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
-            _refuse(f"holds {_dtypes(found)}, the model computes {_dtypes(entry)}", "Pass a cache of this model.")
-        window = getattr(layer, "sliding_window", None) or length + 1
-        if in_layer.get(index, length) < length or layer.keys.shape[2] < min(length, window - 1):
-            _refuse(
-                f"has {layer.keys.shape[2]} of {length} tokens in layer {index}",
-                "Fill or crop all layers to the same length.",
-            )
-
-
-def _refuse(reason: str, hint: str) -> None:
-    raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
-
-
-def _dtypes(entry: LayerLayout) -> str:
-    return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
-
-
-def _shape(entry: LayerLayout) -> str:
-    return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
-
-
-def layer_windows(config: object) -> list[int | None]:
-    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
-    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -15,7 +15,8 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graph_forward import GraphForward
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
-from hf_specdec.verification.runners import CaptureError, CompiledForward, ExecutionMode, ModelForward, Runner
+from hf_specdec.verification.programs import CaptureError, ExecutionMode
+from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner
 
 TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
 """Parents of the trees that both forwards verify in turn; after each, its root and first child (if any) are kept."""
@@ -31,8 +32,8 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
         model: The target; it is not modified.
         facts: Result of probing the target.
         layers: Layers whose hidden states the runner returns.
-        mode: "inductor" compiles the forward with inductor, "cuda_graph" uses the model's own forward. Either is
-            captured if the device has a graph backend.
+        mode: "inductor" compiles the forward, "kernels" runs its traced operations with the CPU kernels, "cuda_graph"
+            uses the model's own forward. Each is captured if the device has a graph backend.
 
     Raises:
         CaptureError: The forward cannot be compiled or captured, or its outputs differ from the model's.
@@ -40,7 +41,7 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     if reason := unsupported_reason(model, facts):
         raise CaptureError(reason)
     device, order = execution_device(model), sorted(layers)
-    runner: Runner = CompiledForward.of(model, order) if mode == "inductor" else ModelForward(model, order)
+    runner: Runner = ModelForward(model, order) if mode == "cuda_graph" else CompiledForward.of(model, order, mode)
     if device.type in GRAPH_BACKENDS:
         runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
     try:

@@ -37,7 +37,7 @@ class GraphForward(Runner):
     """
 
     def __init__(self, inner: Runner, backend: GraphBackend) -> None:
-        self._inner, self.layers = inner, inner.layers
+        self._inner, self.layers, self.copies_weights = inner, inner.layers, inner.copies_weights
         self._memory, self._captures = KeptMemory(), Captures(backend, "The forward")
 
     def captured_keys(self) -> list[tuple[int, ...]]:

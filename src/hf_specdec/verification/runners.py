@@ -1,9 +1,8 @@
 """Runners of the verify forward: the model itself, or a compiled forward; `graph_forward.py` captures either.
 
-A compiled forward is traced once, for any batch size and number of nodes. On a CPU its weights are copied in a packed
-layout, which doubles their memory. Attention remains a single custom operation that appends to the cache and attends
-to exactly the slots written so far, so lengths are neither compiled nor padded. Hidden states, which hooks would
-otherwise collect, are additional outputs.
+A compiled forward is traced once, for any batch size and number of nodes, see `programs.py`. Attention remains one
+custom operation that appends to the cache and attends to exactly the slots written so far, so lengths are neither
+compiled nor padded. Hidden states, which hooks would otherwise collect, are additional outputs.
 """
 
 from __future__ import annotations
@@ -14,35 +13,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.cpu.operations import attend, can_attend
 from hf_specdec.verification.attention import AttentionContext, attending, implementation
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import FeatureTap
-from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
-from hf_specdec.verification.memory import CacheLayout, persistent_tensors
+from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, has_kernels, make_program
 
-CPU_OPTIONS: dict[str, Any] = {
-    "freezing": True,  # weights become constants, packed for the kernels; the model keeps its weights
-    "cpp.enable_concat_linear": True,  # linear layers with the same input become one product
-}
-"""Inductor options on a CPU. Other devices do without the packed copy, which doubles the memory of the weights."""
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
-
-
-ExecutionMode = Literal["inductor", "cuda_graph"]
-"""How a forward runs if not eagerly.
-
-`"inductor"` compiles it, and captures the result if the device has graphs; `"cuda_graph"` captures it uncompiled."""
 
 
 class Runner(ABC):
@@ -50,9 +38,11 @@ class Runner(ABC):
 
     Attributes:
         layers: Layers whose hidden states it returns, see `Features`.
+        copies_weights: Whether it computes with copies of the weights, which do not change with the model's.
     """
 
     layers: frozenset[int]
+    copies_weights = False
 
     @abstractmethod
     def __call__(
@@ -126,13 +116,6 @@ class ModelForward(Runner):
             return outputs.logits, dict(tap.take().states)
 
 
-class CaptureError(Exception):
-    """Raised when a forward cannot be compiled or captured, or gives other outputs than the model.
-
-    The message is a clause such as "it has forward hooks".
-    """
-
-
 @dataclass(frozen=True, slots=True)
 class WeightsVersion:
     """Identity of the weights that a runner was built from; differs if any was moved, replaced or written to.
@@ -141,6 +124,11 @@ class WeightsVersion:
     """
 
     tensors: tuple[tuple[int, int], ...]  # address and counted writes of every parameter and buffer
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all parameters and buffers."""
+        return tuple(address for address, _ in self.tensors)
 
     @classmethod
     def of(cls, *modules: nn.Module) -> WeightsVersion:
@@ -158,48 +146,27 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) else id(tensor)
 
 
-def compile_operations(step: Callable[..., list[Tensor]], *inputs: Tensor) -> Callable[..., Sequence[Tensor]]:
-    """Trace a function and compile it with inductor, for inputs of any size; return the compiled function.
-
-    Args:
-        step: The function; tracing calls it once.
-        *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
-
-    Raises:
-        CaptureError: The function reads values on the host, or cannot be traced or compiled.
-    """
-    try:
-        with persistent_tensors():
-            graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
-            sizes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            options = CPU_OPTIONS if inputs[0].device.type == "cpu" else ACCELERATOR_OPTIONS
-            program: Callable[..., Sequence[Tensor]] = torch._inductor.compile(graph, sizes, options=options)
-    except CaptureError:
-        raise
-    except Exception as error:  # model code and compilers raise various types
-        raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
-    return program
-
-
 class CompiledForward(Runner):
-    """A verify forward compiled by inductor, for any batch size and number of nodes.
+    """A verify forward as a program, for any batch size and number of nodes.
 
     Args:
-        run: Function of tokens `[B, N]`, positions `[B, N]` and the number of slots before them (a scalar tensor);
+        run: Program of tokens `[B, N]`, positions `[B, N]` and the number of slots before them (a scalar tensor);
             returns logits and hidden states, see `Runner`.
         layers: Layers of the returned hidden states, in order.
     """
 
-    def __init__(self, run: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]], layers: Sequence[int]) -> None:
+    def __init__(self, run: Program, layers: Sequence[int]) -> None:
         self._run, self._order, self.layers = run, tuple(layers), frozenset(layers)
+        self.copies_weights = run.copies_weights
 
     @classmethod
-    def of(cls, model: PreTrainedModel, layers: Sequence[int]) -> CompiledForward:
-        """Trace and compile a model's forward, which takes up to a minute for a small model, in every process.
+    def of(cls, model: PreTrainedModel, layers: Sequence[int], mode: ExecutionMode) -> CompiledForward:
+        """Trace a model's forward and make a program of it.
 
         Args:
             model: The target; it is not modified.
             layers: Layers whose hidden states are returned.
+            mode: See `make_program`.
 
         Raises:
             CaptureError: The attention is not `sdpa`, or the forward reads values on the host, has layers that do not
@@ -208,7 +175,7 @@ class CompiledForward(Runner):
         layers = sorted(set(layers))
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
-        run = compile_operations(_verify_step(model, layers), tokens, tokens.clone(), start)
+        run = make_program(_verify_step(model, layers), tokens, tokens.clone(), start, mode=mode)
         return cls(run, layers)
 
     def __call__(
@@ -246,6 +213,9 @@ def _append_and_attend(
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
+    if isinstance(cache, TreeCache) and can_attend(query, key, value) and has_kernels(query.device, query.dtype):
+        keys, values, begin = cache.layers[layer].reserve(key, value)
+        return attend(query, key, value, keys, values, begin, forward.mask(kind), scaling)
     keys, values = cache.update(key, value, layer)
     return forward.attend(kind, query, keys, values, scaling)
 

@@ -15,8 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.adopted_cache import layer_windows
 from hf_specdec.verification.attention import attending
-from hf_specdec.verification.cache import TreeCache, layer_windows
+from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.masks import MaskLayout, TreeInputs, last_queries, tree_masks
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of

@@ -1,0 +1,1 @@
+"""Kernels for forwards over few tokens on a CPU, written in C++ and compiled on first use."""

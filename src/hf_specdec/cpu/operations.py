@@ -1,0 +1,227 @@
+"""The CPU kernels as functions of tensors, and as operations that torch can trace.
+
+All functions need contiguous or stated strides, bfloat16 or float32, and no gradients. Each costs about four
+microseconds on top of the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_specdec.cpu.library import NoKernelsError, load_library
+
+DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
+"""Supported dtypes, and the suffix of their functions in the library."""
+NO_ACTIVATION, SILU, GELU_TANH = range(3)
+"""Activations of the first of two products, whose outputs are then multiplied."""
+MAX_ROWS = 32
+"""Rows from which oneDNN multiplies, unless `Kernels.most_rows` says less."""
+
+_Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+class _AttentionSizes(ctypes.Structure):
+    """`struct Attention` of kernels.cpp."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("batch", "heads", "shared", "nodes", "dim", "value_dim")),
+        *((name, _Long) for name in ("begin", "first", "end")),
+        ("cache_stride", _Long * 2), ("value_stride", _Long * 2), ("new_stride", _Long * 3),
+        ("new_value_stride", _Long * 3), ("mask_stride", _Long * 2), ("scale", _Float),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """Functions of the library for one dtype."""
+
+    multiply: Callable[..., None]
+    normalize: Callable[..., None]
+    rotate: Callable[..., None]
+    attend: Callable[..., None]
+
+
+@functools.cache
+def functions_for(dtype: torch.dtype) -> Functions:
+    """Return the library's functions for a dtype in `DTYPES`.
+
+    Raises:
+        NoKernelsError: There are no kernels for this machine.
+    """
+    library, suffix = load_library()[1], DTYPES[dtype]
+    arguments: dict[str, list[Any]] = {
+        "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Long],
+        "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
+        "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
+        "attend": [*[_Pointer] * 8, _Long],
+    }
+    found = {}
+    for name, types in arguments.items():
+        function = getattr(library, f"{name}_{suffix}")
+        function.argtypes, function.restype = types, None
+        found[name] = function
+    return Functions(**found)
+
+
+def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether `linear` supports these inputs: plain tensors on the CPU, of one supported dtype."""
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    return (
+        all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
+        and x.dtype in DTYPES
+        and all(tensor.dtype == x.dtype for tensor in tensors)
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.dim() == 2
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+def linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION
+) -> Tensor:
+    """Return `[..., N]`: x times each weight, side by side, or two products `act(x W0^T + b0) * (x W1^T + b1)`.
+
+    Args:
+        x: `[..., K]`.
+        weights: `[N_i, K]`, contiguous, of the dtype of x.
+        biases: `[N_i]` or None, for each weight.
+        activation: `NO_ACTIVATION`, or the activation of two products of equal size.
+    """
+    k = x.shape[-1]
+    rows = x.numel() // k
+    if rows > MAX_ROWS:
+        return _wide_linear(x, weights, biases, activation)
+    sizes = [len(weight) for weight in weights]
+    total, count = (sizes[0] if activation else sum(sizes)), len(sizes)
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], total)
+    if rows:
+        functions_for(x.dtype).multiply(
+            x.data_ptr(), rows, k, (_Pointer * count)(*[weight.data_ptr() for weight in weights]),
+            (_Pointer * count)(*[None if bias is None else bias.data_ptr() for bias in biases]),
+            (_Long * count)(*sizes), count, activation, y.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+    return y
+
+
+def _wide_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int) -> Tensor:
+    outputs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if activation:
+        gate = functional.silu(outputs[0]) if activation == SILU else functional.gelu(outputs[0], approximate="tanh")
+        return gate * outputs[1]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
+    """Return `x / sqrt(mean(x ** 2) + eps) * weight`, computed in float32.
+
+    Args:
+        x: `[..., K]`.
+        weight: `[K]`, of the dtype of x or float32.
+        eps: Added to the mean.
+        early: Round to the dtype of x before multiplying with the weight, as Llama does; Gemma rounds afterwards.
+    """
+    x, k = x.contiguous(), x.shape[-1]
+    y = torch.empty_like(x)
+    functions_for(x.dtype).normalize(
+        x.data_ptr(), x.numel() // k, k, weight.data_ptr(), weight.dtype == torch.float32, eps, early, y.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `x * cos + rotate_half(x) * sin`, contiguous.
+
+    Args:
+        x: `[B, H, N, D]`; the last dimension contiguous.
+        cos, sin: `[B or 1, N, D]`, of the dtype of x.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    y = x.new_empty(x.shape)
+    functions_for(x.dtype).rotate(
+        x.data_ptr(), (_Long * 4)(*x.shape), (_Long * 4)(*x.stride()), cos.data_ptr(), sin.data_ptr(),
+        cos.stride(0) if len(cos) > 1 else 0, y.data_ptr(),
+    )  # fmt: skip
+    return y
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend` supports these tensors, see there."""
+    return query.dtype in DTYPES and all(
+        tensor.device.type == "cpu" and tensor.dtype == query.dtype and tensor.stride(-1) == 1
+        for tensor in (key, value)
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, begin: int, mask: Tensor | None,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Write new keys and values to a cache and attend to the cache; return `[B, N, H, Dv]`, contiguous.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key, value: `[B, G, N, *]` of the new nodes; G divides H.
+        keys, values: `[B, G, capacity, *]`, slots contiguous.
+        begin: Slot of the first new node.
+        mask: bool `[B or 1, 1, N, begin + N]`, True for visible slots; None if all are visible.
+        scale: Scale of the scores; None means `D ** -0.5`.
+    """
+    (batch, heads, nodes, dim), value_dim = query.shape, value.shape[3]
+    query = query.contiguous()
+    if mask is not None and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    y = query.new_empty(batch, nodes, heads, value_dim)
+    sizes = _AttentionSizes(
+        batch, heads, key.shape[1], nodes, dim, value_dim, begin, 0, begin + nodes,
+        keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3],
+        (0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)),
+        dim**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    functions_for(query.dtype).attend(
+        ctypes.addressof(sizes), query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(),
+        values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+# ----------------------------------------------------------------------------------------------- traceable operations
+
+
+def _shape_of_linear(
+    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int
+) -> Tensor:
+    size = len(weights[0]) if activation else sum(len(weight) for weight in weights)
+    return x.new_empty(*x.shape[:-1], size)
+
+
+@functools.cache
+def define_operations() -> torch.library.Library:
+    """Define the traceable operations, once per process; they exist as long as the returned library."""
+    library = torch.library.Library("hf_specdec_cpu", "DEF")
+    for schema, function, shape in (
+        ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation) -> Tensor", linear, _shape_of_linear),
+        ("rms_norm(Tensor x, Tensor weight, float eps, bool early) -> Tensor", rms_norm,
+         lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
+        ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, *_: x.new_empty(x.shape)),
+    ):  # fmt: skip
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, function, "CompositeExplicitAutograd")
+        library.impl(name, shape, "Meta")
+    return library
+
+
+__all__ = ["NoKernelsError", "attend", "define_operations", "linear", "rms_norm", "rotary"]

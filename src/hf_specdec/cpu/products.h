@@ -1,0 +1,143 @@
+// Products of few rows with a large matrix.
+//
+// A product y = x W^T multiplies few rows x by a large matrix W [N, K], so its time is that of reading W. W is read
+// once, where the model keeps it (row by row), in tiles of R rows; each tile is multiplied with up to 6 rows of x:
+//
+//              K, in steps of one vector                      x rows: M <= 6 at once, the next 6 read the tile of W
+//          +---------------------------------+                again, from the L1 cache
+//   thread |  R = 4 or 8 rows: one tile      | x  M rows      R x M accumulators stay in registers over all of K;
+//     1    +---------------------------------+    of K        their lanes are summed at the end
+//          |  next tile: prefetched into L2  |
+//          +---------------------------------+
+//   thread |  ...                            |
+//
+// The prefetch matters most: without it, hardware prefetchers lose their place at every end of a row. Sums are in
+// float32.
+
+#pragma once
+
+#include "vectors.h"
+
+// Rows of x in the dtype that products read, padded with zeros to whole steps; they are not copied if they fit.
+template <class T> struct Rows {
+    typedef typename Dot<T>::X X;
+    std::vector<X> copy;
+    const X *data;
+    long rows, stride;
+
+    Rows(const T *x, long rows, long k) : rows(rows) {
+        stride = (k + Dot<T>::step - 1) / Dot<T>::step * Dot<T>::step;
+        data = (const X *)x;
+        if (sizeof(X) == sizeof(T) && stride == k) return;
+        copy.assign(rows * stride, 0);
+        for (long row = 0; row < rows; row++)
+            for (long i = 0; i < k; i++) store(&copy[row * stride + i], widen(x[row * k + i]));
+        data = copy.data();
+    }
+};
+
+// One tile: R rows of w times M rows of x; result[m][r / 4] holds four products.
+template <class T, int R, int M>
+static inline void tile(const T *w, long k, const typename Dot<T>::X *x, long stride, Four result[M][(R + 3) / 4]) {
+    typedef Dot<T> D;
+    Floats sum[M][(R + 3) / 4 * 4] = {};
+    long i = 0;
+    for (; i + D::step <= k; i += D::step) {
+        typename D::Operand weights[R];
+        for (int r = 0; r < R; r++) {
+            weights[r] = D::load(w + r * k + i);
+            __builtin_prefetch(w + (r + R) * k + i, 0, 2);  // into L2
+        }
+        for (int m = 0; m < M; m++) {
+            auto row = D::load_x(x + m * stride + i);
+            for (int r = 0; r < R; r++) D::add(sum[m][r], weights[r], row);
+        }
+    }
+    if (i < k)
+        for (int r = 0; r < R; r++) {
+            T rest[D::step] = {};
+            memcpy(rest, w + r * k + i, (k - i) * sizeof(T));
+            for (int m = 0; m < M; m++) D::add(sum[m][r], D::load(rest), D::load_x(x + m * stride + i));
+        }
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r += 4) result[m][r / 4] = sums(sum[m][r], sum[m][r + 1], sum[m][r + 2], sum[m][r + 3]);
+}
+
+// Call use(m, n, four products, how many of them count) for rows n .. n + R of w and all rows of x.
+template <class T, int R, int M, class Use>
+static inline void tiles(const T *w, long k, long n, const Rows<T> &x, long m, const Use &use) {
+    Four result[M][(R + 3) / 4];
+    tile<T, R, M>(w + n * k, k, x.data + m * x.stride, x.stride, result);
+    for (int i = 0; i < M; i++)
+        for (int r = 0; r < R; r += 4) use(m + i, n + r, result[i][r / 4], std::min(R, 4));
+}
+template <class T, int R, class Use>
+static inline void all_rows(const T *w, long k, long n, const Rows<T> &x, const Use &use) {
+    long blocks = (x.rows + 5) / 6, size = (x.rows + blocks - 1) / blocks;
+    for (long m = 0; m < x.rows; m += size) switch (std::min(size, x.rows - m)) {
+            case 1: tiles<T, R, 1>(w, k, n, x, m, use); break;
+            case 2: tiles<T, R, 2>(w, k, n, x, m, use); break;
+            case 3: tiles<T, R, 3>(w, k, n, x, m, use); break;
+            case 4: tiles<T, R, 4>(w, k, n, x, m, use); break;
+            case 5: tiles<T, R, 5>(w, k, n, x, m, use); break;
+            default: tiles<T, R, 6>(w, k, n, x, m, use);
+        }
+}
+// The same for rows `from` to `to` of w.
+template <class T, class Use>
+static inline void span(const T *w, long k, long from, long to, const Rows<T> &x, const Use &use) {
+    if (x.rows <= 2)
+        for (; from + 8 <= to; from += 8)
+            x.rows == 1 ? tiles<T, 8, 1>(w, k, from, x, 0, use) : tiles<T, 8, 2>(w, k, from, x, 0, use);
+    for (; from + 4 <= to; from += 4) all_rows<T, 4>(w, k, from, x, use);
+    for (; from < to; from++) all_rows<T, 1>(w, k, from, x, use);
+}
+
+template <class T> static inline void store_some(T *to, Four values, int count) {
+    if (count == 4) store(to, values);
+    else store(to, float(values[0]));
+}
+
+// z * sigmoid(u): SiLU with u = z (activation 1), or GELU in its tanh form (activation 2).
+static inline Four activated(Four z, int activation) {
+    Four u = activation == 1 ? z : 1.5957691216f * (z + 0.044715f * z * z * z);
+    return z / (1.0f + exponential<Four, FourWords>(u * -1.0f));
+}
+
+template <class T>
+static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
+                     long count, long activation, T *y, long threads) {
+    const Rows<T> input(x, rows, k);
+    long total = 0;
+    for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
+#pragma omp parallel num_threads(threads)
+    {
+        const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
+        const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
+        if (activation) {
+            std::vector<float> gates(rows * 4);
+            for (long n = first; n < last; n += 4) {
+                const long end = std::min(n + 4, last);
+                span(weights[0], k, n, end, input, [&](long m, long j, Four z, int some) {
+                    if (biases[0]) z += some == 4 ? four(biases[0] + j) : Four{widen(biases[0][j])};
+                    store_some(&gates[m * 4 + j - n], activated(z, activation), some);
+                });
+                span(weights[1], k, n, end, input, [&](long m, long j, Four z, int some) {
+                    if (biases[1]) z += some == 4 ? four(biases[1] + j) : Four{widen(biases[1][j])};
+                    z *= some == 4 ? four(&gates[m * 4 + j - n]) : Four{gates[m * 4 + j - n]};
+                    store_some(y + m * total + j, z, some);
+                });
+            }
+        } else {
+            long base = 0;
+            for (long i = 0; i < count; base += sizes[i++]) {
+                const T *bias = biases[i];
+                span(weights[i], k, std::max(first - base, 0L), std::min(last - base, sizes[i]), input,
+                     [&](long m, long j, Four z, int some) {
+                         if (bias) z += some == 4 ? four(bias + j) : Four{widen(bias[j])};
+                         store_some(y + m * total + base + j, z, some);
+                     });
+            }
+        }
+    }
+}

@@ -1,0 +1,240 @@
+"""Rewrite a traced forward so that products, RMSNorm, rotary embedding and gated products run as CPU kernels.
+
+Products are recorded as the operation `linear` while tracing (`RecordProducts`). Afterwards `use_kernels` finds the
+other patterns among the traced operations, so nothing depends on an architecture's classes; what does not match
+remains as it was traced.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hf_specdec.cpu import operations
+from hf_specdec.cpu.operations import DTYPES, GELU_TANH, NO_ACTIVATION, SILU, can_multiply, define_operations
+
+aten, kernels = torch.ops.aten, torch.ops.hf_specdec_cpu
+
+
+class RecordProducts(TorchFunctionMode):
+    """Mode that records `torch.nn.functional.linear` as the kernels' operation, if they support its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        define_operations()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if can_multiply(x, weight, bias):
+                return kernels.linear(x, [weight], [bias], NO_ACTIVATION)
+        return func(*args, **kwargs)
+
+
+def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
+
+
+def use_kernels(graph: fx.GraphModule) -> int:
+    """Replace patterns of a traced graph by kernels, in place; return the number of products that it runs.
+
+    The graph's weights must be inputs, see `lift_weights`.
+    """
+    for node in list(graph.graph.nodes):
+        _match_norm(node)
+        _match_rotary(node)
+        _match_gate(node)
+    graph.graph.eliminate_dead_code()
+    _join_products(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return len(_products(graph.graph.nodes))
+
+
+def lift_weights(graph: fx.GraphModule) -> list[Tensor]:
+    """Turn the tensors that a graph holds into its last inputs, in place, and return them."""
+    weights, placeholders = list[Tensor](), dict[str, fx.Node]()
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in placeholders:
+            with graph.graph.inserting_after(last):
+                last = placeholders[name] = graph.graph.placeholder(name.lstrip("_"))
+            last.meta = dict(node.meta)
+            weights.append(getattr(graph, name))
+        node.replace_all_uses_with(placeholders[name])
+        graph.graph.erase_node(node)
+    for name in placeholders:
+        delattr(graph, name)
+    graph.recompile()
+    return weights
+
+
+def call_functions(graph: fx.GraphModule) -> None:
+    """Call the kernels' Python functions instead of torch's operations, which saves the dispatch, in place."""
+    functions: dict[Any, Callable[..., Any]] = {
+        getattr(kernels, name).default: getattr(operations, name) for name in ("linear", "rms_norm", "rotary")
+    }
+    for node in graph.graph.nodes:
+        node.target = functions.get(node.target, node.target)
+    graph.recompile()
+
+
+# ----------------------------------------------------------------------------------------------- patterns
+
+Node = Any
+"""An `fx.Node`, or another argument of an operation: its arguments have too many types to name."""
+
+
+def _is(node: Node, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def _value(node: Node) -> Any:
+    """Return the node's result as it was traced; None if the argument is not a tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
+
+
+def _only_user(node: Node) -> Node:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _other_factor(product: Node, factor: Node) -> Node:
+    first, second = product.args[:2]
+    return second if first is factor else first
+
+
+def _replace(old: Node, target: Any, arguments: tuple[Any, ...]) -> None:
+    with old.graph.inserting_before(old):
+        new = old.graph.call_function(target, arguments)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+
+
+def _match_norm(rsqrt: Node) -> None:
+    """Replace `x * rsqrt(mean(x ** 2) + eps) * weight`, computed in float32, that ends in the dtype of x.
+
+    The conversion back to that dtype comes before the multiplication with the weight (Llama) or after it (Gemma).
+    """
+    if not _is(rsqrt, aten.rsqrt.default) or not _is(rsqrt.args[0], aten.add.Tensor):
+        return
+    mean, eps = rsqrt.args[0].args[:2]
+    if not _is(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or not isinstance(eps, float):
+        return
+    square, scaled = mean.args[0], _only_user(rsqrt)
+    if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(scaled, aten.mul.Tensor):
+        return
+    wide = square.args[0]
+    if _other_factor(scaled, rsqrt) is not wide or _dtype(wide) != torch.float32:
+        return
+    x = wide.args[0] if _is(wide, aten._to_copy.default) and _dtype(wide.args[0]) in DTYPES else wide
+    product, early = _only_user(scaled), False
+    if _is(product, aten._to_copy.default) and _dtype(product) == _dtype(x):
+        scaled, product, early = product, _only_user(product), True
+    if not _is(product, aten.mul.Tensor):
+        return
+    weight, result = _other_factor(product, scaled), product
+    if _dtype(product) != _dtype(x):
+        result = _only_user(product)
+        if not _is(result, aten._to_copy.default) or _dtype(result) != _dtype(x):
+            return
+    known = _value(weight)
+    if known is not None and known.shape == _value(x).shape[-1:] and known.dtype in (_dtype(x), torch.float32):
+        _replace(result, kernels.rms_norm.default, (x, weight, eps, early))
+
+
+def _match_rotary(total: Node) -> None:
+    """Replace `x * cos + cat(-x2, x1) * sin` for the halves x1 and x2 of x `[B, H, N, D]`."""
+    if not _is(total, aten.add.Tensor) or not all(_is(part, aten.mul.Tensor) for part in total.args[:2]):
+        return
+    (x, cos), (turned, sin) = (part.args[:2] for part in total.args[:2])
+    value = _value(x)
+    if value is None or value.dim() != 4 or value.dtype not in DTYPES or not _is_turned(turned, x, value.shape[-1]):
+        return
+    for table in (cos, sin):  # [B, N, D], to which a dimension for the heads was added
+        if not _is(table, aten.unsqueeze.default) or table.args[1] != 1 or _dtype(table) != value.dtype:
+            return
+        if _value(table).shape[-1] != value.shape[-1]:
+            return
+    _replace(total, kernels.rotary.default, (x, cos.args[0], sin.args[0]))
+
+
+def _is_turned(turned: Node, x: Node, size: int) -> bool:
+    """Whether a node is `cat(-x2, x1)` of the halves of the last of four dimensions."""
+    if not _is(turned, aten.cat.default) or len(turned.args[0]) != 2 or size % 2:
+        return False
+    negative, low = turned.args[0]
+    if not _is(negative, aten.neg.default) or not _is(low, aten.slice.Tensor):
+        return False
+    high = negative.args[0]
+    return (
+        _is(high, aten.slice.Tensor)
+        and (*low.args[:4],) == (x, 3, 0, size // 2)
+        and (*high.args[:3],) == (x, 3, size // 2)
+        and high.args[3] >= size
+    )
+
+
+def _match_gate(product: Node) -> None:
+    """Replace `act(linear(x, W0)) * linear(x, W1)`."""
+    if not _is(product, aten.mul.Tensor):
+        return
+    for active, other in (product.args[:2], product.args[1::-1]):
+        if _is(active, aten.silu.default):
+            activation = SILU
+        elif _is(active, aten.gelu.default) and active.kwargs.get("approximate") == "tanh":
+            activation = GELU_TANH
+        else:
+            continue
+        gate = active.args[0]
+        if not _is_product(gate) or not _is_product(other) or gate.args[0] is not other.args[0]:
+            continue
+        used_once = len(gate.users) == len(other.users) == len(active.users) == 1
+        if used_once and _value(gate.args[1][0]).shape == _value(other.args[1][0]).shape:
+            weights, biases = ([*gate.args[index], *other.args[index]] for index in (1, 2))
+            _replace(product, kernels.linear.default, (gate.args[0], weights, biases, activation))
+            return
+
+
+def _products(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if _is(node, kernels.linear.default)]
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is a product with a single weight."""
+    return _is(node, kernels.linear.default) and len(node.args[1]) == 1
+
+
+def _join_products(graph: fx.Graph) -> None:
+    """Compute products with the same input in one call, which starts the threads once; all weights are inputs."""
+    members: dict[Node, list[Node]] = defaultdict(list)
+    for node in filter(_is_product, _products(graph.nodes)):
+        if all(weight.op == "placeholder" for weight in (*node.args[1], *filter(None, node.args[2]))):
+            members[node.args[0]].append(node)
+    for x, nodes in members.items():
+        if len(nodes) < 2:
+            continue
+        weights, biases = ([node.args[index][0] for node in nodes] for index in (1, 2))
+        with graph.inserting_before(nodes[0]):
+            joined = graph.call_function(kernels.linear.default, (x, weights, biases, NO_ACTIVATION))
+            joined.meta["val"] = torch.cat([_value(node) for node in nodes], dim=-1)
+            begin = 0
+            for node, weight in zip(nodes, weights, strict=True):
+                end = begin + len(_value(weight))
+                part = graph.call_function(aten.slice.Tensor, (joined, -1, begin, end))
+                part.meta = dict(node.meta)
+                node.replace_all_uses_with(part)
+                begin = end

@@ -1,0 +1,141 @@
+// Numbers and vectors of the CPU kernels: bfloat16, loads and stores, sums over lanes, exponentials, dot products.
+//
+// Vectors are GCC's and Clang's vector extension; LANES floats fit one register. Intrinsics are used for bfloat16 and
+// for sums over lanes.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#elif defined(__aarch64__)
+#define LANES 4
+#else
+#error "no kernels for this instruction set"
+#endif
+
+typedef uint16_t bf16;
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+static inline float widen(bf16 value) {
+    uint32_t bits = uint32_t(value) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+static inline float widen(float value) { return value; }
+
+static inline bf16 rounded(float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return value != value ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+static inline void store(float *to, Four values) { *(Four *)to = values; }
+static inline void store(bf16 *to, Four values) {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    _mm_storel_epi64((__m128i *)to, (__m128i)_mm_cvtneps_pbh((__m128)values));
+#else
+    for (int i = 0; i < 4; i++) to[i] = rounded(values[i]);
+#endif
+}
+static inline void store(float *to, Floats values) { *(Floats *)to = values; }
+static inline void store(bf16 *to, Floats values) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+#else
+    Words bits = (Words)values, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(Shorts *)to = __builtin_convertvector(values == values ? even : Words{} + 0x7fc0, Shorts);
+#endif
+}
+static inline void store(float *to, float value) { *to = value; }
+static inline void store(bf16 *to, float value) { *to = rounded(value); }
+
+static inline Four four(const float *from) { return *(const Four *)from; }
+static inline Four four(const bf16 *from) { return Four{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}; }
+
+static inline Floats floats(const float *from) { return *(const Floats *)from; }
+static inline Floats floats(const bf16 *from) {
+#if LANES == 16
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif LANES == 8
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    return (Floats)vshll_n_u16(vld1_u16(from), 16);
+#endif
+}
+
+// The sums over the lanes of four vectors.
+static inline Four sums(Floats a, Floats b, Floats c, Floats d) {
+#if LANES == 4
+    return (Four)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
+#elif LANES == 8
+    __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+    return (Four)_mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+#else
+    auto ab = _mm512_castps_pd(_mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b));
+    auto cd = _mm512_castps_pd(_mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d));
+    auto all = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+    auto half = _mm512_castps512_ps256(all) + _mm512_castps512_ps256(_mm512_shuffle_f32x4(all, all, 0x4e));
+    return (Four)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#endif
+}
+
+// e^x with a relative error of 1e-7; 0 below -87. Vectors of any length.
+template <class V, class I> static inline V exponential(V x) {
+    x = x < -87.0f ? x * 0 - 87.0f : x;
+    V shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // n = round(x / log 2)
+    V r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    V p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+           1.6666665459e-1f) * r + 0.5f;
+    V result = p * r * r + r + 1.0f;
+    return (V)((I)result + (((I)shifted) << 23));
+}
+typedef int32_t FourWords __attribute__((vector_size(16)));
+typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
+
+// How a vector of weights (dtype T) is multiplied with one of x (dtype X), `step` numbers at a time.
+template <class T> struct Dot {
+    typedef float X;
+    typedef Floats Operand;
+    static constexpr int step = LANES;
+    static Operand load(const T *from) { return floats(from); }
+    static Operand load_x(const float *from) { return floats(from); }
+    static void add(Floats &sum, Operand w, Operand x) { sum += w * x; }
+};
+#if defined(__AVX512BF16__)
+template <> struct Dot<bf16> {
+    typedef bf16 X;
+    typedef __m512bh Operand;
+    static constexpr int step = 32;
+    static Operand load(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Operand load_x(const bf16 *from) { return load(from); }
+    static void add(Floats &sum, Operand w, Operand x) { sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, x); }
+};
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+template <> struct Dot<bf16> {
+    typedef bf16 X;
+    typedef bfloat16x8_t Operand;
+    static constexpr int step = 8;
+    static Operand load(const bf16 *from) { return vld1q_bf16((const bfloat16_t *)from); }
+    static Operand load_x(const bf16 *from) { return load(from); }
+    static void add(Floats &sum, Operand w, Operand x) { sum = (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
+};
+#endif

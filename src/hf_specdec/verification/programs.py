@@ -1,0 +1,115 @@
+"""Programs: traced functions that run as compiled code, or operation by operation with the CPU kernels.
+
+A program takes its weights as inputs, by reference, so weights that change in place need no new program. On a CPU its
+products run as kernels of `cpu/kernels.cpp`. Without those kernels, inductor compiles with constant weights, of which
+it makes a packed copy, because its own products are slow otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
+from hf_specdec.cpu.operations import DTYPES
+from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
+from hf_specdec.verification.memory import persistent_tensors
+
+ExecutionMode = Literal["inductor", "cuda_graph", "kernels"]
+"""How a forward runs if not eagerly.
+
+`"inductor"` compiles it, and captures the result if the device has graphs; `"cuda_graph"` captures it uncompiled;
+`"kernels"` runs the traced operations with the CPU kernels."""
+PACKING_OPTIONS: dict[str, Any] = {
+    "freezing": True,  # weights become constants, packed for oneDNN; the model keeps its weights
+    "cpp.enable_concat_linear": True,  # linear layers with the same input become one product
+}
+"""Inductor options on a CPU without kernels; they double the memory of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A traced function, called with its inputs; returns what it returned."""
+
+    run: Callable[..., Sequence[Tensor]]  # of the inputs and the weights
+    weights: tuple[Tensor, ...] = ()
+    copies_weights: bool = False
+
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Return the results for inputs of any size."""
+        return self.run(*inputs, *self.weights)
+
+
+class CaptureError(Exception):
+    """Raised when a forward cannot be compiled or captured, or gives other outputs than the model.
+
+    The message is a clause such as "it has forward hooks".
+    """
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the CPU kernels support this device and dtype; builds them if this is the first time."""
+    return device.type == "cpu" and dtype in DTYPES and load_or_none() is not None
+
+
+def make_program(step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode) -> Program:
+    """Trace a function and make a program of it, for inputs of any size.
+
+    Args:
+        step: The function; tracing calls it once.
+        *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
+        mode: `"inductor"` or `"kernels"`.
+
+    Raises:
+        CaptureError: The function reads values on the host, or cannot be traced or compiled; or the mode is
+            `"kernels"` and there are none for this machine, or none of its operations uses them.
+    """
+    on_cpu = inputs[0].device.type == "cpu"
+    if mode == "kernels":
+        _require_kernels(inputs[0].device)
+    try:
+        with persistent_tensors():
+            if not on_cpu or not has_kernels(inputs[0].device, torch.float32):
+                graph = _traced(step, inputs, record=False)
+                options = PACKING_OPTIONS if on_cpu else ACCELERATOR_OPTIONS
+                compiled: Any = torch._inductor.compile(graph, _sizes(graph), options=options)
+                return Program(compiled, copies_weights=on_cpu)
+            graph = _traced(step, inputs, record=True)
+            weights = lift_weights(graph)
+            if use_kernels(graph) == 0 and mode == "kernels":
+                raise CaptureError("none of its products can use the CPU kernels")
+            if mode == "kernels":
+                call_functions(graph)
+                run: Any = graph.forward
+            else:
+                run = torch._inductor.compile(graph, _sizes(graph), options={})
+    except CaptureError:
+        raise
+    except Exception as error:  # model code and compilers raise various types
+        raise CaptureError(f"it cannot be traced ({type(error).__name__}: {error})") from error
+    return Program(run, tuple(weights))
+
+
+def _require_kernels(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise CaptureError(f"the CPU kernels cannot run on {device}")
+    try:
+        load_library()
+    except NoKernelsError as error:
+        raise CaptureError(f"there are no CPU kernels: {error}") from error
+
+
+def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:
+    with RecordProducts() if record else nullcontext():
+        return make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+
+
+def _sizes(graph: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
