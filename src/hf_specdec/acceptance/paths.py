@@ -140,13 +140,11 @@ class HostTree:
             self.children.append(children)
 
 
-def walk(
-    tree: TokenTree,
-    logits: Tensor,
-    transcript: Transcript,
-    decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
-    host: HostTree | None = None,
-) -> Acceptance:
+Choose = Callable[[Sequence[int | None]], list[int]]
+"""Function of each row's node, None in rows that have ended, that returns the next token of every row."""
+
+
+def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Acceptance:
     """Walk down from the roots: at each node choose the next token, record it, and go to the child with that token.
 
     All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
@@ -155,9 +153,8 @@ def walk(
 
     Args:
         tree: The tree.
-        logits: `[B, N, V]` at its nodes.
         transcript: The tokens are appended to it.
-        decide: Chooses one token per row, given the indices of all rows, their nodes and processed scores `[B, V]`.
+        choose: Chooses the tokens, see `by_scores`; in rows that have ended, any token.
         host: The tree on the host, if the rule has already read it.
     """
     host = host or HostTree(tree)
@@ -167,14 +164,13 @@ def walk(
     nodes: list[int | None] = [None if done and not transcript.lockstep else 0 for done in transcript.finished]
     ready = all if transcript.lockstep else any
     while not all(transcript.finished) and ready(node is not None for node in nodes):
-        current = [0 if node is None else node for node in nodes]
+        column = choose(nodes)
         if transcript.lockstep:
-            drawn = decide(rows, current, transcript.column_scores(logits[list(rows), current]))
-            column = transcript.record_column(drawn)
-        else:
-            column = _ragged_column(nodes, logits, transcript, decide)
+            column = transcript.record_column(column)
         for row, node, token in zip(rows, nodes, column, strict=True):
             if node is not None:
+                if not transcript.lockstep:
+                    transcript.record(row, token)
                 paths[row].append(node)
                 emitted[row].append(token)
                 ended = transcript.finished[row] and not transcript.lockstep
@@ -182,23 +178,30 @@ def walk(
     return Acceptance.of(host, paths, emitted)
 
 
-def _ragged_column(
-    nodes: Sequence[int | None], logits: Tensor, transcript: Transcript,
-    decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]],
-) -> list[int]:  # fmt: skip
-    """Choose and record the next token of every row that is still on its path, and return the tokens of all rows.
+def by_scores(
+    logits: Tensor, transcript: Transcript, decide: Callable[[Sequence[int], Sequence[int], Tensor], list[int]]
+) -> Choose:
+    """Return a function that chooses tokens by processed scores.
 
-    Tokens are drawn for the other rows as well, so that random numbers are used in the same order as in
-    `rules.descend`; these tokens are discarded.
+    Without lockstep, tokens are drawn for rows that have ended as well, so that random numbers are used in the same
+    order as in `rules.descend`; these tokens are discarded.
+
+    Args:
+        logits: `[B, N, V]` at the nodes of the tree.
+        transcript: Processes the logits.
+        decide: Chooses one token per row, given the indices of all rows, their nodes and processed scores `[B, V]`.
     """
-    rows = [row for row, node in enumerate(nodes) if node is not None]
-    scores = {row: transcript.row_scores(row, logits[row, nodes[row]]) for row in rows}
-    idle = torch.zeros_like(next(iter(scores.values())))
-    stacked = torch.stack([scores.get(row, idle) for row in range(len(nodes))])
-    column = decide(range(len(nodes)), [node or 0 for node in nodes], stacked)
-    for row in rows:
-        transcript.record(row, column[row])
-    return column
+
+    def choose(nodes: Sequence[int | None]) -> list[int]:
+        rows, current = range(len(nodes)), [node or 0 for node in nodes]
+        if transcript.lockstep:
+            return decide(rows, current, transcript.column_scores(logits[list(rows), current]))
+        running = [row for row in rows if nodes[row] is not None]
+        scores = {row: transcript.row_scores(row, logits[row, current[row]]) for row in running}
+        idle = torch.zeros_like(scores[running[0]])
+        return decide(rows, current, torch.stack([scores.get(row, idle) for row in rows]))
+
+    return choose
 
 
 def keep_paths(

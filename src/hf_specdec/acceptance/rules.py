@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, HostTree, cut_paths, keep_paths, settle, walk
+from hf_specdec.acceptance.paths import Acceptance, Cut, HostTree, by_scores, cut_paths, keep_paths, settle, walk
 from hf_specdec.acceptance.row_ends import RowEnds
 from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 
@@ -36,6 +37,11 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     the host (`follow`), as do stopping criteria other than EOS and length, and kept scores.
     """
     if not transcript.decides_on(logits.device):
+        if transcript.takes_argmax and can_search(logits):  # the kernel reads all logits in less time
+            choices = best_tokens(logits, 1, with_log_probs=False)[1][..., 0].tolist()
+            return walk(
+                tree, transcript, lambda nodes: [row[node or 0] for row, node in zip(choices, nodes, strict=True)]
+            )
         return follow(tree, logits, transcript)
     decide = descend if transcript.processes_scores else match_at_once
     return decide(tree, logits, transcript)
@@ -122,7 +128,7 @@ def follow(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     def decide(_rows: Sequence[int], _nodes: Sequence[int], scores: Tensor) -> list[int]:
         return transcript.draw(scores).tolist()
 
-    return walk(tree, logits, transcript, decide)
+    return walk(tree, transcript, by_scores(logits, transcript, decide))
 
 
 def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
@@ -153,7 +159,7 @@ def try_siblings(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acc
     def decide(rows: Sequence[int], nodes: Sequence[int], scores: Tensor) -> list[int]:
         return [decide_one(row, node, row_scores) for row, node, row_scores in zip(rows, nodes, scores, strict=True)]
 
-    return walk(tree, logits, transcript, decide, host)
+    return walk(tree, transcript, by_scores(logits, transcript, decide), host)
 
 
 def block(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:

@@ -8,7 +8,6 @@ float32 softmax, `torch.multinomial` with the global generator), so the same see
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +15,17 @@ from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.acceptance.pipelining import Launch
+from hf_specdec.acceptance.processors import ignores_text, of_row
 from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.host_sync import read
-from hf_specdec.transformers_private import allowed_tokens_of
 
 RESERVED_TOKENS = 1024
 """Initial size of the text buffer, in tokens after the prompt; it grows if answers are longer."""
-
-TEXT_INDEPENDENT = frozenset({
-    "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-})  # fmt: skip
-"""transformers' processors that depend on the scores alone and never read values from the device."""
 
 
 class Transcript:
@@ -108,14 +98,18 @@ class Transcript:
 
         False if draws could not be undone, and on the CPU, on which evaluating only the path's nodes is faster.
         """
-        kept = self._keep_scores or self._keep_logits
         drawn = not self.do_sample or generator_of(device) is not None
-        return device.type != "cpu" and drawn and not (kept or self._reads_text)
+        return device.type != "cpu" and drawn and not (self.keeps_scores or self._reads_text)
 
     @property
     def processes_scores(self) -> bool:
         """Whether the choice at a node may differ from the argmax of its logits: sampling, or logits processors."""
         return self.do_sample or len(self._processor) > 0
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether scores or logits are kept."""
+        return self._keep_scores or self._keep_logits
 
     @property
     def num_remaining(self) -> int:
@@ -329,22 +323,3 @@ def generator_of(device: torch.device) -> torch.Generator | None:
         return generator
     default = getattr(module, f"_get_default_{device.type}_generator", None)  # single-device backends, e.g. MPS
     return None if default is None else default()
-
-
-def ignores_text(processor: object) -> bool:
-    """Return whether a processor is one of `TEXT_INDEPENDENT`, which depend on the scores alone."""
-    return type(processor).__name__ in TEXT_INDEPENDENT and type(processor).__module__.startswith("transformers.")
-
-
-def of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Return the processors for calls with this row alone: those that depend on the row's index get a copy for it."""
-
-    def restricted(processor: Any) -> Any:
-        if type(processor) is PrefixConstrainedLogitsProcessor:
-            allowed = allowed_tokens_of(processor)
-            return PrefixConstrainedLogitsProcessor(lambda _row, ids: allowed(row, ids), num_beams=1)
-        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
-            return RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[row : row + 1])
-        return processor
-
-    return LogitsProcessorList(map(restricted, processors))

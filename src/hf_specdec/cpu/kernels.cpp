@@ -1,6 +1,7 @@
 // The CPU kernels' C interface, RMSNorm and rotary embedding. Compiled by library.py, once per instruction set.
 
 #include "attention.h"
+#include "search.h"
 
 // x / sqrt(mean(x^2) + eps) * weight; `early` rounds to T before the multiplication, as Llama does.
 template <class T, class W>
@@ -70,6 +71,10 @@ static void rotate(const T *x, const long *shape, const long *strides, const T *
     void attend_##bits(const Attention *a, const T *query, const T *key, const T *value, T *keys, T *values,           \
                        const uint8_t *mask, T *y, long threads) {                                                      \
         attend(*a, query, key, value, keys, values, mask, y, threads);                                                 \
+    }                                                                                                                  \
+    void best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
+                     long threads) {                                                                                   \
+        find_best(logits, rows, size, stride, count, log_probs, ids, threads);                                         \
     }
 extern "C" {
 BOTH(bf16, 16)

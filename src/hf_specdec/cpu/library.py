@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "search.h", "vectors.h")
+)
 """The file to compile, and those that it includes."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
 COMPILE_TIMEOUT = 300
@@ -213,6 +215,11 @@ def load_or_none() -> ctypes.CDLL | None:
         return load_library()[1]
     except NoKernelsError:
         return None
+
+
+def is_loaded() -> bool:
+    """Whether the library is loaded; does not build it."""
+    return bool(_loaded) and not isinstance(_loaded[0], NoKernelsError)
 
 
 def forget_library() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdec.cpu.library import NoKernelsError, load_library
+from hf_specdec.cpu.library import is_loaded, load_library
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
@@ -47,6 +47,7 @@ class Functions:
     normalize: Callable[..., None]
     rotate: Callable[..., None]
     attend: Callable[..., None]
+    best: Callable[..., None]
 
 
 @functools.cache
@@ -62,6 +63,7 @@ def functions_for(dtype: torch.dtype) -> Functions:
         "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
         "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
         "attend": [*[_Pointer] * 8, _Long],
+        "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     }
     found = {}
     for name, types in arguments.items():
@@ -197,6 +199,33 @@ def attend(
     return y
 
 
+def can_search(logits: Tensor) -> bool:
+    """Whether `best_tokens` supports these logits; False if the kernels have not been loaded for something else."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES and is_loaded() and not logits.requires_grad
+
+
+def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (at most 0, float32) and ids `[..., count]` of the likeliest tokens, best first.
+
+    Of equal logits, the one with the lowest id comes first.
+
+    Args:
+        logits: `[..., V]`.
+        count: Number of tokens, at most V.
+        with_log_probs: Whether log-probabilities are needed; the first result is empty if not.
+    """
+    size = logits.shape[-1]
+    rows = logits.reshape(-1, size)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    log_probs = logits.new_empty((*logits.shape[:-1], count) if with_log_probs else 0, dtype=torch.float32)
+    ids = logits.new_empty(*logits.shape[:-1], count, dtype=torch.long)
+    functions_for(logits.dtype).best(
+        rows.data_ptr(), len(rows), size, rows.stride(0), count, log_probs.data_ptr() if with_log_probs else None,
+        ids.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return log_probs, ids
+
+
 # ----------------------------------------------------------------------------------------------- traceable operations
 
 
@@ -222,6 +251,3 @@ def define_operations() -> torch.library.Library:
         library.impl(name, function, "CompositeExplicitAutograd")
         library.impl(name, shape, "Meta")
     return library
-
-
-__all__ = ["NoKernelsError", "attend", "define_operations", "linear", "rms_norm", "rotary"]

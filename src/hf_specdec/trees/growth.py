@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import Choice
+from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
@@ -60,8 +61,10 @@ def best_children(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and ids `[..., count]` of the likeliest tokens by logits `[..., V]`, best first.
 
     `log_softmax` is one pass on every device, while `logsumexp` takes several. On the CPU, `topk` is slow for large
-    vocabularies, so only the blocks with the `count` largest maxima are searched.
+    vocabularies, so only the blocks with the `count` largest maxima are searched; the CPU kernel does both at once.
     """
+    if can_search(logits):
+        return best_tokens(logits, count)
     log_probs = logits.log_softmax(-1, dtype=torch.float32)
     size = log_probs.shape[-1]
     if log_probs.device.type != "cpu" or size % BLOCK or size < 4 * BLOCK * count:

@@ -108,7 +108,10 @@ def _require_kernels(device: torch.device) -> None:
 
 def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:
     with RecordProducts() if record else nullcontext():
-        return make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        graph: fx.GraphModule = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    for node in graph.graph.nodes:
+        node.type = None  # inductor's cache cannot store annotations that are strings
+    return graph
 
 
 def _sizes(graph: fx.GraphModule) -> list[Any]:
