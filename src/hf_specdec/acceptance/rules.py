@@ -37,12 +37,10 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     the host (`follow`), as do stopping criteria other than EOS and length, and kept scores.
     """
     if not transcript.decides_on(logits.device):
-        if transcript.takes_argmax and can_search(logits):  # the kernel reads all logits in less time
-            choices = best_tokens(logits, 1, with_log_probs=False)[1][..., 0].tolist()
-            return walk(
-                tree, transcript, lambda nodes: [row[node or 0] for row, node in zip(choices, nodes, strict=True)]
-            )
-        return follow(tree, logits, transcript)
+        if transcript.processes_scores or transcript.keeps_scores or not can_search(logits):
+            return follow(tree, logits, transcript)
+        choices = best_tokens(logits, 1, with_log_probs=False)[1][..., 0].tolist()  # the kernel reads all in less time
+        return walk(tree, transcript, lambda nodes: [row[node or 0] for row, node in zip(choices, nodes, strict=True)])
     decide = descend if transcript.processes_scores else match_at_once
     return decide(tree, logits, transcript)
 
