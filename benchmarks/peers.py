@@ -339,7 +339,7 @@ def main(arguments=None):
     parser.add_argument("--smoke", action="store_true", help="print a short answer of each and exit")
     parser.add_argument("--peers", nargs="*", choices=[*METHODS], default=[*METHODS])
     parser.add_argument("--methods",
-                        default="transformers_prompt_lookup,prompt_lookup,eagle,auto,eagle+compile,auto+compile",
+                        default="transformers_prompt_lookup,prompt_lookup,eagle,auto+none,auto+kernels",
                         help="methods to run in this process, comma-separated (plain always runs)")  # fmt: skip
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--json", type=Path)

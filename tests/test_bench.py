@@ -367,6 +367,9 @@ def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
 
 
 def test_a_method_of_ours_is_asked_for_compiled() -> None:
-    compiled = methods.call_options("eagle+compile", None, None, 0)
+    compiled = methods.call_options("eagle+inductor", None, None, 0)
     assert compiled == {"speculative": {"method": "eagle", "compile": "inductor"}}
+    assert methods.call_options("auto+kernels", None, None, 0) == {
+        "speculative": {"method": "auto", "compile": "kernels"}
+    }
     assert methods.call_options("eagle", None, None, 0) == {"speculative": "eagle"}

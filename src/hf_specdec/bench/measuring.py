@@ -107,8 +107,8 @@ def measure(
         model: The target, with speculation attached and its drafters loaded.
         tokenizer: Its tokenizer.
         questions: Questions to answer.
-        methods: Names of `PEERS`, values of `speculative=` (also with the suffix `+compile`), or keys of `settings`;
-            `plain` is always measured first.
+        methods: Names of `PEERS`, values of `speculative=` (with or without one of `SUFFIXES`), or keys of
+            `settings`; `plain` is always measured first.
         max_new_tokens: Length limit of each answer.
         rounds: Timed repetitions, interleaved over the methods.
         settings: By method name: a value of `speculative=` to use instead of the name, the assistant model of
@@ -217,6 +217,8 @@ class _Caller:
             InvalidConfigError: The method should have compiled the model's forward, but did not.
         """
         inputs, begin = self.encode(question.turns[:1]), time.perf_counter()
+        if method not in PEERS and method not in self.externals:  # also what "auto" would compile only in later calls
+            self.model.warmup(self.options[method]["speculative"], prompt_length=inputs["input_ids"].shape[1])
         for _ in range(MAX_WARM_UPS):
             if not self.answer(inputs, method, min(WARM_UP_TOKENS, self.max_new_tokens)).compiled:
                 break

@@ -25,8 +25,8 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `generate()` that select plain decoding, the baseline, or another method of transformers."""
 
-COMPILE = "+compile"
-"""Suffix of a method name that adds `compile="inductor"`."""
+SUFFIXES = {f"+{mode}": mode for mode in ("kernels", "inductor", "cuda_graph", "compile", "none")}
+"""Suffixes of method names, and the value of `compile` that each adds."""
 
 MAX_WARM_UPS = 3
 """Maximum number of warm-up calls of a method; no further call follows one that compiles nothing."""
@@ -49,6 +49,17 @@ def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
         )
 
 
+def split_method(name: str) -> tuple[str, str | None]:
+    """Split a name into a value of `speculative=` and one of `compile=`, which is None without a suffix.
+
+    Example: `"auto+kernels"` gives `"auto"` and `"kernels"`.
+    """
+    for suffix, mode in SUFFIXES.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), mode
+    return name, None
+
+
 def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict[str, Any]:
     """Return the arguments of `generate()` that select a method.
 
@@ -64,8 +75,9 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
         InvalidConfigError: The method needs an assistant model, but `given` is None.
     """
     if method not in PEERS:
-        if given is None and method.endswith(COMPILE):
-            given = {"method": method.removesuffix(COMPILE), "compile": "inductor"}
+        name, mode = split_method(method)
+        if given is None and mode is not None:
+            given = {"method": name, "compile": mode}
         return {"speculative": method if given is None else given}
     check_methods([method], assistant=given is not None)
     if method == ASSISTED:

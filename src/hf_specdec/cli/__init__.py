@@ -45,7 +45,7 @@ COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     ]),
     (machine.doctor, MEASURE, ["hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"]),
     (bench.bench, MEASURE, [
-        "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+compile",
+        "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
     ]),
     (machine.env, MEASURE, ["hf-specdec env"]),
     (distilling.distill, TRAIN, [

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hf_specdec import bench as benchmark
 from hf_specdec.atomic import write_text
-from hf_specdec.bench.methods import ASSISTED, COMPILE
+from hf_specdec.bench.methods import ASSISTED, split_method
 from hf_specdec.cli.generation import ASSISTANT_METHOD, dtype_of, head_for
 from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_writable_file, require_package
 from hf_specdec.drafters.draft_model import DraftModelDrafter
@@ -24,9 +24,10 @@ from hf_specdec.generation.loading import load_model, load_target, load_tokenize
 from hf_specdec.reporting.stats import shown_tau
 
 METHODS_HELP = (
-    "Comma-separated names; plain is always measured. Any value of `speculative=`; with +compile appended, compiled "
-    "by inductor. From transformers: transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted "
-    "(needs --assistant), plain_static_compiled (static cache, compiled forward; compiled before the timing)."
+    "Comma-separated names; plain is always measured. Any value of `speculative=`; append +kernels, +inductor or "
+    "+none for that value of `compile`. From transformers: transformers_prompt_lookup (prompt_lookup_num_tokens=10), "
+    "transformers_assisted (needs --assistant), plain_static_compiled (static cache, forward compiled before "
+    "the timing)."
 )
 ALL_TURNS_HELP = (
     "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "
@@ -68,7 +69,7 @@ def bench(
     names = [name.strip() for name in methods.split(",") if name.strip()]
     benchmark.check_methods(names, assistant=assistant is not None)
     questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
-    own_methods = [name.removesuffix(COMPILE) for name in names if name not in benchmark.PEERS]
+    own_methods = [split_method(name)[0] for name in names if name not in benchmark.PEERS]
     head = head_for(own_methods, model, drafter, assistant=assistant is not None)
     if assistant is not None:
         _check_assistant(assistant, model, names)

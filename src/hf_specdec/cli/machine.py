@@ -18,6 +18,7 @@ from hf_specdec.bench.diagnosis import diagnose
 from hf_specdec.bench.machine import versions
 from hf_specdec.cli.generation import dtype_of, head_for
 from hf_specdec.cli.options import Head, Json, NewTokens, Precision
+from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import PACKAGE, load_model
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -34,6 +35,7 @@ def env(as_json: Json = False) -> None:
         **versions(device or torch.device("cpu")),
         **{name: _version(name) for name in PACKAGES},
         "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+        'compile="kernels"': _kernels(),
         'compile="inductor"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) found",
         'compile="cuda_graph"': "yes"
         if device is not None and device.type in GRAPH_BACKENDS
@@ -53,6 +55,14 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _kernels() -> str:
+    """Return the instruction set of the CPU kernels, or why there are none; they are built if they were not yet."""
+    try:
+        return load_library()[0].name
+    except NoKernelsError as error:
+        return f"no: {error}"
 
 
 def _compiler() -> str | None:
