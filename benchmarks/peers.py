@@ -9,6 +9,8 @@ runs in a separate worker process (`benchmarks/workers/`) and environment, becau
 Workers are suspended between calls, because some keep a core busy for a while after an answer. If an environment
 cannot be created or a worker does not start, the reason is reported and the peer skipped. An interrupted run resumes.
 
+`nothing+kernels` is plain decoding through our loop with the CPU kernels.
+
 | method | package | what it is |
 |---|---|---|
 | economize, economize_lookup | economize | plain decoding; prompt lookup with cycles of 11 |
@@ -35,8 +37,30 @@ import psutil
 import torch
 import transformers
 
-from hf_specdec import bench, export_head, load_head
+from hf_specdec import Drafter, DraftSession, bench, export_head, load_head, register_drafter
 from hf_specdec.generation import loading
+from hf_specdec.trees.draft import PLAIN_STEP
+
+
+class NothingDrafter(Drafter):
+    """Drafts nothing: every step is a plain one."""
+
+    method = "nothing"
+
+    def limits(self, config):
+        return PLAIN_STEP
+
+    def start(self, target, context, config):
+        return NothingSession()
+
+
+class NothingSession(DraftSession):
+    def propose(self, budget):
+        raise NotImplementedError
+
+    def observe(self, step):
+        pass
+
 
 ROOT = Path(__file__).parents[1]
 PLACE = ROOT / ".venv-peers"
@@ -360,6 +384,7 @@ def main(arguments=None):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
+    register_drafter("nothing", NothingDrafter)
     model, tokenizer = loading.load_model(options.model, options.drafter, getattr(torch, options.dtype))
     workers, facts = {}, {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise suspended workers would remain

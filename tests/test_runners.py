@@ -292,6 +292,36 @@ def test_the_page_is_true(compiled: Any) -> None:
     assert compiled.last_speculation.method == "hybrid"
 
 
+def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding of 12 tokens reads the weights 12 times."""
+    model = speculative_model()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(state, "PAYS_FROM_BYTES", 30 * size)
+    for _ in range(2):
+        assert answers(model, 1, "auto") == answers(model, 1, None)
+        assert not model._speculation.programs
+    assert answers(model, 1, {"method": "auto", "compile": "none"}) == answers(model, 1, None)
+    assert not model._speculation.programs
+    assert answers(model, 1, "auto") == answers(model, 1, None)
+    assert isinstance(model._speculation.programs["kernels"].runner, CompiledForward)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "PAYS_FROM_BYTES", 0)
+    model = speculative_model()
+    assert answers(model, 1, "auto") == answers(model, 1, None)
+    assert not model._speculation.programs
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_kernels_that_were_asked_for_and_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    model = speculative_model()
+    with caplog.at_level(logging.WARNING):
+        assert answers(model, 1, COMPILED) == answers(model, 1, None)
+    assert "there are no CPU kernels: HF_SPECDEC_KERNELS is 'none'" in caplog.text
+
+
 def test_two_threads_share_one_program(compiled: Any) -> None:
     found: dict[int, Any] = {}
     wanted = [answers(compiled, rows, None) for rows in (1, 3)]

@@ -36,7 +36,9 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
     constexpr long CHUNK = 128;
     const long group = a.heads / a.shared, rows = group * a.nodes, slots = a.end - a.first, dv = a.value_dim;
     const long chunks = (slots + CHUNK - 1) / CHUNK, tasks = a.batch * a.shared * chunks;
-    std::vector<float> partial(tasks * rows * (dv + 2));  // of each task and row: output, maximum, sum
+    static thread_local std::vector<float> kept;  // not allocated anew in every call
+    if (kept.size() < size_t(tasks * rows * (dv + 2))) kept.resize(tasks * rows * (dv + 2));
+    float *const partial = kept.data();  // of each task and row: output, maximum, sum
     for (long b = 0; b < a.batch; b++)
         for (long h = 0; h < a.shared; h++)
             for (long n = 0; n < a.nodes; n++) {
@@ -48,7 +50,8 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             }
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> scores(rows * CHUNK), output;
+        static thread_local std::vector<float> scores, output;
+        if (scores.size() < size_t(rows * CHUNK)) scores.resize(rows * CHUNK);
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks; task++) {
             const long b = task / chunks / a.shared, h = task / chunks % a.shared;

@@ -160,10 +160,14 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attend` supports these tensors, see there."""
-    return query.dtype in DTYPES and all(
-        tensor.device.type == "cpu" and tensor.dtype == query.dtype and tensor.stride(-1) == 1
-        for tensor in (key, value)
+    """Whether `attend` supports these tensors, see there; False if the kernels have not been loaded."""
+    return (
+        query.dtype in DTYPES
+        and is_loaded()
+        and all(
+            tensor.device.type == "cpu" and tensor.dtype == query.dtype and tensor.stride(-1) == 1
+            for tensor in (query, key, value)
+        )
     )
 
 
@@ -182,6 +186,8 @@ def attend(
         scale: Scale of the scores; None means `D ** -0.5`.
     """
     (batch, heads, nodes, dim), value_dim = query.shape, value.shape[3]
+    if mask is not None and mask.shape[1:] != (1, nodes, begin + nodes):
+        raise ValueError(f"A mask for {nodes} nodes after {begin} slots was expected, got {list(mask.shape)}.")
     query = query.contiguous()
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()

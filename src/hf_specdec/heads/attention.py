@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.rotary import rotate
 from hf_specdec.verification import kernels
+from hf_specdec.verification.cpu_attention import append_and_attend
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`attend(query [B, H, T, d], key [B, G, T, d], value [B, G, T, d]) -> [B, H, T, d]`; T new entries, G divides H."""
@@ -118,6 +119,10 @@ def attend_over(cache: Cache, mask: Tensor | Sequence[Tensor] | None) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer = next(layers)
         mask = masks if masks is None or isinstance(masks, Tensor) else masks[layer]
+        if mask is not None:
+            output = append_and_attend(cache, layer, query, key, value, mask, None)
+            if output is not None:
+                return output.transpose(1, 2)
         keys, values = cache.update(key, value, layer)
         if mask is None:
             return attend_causally(query, keys, values)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.cpu.operations import attend, can_attend
 from hf_specdec.verification.attention import AttentionContext, attending, implementation
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.cpu_attention import append_and_attend
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, has_kernels, make_program
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""
@@ -213,9 +213,9 @@ def _append_and_attend(
     running = _RUNNING.get()
     assert running is not None
     forward, cache = running
-    if isinstance(cache, TreeCache) and can_attend(query, key, value) and has_kernels(query.device, query.dtype):
-        keys, values, begin = cache.layers[layer].reserve(key, value)
-        return attend(query, key, value, keys, values, begin, forward.mask(kind), scaling)
+    output = append_and_attend(cache, layer, query, key, value, forward.mask(kind), scaling)
+    if output is not None:
+        return output
     keys, values = cache.update(key, value, layer)
     return forward.attend(kind, query, keys, values, scaling)
 
