@@ -117,7 +117,7 @@ def test_products_are_exact(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_gates_far_from_zero_are_closed_or_open(dtype: torch.dtype, activation: int, sign: int) -> None:
-    # BUG: silu(-90) is -90, silu(-89) and silu(inf) are NaN, gelu(-11) is -11: `exponential` in vectors.h overflows
+  
     values = [float("inf") if sign > 0 else 4e4, 1e4, 300, 200, 100, 90, 89, 88.5, 50, 20, 11, 10, 5]
     x, one = torch.tensor(values, dtype=dtype, device="cpu")[:, None] * sign, random(6, 1, dtype=dtype) * 0 + 1
     found = operations.linear(x, [one, one / 2], [None, None], activation)
@@ -129,6 +129,8 @@ def test_products_of_other_shapes(dtype: torch.dtype) -> None:
     whole, turned = random(4, 3, 40, dtype=dtype), random(4, 20, 3, dtype=dtype).mT
     for x in (whole[..., :20], whole[..., ::2], turned, whole.transpose(0, 1)[..., 20:], whole[0, 0, :20]):
         assert_right(operations.linear(x, weights[:1], biases[:1]), exact_product(x, weights[0], biases[0]))
+    tie = torch.tensor([[1.0], [1 + 2**-7]], dtype=dtype, device="cpu"), whole[0, :1, :5].mT * 0 + 1  # of bfloat16
+    assert torch.equal(operations.linear(*tie[:1], [tie[1]], [tie[1][:, 0] / 256]), linear(*tie, tie[1][:, 0] / 256))
     for x in (whole[:0, :, :20], whole[:, :0, :20], random(3, 11, 20, dtype=dtype)):  # none; more than MAX_ROWS
         first, second = map(linear, [x, x], weights, biases)
         assert torch.equal(operations.linear(x, weights[:1], biases[:1]), first)
@@ -192,7 +194,7 @@ def test_attention_is_exact_and_writes_only_its_slots(dtype: torch.dtype, heads:
 
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
 def test_attention_shows_nan(dtype: torch.dtype, broken: str) -> None:
-    # BUG: zeros for a query or key that is NaN (attention.h: `sum > 0 ? ... : 0`, and the maximum skips NaN)
+  
     given = {name: random(1, 2, 1, 8, dtype=dtype) for name in ("query", "key", "value")}
     given[broken][0, 0] = float("nan")
     keys, values = random(2, 1, 2, 9, 8, dtype=dtype)
@@ -214,7 +216,7 @@ FAILURES: dict[str, Callable[[Any, Path], None]] = {
         lambda patch, path: script(path / "g++", '[ "$1" = --version ] || exec /bin/sleep 60'),
     "they cannot be built or loaded (/": lambda patch, path: script(
         path / "g++", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && exec /bin/cp $0 "$2"; shift; done'),
-    "they cannot be built or loaded ([": lambda patch, path: (  # BUG: FileNotFoundError of TemporaryDirectory
+    "they cannot be built or loaded ([": lambda patch, path: (
         patch.setenv("XDG_CACHE_HOME", "/proc/self"), patch.setattr(tempfile, "tempdir", "/proc/self")),
 }  # fmt: skip
 
@@ -244,7 +246,7 @@ def test_kernels_that_cannot_be_kept_work(obstacle: str, tmp_path: Path, monkeyp
     if obstacle == "a damaged library":
         best = next(one for one in INSTRUCTION_SETS if one.name == AVAILABLE[0])
         library.build(best, library.find_compiler(), library.cache_directory()).write_bytes(b"damaged")
-    elif obstacle == "no home":  # BUG: `Path.home` raises RuntimeError for a user without a home directory
+    elif obstacle == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: Path("~missing").expanduser())
     else:
@@ -258,7 +260,7 @@ def test_kernels_that_cannot_be_kept_work(obstacle: str, tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("fresh")
 def test_a_failure_keeps_no_caller_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    # BUG: the stored exception keeps its traceback, so the frames of its callers, and grows with each call
+  
     def call() -> weakref.ref[Any]:
         local = nn.Module()
         assert library.load_or_none() is None
@@ -278,7 +280,7 @@ ARM = frozenset({"asimd"})
     (ARM | {"bf16"}, "aarch64", "", "arm_bf16"), (ARM, "aarch64", "", "arm"),
     (ARM, "riscv64", "", r"^this processor \(riscv64\) supports none of the instruction sets avx512_bf16, .*, arm$"),
     (frozenset(), "arm64", "", r"^this processor \(arm64\) supports none of .*, arm, or the system is not Linux$"),
-    (AVX2, "x86_64", "arm", VARIABLE),  # BUG: "this processor (x86_64) supports none of ... avx2, ..." is not true
+    (AVX2, "x86_64", "arm", VARIABLE),
 ])  # fmt: skip
 def test_the_best_instruction_set_is_chosen(features: frozenset[str], machine: str, most: str, wanted: str) -> None:
     if wanted in [one.name for one in INSTRUCTION_SETS]:
@@ -315,11 +317,11 @@ def norm(x: Tensor, weight: Tensor, early: bool = False, dim: int = -1, keepdim:
     return weight * wide.to(x.dtype) if early else (wide * weight).to(x.dtype)
 
 
-def turn(x: Tensor, tables: Tensor, pairs: bool = False) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    if pairs:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+def turn(x: Tensor, tables: Tensor, kind: str = "halves") -> Tensor:
+    low, high = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    parts = {"halves": (-high, low), "other sign": (high, -low), "same half": (-high, high)}
+    pairs = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    turned = pairs if kind == "pairs" else torch.cat(parts[kind], -1)
     return x * tables.unsqueeze(1) + turned * (tables * 0.7).unsqueeze(1)
 
 
@@ -340,24 +342,26 @@ CASES: dict[str, tuple[list[str] | None, Step]] = {
     "Llama norm": (["rms_norm"], lambda p, x, i: norm(x, p.w, early=True)),
     "Gemma norm": (["rms_norm"], lambda p, x, i: norm(x, 1.0 + p.w.float())),
     "norm of another dimension": ([], lambda p, x, i: norm(x, p.w.float(), dim=-2)),
-    "norm over rows": (None, lambda p, x, i: norm(p.a.weight[:8] * x[0, 0], p.w, keepdim=False)),  # BUG
-    "norm with a strided weight": (None, lambda p, x, i: norm(x, p.a.weight[:8, 0].float())),  # BUG in float32
+    "norm over rows": (None, lambda p, x, i: norm(p.a.weight[:8] * x[0, 0], p.w, keepdim=False)),
+    "norm with a strided weight": (None, lambda p, x, i: norm(x, p.a.weight[:8, 0].float())),
     "rotary": (["1", "rotary"], lambda p, x, i: turn(p.heads(x), p.table[i])),
     "rotary, one table": (["1", "rotary"], lambda p, x, i: turn(p.heads(x), p.table[i[:1]])),
-    "rotary of pairs": (["1"], lambda p, x, i: turn(p.heads(x), p.table[i], pairs=True)),
-    "rotary, heads last": (None, lambda p, x, i: turn(p.heads(x).transpose(1, 2), p.table[i[0]])),  # BUG
-    "rotary, one position": (None, lambda p, x, i: turn(p.heads(x), p.table[i[:, :1]])),  # BUG: reads past the end
-    "rotary, more tables": (None, lambda p, x, i: turn(p.heads(x[:1]), p.table[i])),  # BUG: result of one row
+    "rotary of pairs": (["1"], lambda p, x, i: turn(p.heads(x), p.table[i], "pairs")),
+    "rotary, other sign": (["1"], lambda p, x, i: turn(p.heads(x), p.table[i], "other sign")),
+    "rotary, same half": (["1"], lambda p, x, i: turn(p.heads(x), p.table[i], "same half")),
+    "rotary, heads last": (None, lambda p, x, i: turn(p.heads(x).transpose(1, 2), p.table[i[0]])),
+    "rotary, one position": (None, lambda p, x, i: turn(p.heads(x), p.table[i[:, :1]])),
+    "rotary, more tables": (None, lambda p, x, i: turn(p.heads(x[:1]), p.table[i])),
     "SiLU": (["2 gated"], lambda p, x, i: silu(p.a(x)) * p.b(x)),
     "tanh GELU": (["2 gated"], lambda p, x, i: p.b(x) * gelu(p.a(x), approximate="tanh")),
     "exact GELU": (["2"], lambda p, x, i: gelu(p.a(x)) * p.b(x)),
     "gate of two inputs": (["1", "1"], lambda p, x, i: silu(p.a(x)) * p.b(x + 1)),
     "gate used twice": (["2"], lambda p, x, i: (gate := silu(p.a(x))) * p.b(x) + gate),
     "joined": (["3"], lambda p, x, i: p.a(x).mul_(2) + p.b(x).unflatten(-1, (3, 8)).mT.flatten(2) + p.c(x)),
-    "joined and flattened": (None, lambda p, x, i: p.a(x).flatten(1) + p.b(x).flatten(1)),  # BUG: `view` of a slice
+    "joined and flattened": (None, lambda p, x, i: p.a(x).flatten(1) + p.b(x).flatten(1)),
     "computed weight": (["1"], lambda p, x, i: linear(x, p.a.weight * 2) + p.b(x)),
     "computed bias": (["1", "1"], lambda p, x, i: linear(x, p.a.weight, p.a.bias * 2) + p.b(x)),
-    "bias of one number": (None, lambda p, x, i: linear(x, p.a.weight, p.w[:1])),  # BUG: reads past the end
+    "bias of one number": (None, lambda p, x, i: linear(x, p.a.weight, p.w[:1])),
     "float16": ([], lambda p, x, i: linear(x.half(), p.half)),
 }  # fmt: skip
 
@@ -381,7 +385,11 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
         for change in (lambda _graph: None, call_functions):
             change(graph)
             for given in (inputs, (random(4, 7, 8, dtype=number), positions[:4])):
-                torch.testing.assert_close(graph.forward(*given, *weights), step(parts, *given), **tolerance)
+                result, expected = graph.forward(*given, *weights), step(parts, *given)
+                torch.testing.assert_close(result, expected, **tolerance)
+                assert (
+                    not case.endswith(" norm") or (result == expected).float().mean() > 0.9 or number != torch.bfloat16
+                )
 
 
 def test_other_weights_are_left_alone() -> None:

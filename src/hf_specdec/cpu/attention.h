@@ -104,14 +104,14 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             for (long c = 0; c < chunks; c++) most = std::max(most, part[c * rows * (dv + 2) + dv]);
             output.assign(dv, 0);
             for (long c = 0; c < chunks; c++, part += rows * (dv + 2)) {
-                if (part[dv] == -INFINITY) continue;
+                if (part[dv + 1] == 0) continue;  // it sees nothing; NaN is kept
                 const float weight = std::exp(part[dv] - most);
                 sum += weight * part[dv + 1];
                 for (long d = 0; d < dv; d++) output[d] += weight * part[d];
             }
             const long b = pair / a.shared, head = pair % a.shared * group + m / a.nodes;
             T *to = y + ((b * a.nodes + m % a.nodes) * a.heads + head) * dv;
-            for (long d = 0; d < dv; d++) store(to + d, sum > 0 ? output[d] / sum : 0.0f);
+            for (long d = 0; d < dv; d++) store(to + d, sum == 0 ? 0.0f : output[d] / sum);
         }
     }
 }

@@ -91,8 +91,11 @@ def choose_instruction_set(features: frozenset[str], machine: str, most: str) ->
     for entry in INSTRUCTION_SETS[names.index(most) if most else 0 :]:
         if entry.machine == machine and entry.features <= features:
             return entry
+    if most:
+        names = names[names.index(most) :]
     raise NoKernelsError(
         f"this processor ({machine}) supports none of the instruction sets {', '.join(names)}"
+        + (f", to which {VARIABLE} limits them" if most else "")
         + ("" if features else ", or the system is not Linux")
     )
 
@@ -169,13 +172,13 @@ def open_library() -> tuple[InstructionSet, ctypes.CDLL]:
     try:
         path = build(instructions, compiler, cache_directory())
         return instructions, _opened(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         logger.info("Compiled CPU kernels cannot be kept (%s); they are built for this process only.", error)
-    with tempfile.TemporaryDirectory(prefix="hf_specdec-") as working:  # a loaded library may be deleted
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="hf_specdec-") as working:  # a loaded library may be deleted
             return instructions, _opened(build(instructions, compiler, Path(working)))
-        except OSError as error:
-            raise NoKernelsError(f"they cannot be built or loaded ({error})") from error
+    except OSError as error:
+        raise NoKernelsError(f"they cannot be built or loaded ({error})") from error
 
 
 def _opened(path: Path) -> ctypes.CDLL:
@@ -187,7 +190,7 @@ def _opened(path: Path) -> ctypes.CDLL:
 
 
 _LOADING = threading.Lock()
-_loaded: list[tuple[InstructionSet, ctypes.CDLL] | NoKernelsError] = []
+_loaded: list[tuple[InstructionSet, ctypes.CDLL] | str] = []
 
 
 def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
@@ -202,10 +205,10 @@ def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
                 _loaded.append(open_library())
             except NoKernelsError as error:
                 logger.info("CPU kernels are not used: %s.", error)
-                _loaded.append(error)
+                _loaded.append(str(error))  # an exception would keep the frames of its callers
     known = _loaded[0]
-    if isinstance(known, NoKernelsError):
-        raise known
+    if isinstance(known, str):
+        raise NoKernelsError(known)
     return known
 
 
@@ -219,7 +222,7 @@ def load_or_none() -> ctypes.CDLL | None:
 
 def is_loaded() -> bool:
     """Whether the library is loaded; does not build it."""
-    return bool(_loaded) and not isinstance(_loaded[0], NoKernelsError)
+    return bool(_loaded) and not isinstance(_loaded[0], str)
 
 
 def forget_library() -> None:

@@ -83,7 +83,8 @@ def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dim() == 2
         and weight.is_contiguous()
-        and (bias is None or bias.is_contiguous())
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1]))
     )
 
 
@@ -132,7 +133,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool) -> Tensor:
         eps: Added to the mean.
         early: Round to the dtype of x before multiplying with the weight, as Llama does; Gemma rounds afterwards.
     """
-    x, k = x.contiguous(), x.shape[-1]
+    x, weight, k = x.contiguous(), weight.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     functions_for(x.dtype).normalize(
         x.data_ptr(), x.numel() // k, k, weight.data_ptr(), weight.dtype == torch.float32, eps, early, y.data_ptr(),

@@ -53,6 +53,9 @@ def use_kernels(graph: fx.GraphModule) -> int:
         _match_gate(node)
     graph.graph.eliminate_dead_code()
     _join_products(graph.graph)
+    for node in graph.graph.nodes:
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default  # parts of a joined product are not contiguous
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return len(_products(graph.graph.nodes))
@@ -132,7 +135,9 @@ def _match_norm(rsqrt: Node) -> None:
     if not _is(rsqrt, aten.rsqrt.default) or not _is(rsqrt.args[0], aten.add.Tensor):
         return
     mean, eps = rsqrt.args[0].args[:2]
-    if not _is(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or not isinstance(eps, float):
+    if not _is(mean, aten.mean.dim) or list(mean.args[1]) != [-1] or mean.args[2:] != (True,) or mean.kwargs:
+        return
+    if not isinstance(eps, float) or rsqrt.args[0].kwargs:
         return
     square, scaled = mean.args[0], _only_user(rsqrt)
     if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(scaled, aten.mul.Tensor):
@@ -167,8 +172,11 @@ def _match_rotary(total: Node) -> None:
     for table in (cos, sin):  # [B, N, D], to which a dimension for the heads was added
         if not _is(table, aten.unsqueeze.default) or table.args[1] != 1 or _dtype(table) != value.dtype:
             return
-        if _value(table).shape[-1] != value.shape[-1]:
+        rows, *sizes = _value(table.args[0]).shape
+        if len(sizes) != 2 or sizes != [value.shape[2], value.shape[3]] or rows not in (1, value.shape[0]):
             return
+    if _value(cos.args[0]).shape != _value(sin.args[0]).shape or total.kwargs:
+        return
     _replace(total, kernels.rotary.default, (x, cos.args[0], sin.args[0]))
 
 

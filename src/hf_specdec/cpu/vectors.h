@@ -56,6 +56,7 @@ static inline void store(bf16 *to, Four values) {
     for (int i = 0; i < 4; i++) to[i] = rounded(values[i]);
 #endif
 }
+#if LANES != 4  // otherwise Floats is Four
 static inline void store(float *to, Floats values) { *(Floats *)to = values; }
 static inline void store(bf16 *to, Floats values) {
 #if defined(__AVX512BF16__)
@@ -65,6 +66,7 @@ static inline void store(bf16 *to, Floats values) {
     *(Shorts *)to = __builtin_convertvector(values == values ? even : Words{} + 0x7fc0, Shorts);
 #endif
 }
+#endif
 static inline void store(float *to, float value) { *to = value; }
 static inline void store(bf16 *to, float value) { *to = rounded(value); }
 
@@ -100,7 +102,7 @@ static inline Four sums(Floats a, Floats b, Floats c, Floats d) {
 
 // e^x with a relative error of 1e-7; 0 below -87. Vectors of any length.
 template <class V, class I> static inline V exponential(V x) {
-    x = x < -87.0f ? x * 0 - 87.0f : x;
+    x = x < -87.0f ? V{} - 87.0f : x > 88.0f ? V{} + 88.0f : x;
     V shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // n = round(x / log 2)
     V r = x - n * 0.693359375f - n * -2.12194440e-4f;
     V p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -304,7 +305,7 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
         known = kept.get(mode)
         if known is None or known[0] != built_from:
             try:
-                with persistent_tensors():
+                with persistent_tensors(), torch.autocast(execution_device(model).type, enabled=False):
                     other = drafter.compiled(model, mode)
             except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
@@ -320,7 +321,8 @@ def _build(
     if mode == "inductor":
         logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
     try:
-        runner = make_runner(model, facts, layers, mode)
+        with torch.autocast(execution_device(model).type, enabled=False):  # a program serves calls outside of it
+            runner = make_runner(model, facts, layers, mode)
     except CaptureError as error:
         how = "captured" if mode == "cuda_graph" else "compiled"
         level = logging.WARNING if requested else logging.INFO
