@@ -117,7 +117,7 @@ def test_products_are_exact(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_gates_far_from_zero_are_closed_or_open(dtype: torch.dtype, activation: int, sign: int) -> None:
-  
+
     values = [float("inf") if sign > 0 else 4e4, 1e4, 300, 200, 100, 90, 89, 88.5, 50, 20, 11, 10, 5]
     x, one = torch.tensor(values, dtype=dtype, device="cpu")[:, None] * sign, random(6, 1, dtype=dtype) * 0 + 1
     found = operations.linear(x, [one, one / 2], [None, None], activation)
@@ -194,7 +194,7 @@ def test_attention_is_exact_and_writes_only_its_slots(dtype: torch.dtype, heads:
 
 @pytest.mark.parametrize("broken", ["query", "key", "value"])
 def test_attention_shows_nan(dtype: torch.dtype, broken: str) -> None:
-  
+
     given = {name: random(1, 2, 1, 8, dtype=dtype) for name in ("query", "key", "value")}
     given[broken][0, 0] = float("nan")
     keys, values = random(2, 1, 2, 9, 8, dtype=dtype)
@@ -260,7 +260,7 @@ def test_kernels_that_cannot_be_kept_work(obstacle: str, tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("fresh")
 def test_a_failure_keeps_no_caller_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-  
+
     def call() -> weakref.ref[Any]:
         local = nn.Module()
         assert library.load_or_none() is None
@@ -357,9 +357,12 @@ CASES: dict[str, tuple[list[str] | None, Step]] = {
     "exact GELU": (["2"], lambda p, x, i: gelu(p.a(x)) * p.b(x)),
     "gate of two inputs": (["1", "1"], lambda p, x, i: silu(p.a(x)) * p.b(x + 1)),
     "gate used twice": (["2"], lambda p, x, i: (gate := silu(p.a(x))) * p.b(x) + gate),
+    "residual": (["1 added"], lambda p, x, i: p.a(x) + p.table[:8].sum() * x.repeat(1, 1, 3)),
+    "residual of another shape": (["1"], lambda p, x, i: p.a(x) + x[..., :1]),
+    "residual times a number": (["1"], lambda p, x, i: torch.add(x.repeat(1, 1, 3), p.a(x), alpha=2)),
     "joined": (["3"], lambda p, x, i: p.a(x).mul_(2) + p.b(x).unflatten(-1, (3, 8)).mT.flatten(2) + p.c(x)),
     "joined and flattened": (None, lambda p, x, i: p.a(x).flatten(1) + p.b(x).flatten(1)),
-    "computed weight": (["1"], lambda p, x, i: linear(x, p.a.weight * 2) + p.b(x)),
+    "computed weight": (["1 added"], lambda p, x, i: linear(x, p.a.weight * 2) + p.b(x)),
     "computed bias": (["1", "1"], lambda p, x, i: linear(x, p.a.weight, p.a.bias * 2) + p.b(x)),
     "bias of one number": (None, lambda p, x, i: linear(x, p.a.weight, p.w[:1])),
     "float16": ([], lambda p, x, i: linear(x.half(), p.half)),
@@ -378,7 +381,8 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
         weights, count, found = lift_weights(graph), use_kernels(graph), []
         for node in (node for node in graph.graph.nodes if str(node.target).startswith("hf_specdec_cpu")):
             product = node.target == torch.ops.hf_specdec_cpu.linear.default
-            found.append(f"{len(node.args[1])}{' gated' * bool(node.args[3])}" if product else node.target._opname)
+            kind = " added" * (len(node.args) > 4) if product and not node.args[3] else " gated"
+            found.append(f"{len(node.args[1])}{kind}" if product else node.target._opname)
         assert count == sum(one[0].isdigit() for one in found)
         assert wanted is None or found == wanted
         tolerance = {"atol": 0.05, "rtol": 0.02} if number == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -390,6 +394,29 @@ def test_patterns_become_kernels_and_nothing_else_does(case: str, number: torch.
                 assert (
                     not case.endswith(" norm") or (result == expected).float().mean() > 0.9 or number != torch.bfloat16
                 )
+
+
+@pytest.mark.parametrize("rows", [1, 9, 40])
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)
+def test_a_residual_is_added(number: torch.dtype, rows: int) -> None:
+    x, weight, bias, more = (random(*sizes, dtype=number) for sizes in ((rows, 20), (13, 20), (13,), (13, rows)))
+    result = operations.linear(x, [weight], [bias], residual=more.T)
+    exact = linear(x.double(), weight.double(), bias.double()) + more.T.double()
+    torch.testing.assert_close(result.double(), exact, rtol=0.01 if number == torch.bfloat16 else 1e-5, atol=0.02)
+
+
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)
+def test_joined_attention_is_rotary_and_attention(number: torch.dtype) -> None:
+    """Queries of 4 heads, keys and values of 2, each of size 24, for 3 nodes after 130 slots."""
+    joined, tables = random(2, 3, 8 * 24, dtype=number), random(2, 2, 3, 24, dtype=number)
+    memory, mask = random(2, 2, 2, 140, 24, dtype=number), random(2, 1, 3, 133) > 0
+    heads = joined.unflatten(-1, (8, 24)).transpose(1, 2)
+    query, key = (operations.rotary(part, *tables) for part in (heads[:, :4], heads[:, 4:6]))
+    wanted, found = memory.clone(), memory.clone()
+    expected = operations.attend(query, key, heads[:, 6:], *wanted, 130, mask, 0.3)
+    assert torch.equal(operations.attend_joined(joined, *tables, 2, *found, 130, mask, 0.3), expected)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, memory)
 
 
 def test_other_weights_are_left_alone() -> None:

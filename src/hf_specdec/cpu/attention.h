@@ -1,4 +1,4 @@
-// Attention of tree nodes over a KV cache.
+// Rotary embedding, and attention of tree nodes over a KV cache.
 //
 // Queries of all heads that share keys are rows of one product with a chunk of keys, so each key and value is read once
 // for all of them. Threads take pairs of chunk and key head; their outputs, weighted by the sums of exponentials, are
@@ -7,6 +7,30 @@
 #pragma once
 
 #include "products.h"
+
+// x * cos + rotate_half(x) * sin for x [B, H, N, D] with strides (b, h, n, 1); cos and sin [B or 1, N, D].
+template <class T>
+static void rotate(const T *x, const long *shape, const long *strides, const T *cos, const T *sin, long cos_stride,
+                   T *y) {
+    const long heads = shape[1], nodes = shape[2], dim = shape[3], half = dim / 2;
+    for (long b = 0; b < shape[0]; b++)
+        for (long h = 0; h < heads; h++)
+            for (long n = 0; n < nodes; n++, y += dim) {
+                const T *from = x + b * strides[0] + h * strides[1] + n * strides[2];
+                const T *c = cos + b * cos_stride + n * dim, *s = sin + b * cos_stride + n * dim;
+                long i = 0;
+                for (; i + LANES <= half; i += LANES) {
+                    const Floats low = floats(from + i), high = floats(from + i + half);
+                    store(y + i, low * floats(c + i) - high * floats(s + i));
+                    store(y + i + half, high * floats(c + i + half) + low * floats(s + i + half));
+                }
+                for (; i < half; i++) {
+                    const float low = widen(from[i]), high = widen(from[i + half]);
+                    store(y + i, low * widen(c[i]) - high * widen(s[i]));
+                    store(y + i + half, high * widen(c[i + half]) + low * widen(s[i + half]));
+                }
+            }
+}
 
 struct Attention {
     long batch, heads, shared, nodes, dim, value_dim;    // query heads, key heads, sizes of keys and values
@@ -114,4 +138,24 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             for (long d = 0; d < dv; d++) store(to + d, sum == 0 ? 0.0f : output[d] / sum);
         }
     }
+}
+
+// The same for queries, keys and values side by side in rows `joined` [B, N, (heads + 2 shared) dim], before rotary
+// embedding; values have the size of keys.
+template <class T>
+static void attend_joined(Attention a, const T *joined, const T *cos, const T *sin, long cos_stride, T *keys, T *values,
+                          const uint8_t *mask, T *y, long threads) {
+    static thread_local std::vector<T> rotated;
+    const long width = (a.heads + 2 * a.shared) * a.dim, queries = a.batch * a.heads * a.nodes * a.dim;
+    if (rotated.size() < size_t(2 * queries)) rotated.resize(2 * queries);
+    const long strides[3] = {a.nodes * width, a.dim, width};
+    const long heads[4] = {a.batch, a.heads, a.nodes, a.dim}, shared[4] = {a.batch, a.shared, a.nodes, a.dim};
+    T *const query = rotated.data(), *const key = query + queries;
+    rotate(joined, heads, strides, cos, sin, cos_stride, query);
+    rotate(joined + a.heads * a.dim, shared, strides, cos, sin, cos_stride, key);
+    for (int i = 0; i < 3; i++) a.new_value_stride[i] = strides[i];
+    a.new_stride[0] = a.shared * a.nodes * a.dim;
+    a.new_stride[1] = a.nodes * a.dim;
+    a.new_stride[2] = a.dim;
+    attend(a, query, key, joined + (a.heads + a.shared) * a.dim, keys, values, mask, y, threads);
 }

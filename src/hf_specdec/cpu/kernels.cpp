@@ -1,4 +1,4 @@
-// The CPU kernels' C interface, RMSNorm and rotary embedding. Compiled by library.py, once per instruction set.
+// The CPU kernels' C interface, and RMSNorm. Compiled by library.py, once per instruction set.
 
 #include "attention.h"
 #include "search.h"
@@ -28,36 +28,12 @@ static void normalize(const T *x, long rows, long k, const W *weight, float eps,
     }
 }
 
-// x * cos + rotate_half(x) * sin for x [B, H, N, D] with strides (b, h, n, 1); cos and sin [B or 1, N, D].
-template <class T>
-static void rotate(const T *x, const long *shape, const long *strides, const T *cos, const T *sin, long cos_stride,
-                   T *y) {
-    const long heads = shape[1], nodes = shape[2], dim = shape[3], half = dim / 2;
-    for (long b = 0; b < shape[0]; b++)
-        for (long h = 0; h < heads; h++)
-            for (long n = 0; n < nodes; n++, y += dim) {
-                const T *from = x + b * strides[0] + h * strides[1] + n * strides[2];
-                const T *c = cos + b * cos_stride + n * dim, *s = sin + b * cos_stride + n * dim;
-                long i = 0;
-                for (; i + LANES <= half; i += LANES) {
-                    const Floats low = floats(from + i), high = floats(from + i + half);
-                    store(y + i, low * floats(c + i) - high * floats(s + i));
-                    store(y + i + half, high * floats(c + i + half) + low * floats(s + i + half));
-                }
-                for (; i < half; i++) {
-                    const float low = widen(from[i]), high = widen(from[i + half]);
-                    store(y + i, low * widen(c[i]) - high * widen(s[i]));
-                    store(y + i + half, high * widen(c[i + half]) + low * widen(s[i + half]));
-                }
-            }
-}
-
 // ------------------------------------------------------------------------------------------------ interface
 
 #define BOTH(T, bits)                                                                                                  \
     void multiply_##bits(const T *x, long rows, long k, const T *const *weights, const T *const *biases,               \
-                         const long *sizes, long count, long activation, T *y, long threads) {                         \
-        multiply(x, rows, k, weights, biases, sizes, count, activation, y, threads);                                   \
+                         const long *sizes, long count, long activation, const T *residual, T *y, long threads) {      \
+        multiply(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);                         \
     }                                                                                                                  \
     void normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \
@@ -71,6 +47,10 @@ static void rotate(const T *x, const long *shape, const long *strides, const T *
     void attend_##bits(const Attention *a, const T *query, const T *key, const T *value, T *keys, T *values,           \
                        const uint8_t *mask, T *y, long threads) {                                                      \
         attend(*a, query, key, value, keys, values, mask, y, threads);                                                 \
+    }                                                                                                                  \
+    void attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,    \
+                              T *values, const uint8_t *mask, T *y, long threads) {                                    \
+        attend_joined(*a, joined, cos, sin, stride, keys, values, mask, y, threads);                                   \
     }                                                                                                                  \
     void best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \

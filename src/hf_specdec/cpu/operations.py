@@ -47,6 +47,7 @@ class Functions:
     normalize: Callable[..., None]
     rotate: Callable[..., None]
     attend: Callable[..., None]
+    attend_joined: Callable[..., None]
     best: Callable[..., None]
 
 
@@ -59,10 +60,11 @@ def functions_for(dtype: torch.dtype) -> Functions:
     """
     library, suffix = load_library()[1], DTYPES[dtype]
     arguments: dict[str, list[Any]] = {
-        "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Long],
+        "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
         "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
         "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
         "attend": [*[_Pointer] * 8, _Long],
+        "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
         "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
     }
     found = {}
@@ -89,8 +91,9 @@ def can_multiply(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION
-) -> Tensor:
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return `[..., N]`: x times each weight, side by side, or two products `act(x W0^T + b0) * (x W1^T + b1)`.
 
     Args:
@@ -98,20 +101,23 @@ def linear(
         weights: `[N_i, K]`, contiguous, of the dtype of x.
         biases: `[N_i]` or None, for each weight.
         activation: `NO_ACTIVATION`, or the activation of two products of equal size.
+        residual: `[..., N]` added to the result; only without an activation.
     """
     k = x.shape[-1]
     rows = x.numel() // k
     if rows > MAX_ROWS:
-        return _wide_linear(x, weights, biases, activation)
+        y = _wide_linear(x, weights, biases, activation)
+        return y if residual is None else y + residual
     sizes = [len(weight) for weight in weights]
     total, count = (sizes[0] if activation else sum(sizes)), len(sizes)
-    x = x.contiguous()
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y = x.new_empty(*x.shape[:-1], total)
     if rows:
         functions_for(x.dtype).multiply(
             x.data_ptr(), rows, k, (_Pointer * count)(*[weight.data_ptr() for weight in weights]),
             (_Pointer * count)(*[None if bias is None else bias.data_ptr() for bias in biases]),
-            (_Long * count)(*sizes), count, activation, y.data_ptr(), torch.get_num_threads(),
+            (_Long * count)(*sizes), count, activation,
+            None if residual is None else residual.data_ptr(), y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
     return y
 
@@ -187,16 +193,14 @@ def attend(
         scale: Scale of the scores; None means `D ** -0.5`.
     """
     (batch, heads, nodes, dim), value_dim = query.shape, value.shape[3]
-    if mask is not None and mask.shape[1:] != (1, nodes, begin + nodes):
-        raise ValueError(f"A mask for {nodes} nodes after {begin} slots was expected, got {list(mask.shape)}.")
     query = query.contiguous()
-    if mask is not None and mask.stride(-1) != 1:
-        mask = mask.contiguous()
+    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    _check_mask(mask, nodes, begin)
     y = query.new_empty(batch, nodes, heads, value_dim)
     sizes = _AttentionSizes(
         batch, heads, key.shape[1], nodes, dim, value_dim, begin, 0, begin + nodes,
         keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3],
-        (0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)),
+        _mask_strides(mask),
         dim**-0.5 if scale is None else scale,
     )  # fmt: skip
     functions_for(query.dtype).attend(
@@ -204,6 +208,46 @@ def attend(
         values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def attend_joined(
+    joined: Tensor, cos: Tensor, sin: Tensor, shared: int, keys: Tensor, values: Tensor, begin: int,
+    mask: Tensor | None, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Like `attend`, for queries, keys and values side by side, before rotary embedding.
+
+    Args:
+        joined: `[B, N, (H + 2G) * D]`.
+        cos, sin: `[B or 1, N, D]`.
+        shared: Number G of key heads.
+        keys, values: `[B, G, capacity, D]`, slots contiguous.
+        begin, mask, scale: See `attend`.
+    """
+    (batch, nodes, width), dim = joined.shape, keys.shape[3]
+    heads = width // dim - 2 * shared
+    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    _check_mask(mask, nodes, begin)
+    joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
+    y = joined.new_empty(batch, nodes, heads, dim)
+    sizes = _AttentionSizes(
+        batch, heads, shared, nodes, dim, dim, begin, 0, begin + nodes, keys.stride()[:2], values.stride()[:2],
+        (0, 0, 0), (0, 0, 0), _mask_strides(mask), dim**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    functions_for(joined.dtype).attend_joined(
+        ctypes.addressof(sizes), joined.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        cos.stride(0) if len(cos) > 1 else 0, keys.data_ptr(), values.data_ptr(),
+        None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
+    if mask is not None and mask.shape[1:] != (1, nodes, begin + nodes):
+        raise ValueError(f"A mask for {nodes} nodes after {begin} slots was expected, got {list(mask.shape)}.")
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))
 
 
 def can_search(logits: Tensor) -> bool:
@@ -237,8 +281,9 @@ def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> t
 
 
 def _shape_of_linear(
-    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int
-) -> Tensor:
+    x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor | None], activation: int,
+    _residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     size = len(weights[0]) if activation else sum(len(weight) for weight in weights)
     return x.new_empty(*x.shape[:-1], size)
 
@@ -248,7 +293,8 @@ def define_operations() -> torch.library.Library:
     """Define the traceable operations, once per process; they exist as long as the returned library."""
     library = torch.library.Library("hf_specdec_cpu", "DEF")
     for schema, function, shape in (
-        ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation) -> Tensor", linear, _shape_of_linear),
+        ("linear(Tensor x, Tensor[] weights, Tensor?[] biases, int activation, "
+         "Tensor? residual=None) -> Tensor", linear, _shape_of_linear),
         ("rms_norm(Tensor x, Tensor weight, float eps, bool early) -> Tensor", rms_norm,
          lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)),
         ("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary, lambda x, *_: x.new_empty(x.shape)),

@@ -104,9 +104,11 @@ static inline Four activated(Four z, int activation) {
     return z / (1.0f + exponential<Four, FourWords>(u * -1.0f));
 }
 
+// y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or, with an activation,
+// the product of the first weight, activated, times that of the second.
 template <class T>
 static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
-                     long count, long activation, T *y, long threads) {
+                     long count, long activation, const T *residual, T *y, long threads) {
     const Rows<T> input(x, rows, k);
     long total = 0;
     for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
@@ -134,8 +136,10 @@ static void multiply(const T *x, long rows, long k, const T *const *weights, con
                 const T *bias = biases[i];
                 span(weights[i], k, std::max(first - base, 0L), std::min(last - base, sizes[i]), input,
                      [&](long m, long j, Four z, int some) {
+                         const long place = m * total + base + j;
                          if (bias) z += some == 4 ? four(bias + j) : Four{widen(bias[j])};
-                         store_some(y + m * total + base + j, z, some);
+                         if (residual) z += some == 4 ? four(residual + place) : Four{widen(residual[place])};
+                         store_some(y + place, z, some);
                      });
             }
         }

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -42,17 +43,24 @@ def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, A
     return input, weight, bias
 
 
-def use_kernels(graph: fx.GraphModule) -> int:
+def use_kernels(graph: fx.GraphModule, attention: tuple[Any, Any] | None = None) -> int:
     """Replace patterns of a traced graph by kernels, in place; return the number of products that it runs.
 
-    The graph's weights must be inputs, see `lift_weights`.
+    Args:
+        graph: A traced graph whose weights are inputs, see `lift_weights`.
+        attention: Two operations, see `_join_attention`; None if the graph has no attention that can be joined.
     """
     for node in list(graph.graph.nodes):
         _match_norm(node)
         _match_rotary(node)
         _match_gate(node)
+    for node in list(graph.graph.nodes):
+        _match_residual(node)
     graph.graph.eliminate_dead_code()
     _join_products(graph.graph)
+    if attention is not None:
+        for node in list(graph.graph.nodes):
+            _join_attention(node, *attention)
     for node in graph.graph.nodes:
         if node.target is aten.view.default:
             node.target = aten.reshape.default  # parts of a joined product are not contiguous
@@ -217,13 +225,70 @@ def _match_gate(product: Node) -> None:
             return
 
 
+def _match_residual(total: Node) -> None:
+    """Replace `residual + linear(x, W)`."""
+    if not _is(total, aten.add.Tensor) or total.kwargs:
+        return
+    for product, residual in (total.args[:2], total.args[1::-1]):
+        if not _is(product, kernels.linear.default) or len(product.args) != 4 or len(product.users) != 1:
+            continue
+        if any(user is not product and _is_product(user) for user in product.args[0].users):
+            continue  # products with one input are joined
+        shape, added = _value(product), _value(residual)
+        if added is None or product.args[3] != NO_ACTIVATION or added.dtype != shape.dtype:
+            continue
+        if added.dim() == shape.dim() and all(
+            statically_known_true(a == b) for a, b in zip(added.shape, shape.shape, strict=True)
+        ):
+            _replace(total, kernels.linear.default, (*product.args, residual))
+            return
+
+
+def _join_attention(node: Node, attention: Any, joined: Any) -> None:
+    """Replace attention over parts of a joined product, rotated, by an operation that takes the product as it is.
+
+    Args:
+        node: Any node.
+        attention: Operation of queries, keys and values `[B, H or G, N, D]` and further arguments.
+        joined: Operation of the product `[B, N, (H + 2G) * D]`, cosines, sines, G, D and the same further arguments.
+    """
+    if not _is(node, attention):
+        return
+    query, key, value, *further = node.args
+    if not all(_is(part, kernels.rotary.default) for part in (query, key)) or query.args[1:] != key.args[1:]:
+        return
+    parts: list[Any] = [_part_of_heads(part) for part in (query.args[0], key.args[0], value)]
+    if None in parts:
+        return
+    (product, size, first, second), of_keys, of_values = parts
+    if (of_keys[:2], of_values[:2]) != ((product, size), (product, size)) or first != 0:
+        return
+    if (of_keys[2], of_values[2]) != (second, of_keys[3]) or of_values[3] != _value(product).shape[-1]:
+        return
+    shared = (of_keys[3] - of_keys[2]) // size
+    if of_values[3] - of_values[2] == shared * size:
+        _replace(node, joined, (product, *query.args[1:], shared, size, *further))
+
+
+def _part_of_heads(node: Node) -> tuple[Node, int, int, int] | None:
+    """Return product, head size, first and last column if a node is heads `[B, H, N, D]` of columns of a product."""
+    if not _is(node, aten.transpose.int) or tuple(node.args[1:]) != (1, 2):
+        return None
+    view = node.args[0]
+    if not _is(view, aten.view.default) or len(view.args[1]) != 4 or not _is(view.args[0], aten.slice.Tensor):
+        return None
+    product, dimension, first, last = view.args[0].args
+    size = _value(view).shape[-1]
+    return (product, size, first, last) if dimension == -1 and _is(product, kernels.linear.default) else None
+
+
 def _products(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if _is(node, kernels.linear.default)]
 
 
 def _is_product(node: Node) -> bool:
     """Whether a node is a product with a single weight."""
-    return _is(node, kernels.linear.default) and len(node.args[1]) == 1
+    return _is(node, kernels.linear.default) and len(node.args[1]) == 1 and len(node.args) == 4
 
 
 def _join_products(graph: fx.Graph) -> None:

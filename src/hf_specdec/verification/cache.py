@@ -86,7 +86,11 @@ class TreeLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        begin, self.end = self.end, self.end + key_states.shape[-2]
+        return self.reserve_slots(key_states.shape[-2])
+
+    def reserve_slots(self, count: int) -> tuple[Tensor, Tensor, int]:
+        """Do the same for `count` slots of a layer that has memory."""
+        begin, self.end = self.end, self.end + count
         self.store.make_room(self.end)
         return self._allocated.keys, self._allocated.values, begin
 

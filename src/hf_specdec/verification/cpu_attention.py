@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
 from hf_specdec.cpu import operations
-from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.cache import TreeCache, TreeLayer
 
 
 def append_and_attend(
@@ -29,9 +30,29 @@ def append_and_attend(
     if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
         return None
     entry = cache.layers[layer]
-    if entry.window is not None:
+    if not _supports(entry, query.dtype):
         return None
-    if entry.is_initialized and not entry.keys.dtype == entry.values.dtype == query.dtype:
-        return None  # autocast
     keys, values, begin = entry.reserve(key, value)
     return operations.attend(query, key, value, keys, values, begin, mask, scale)
+
+
+def append_and_attend_joined(
+    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
+    scale: float | None,
+) -> Tensor | None:  # fmt: skip
+    """Do the same for queries, keys and values side by side, see `operations.attend_joined`.
+
+    Also returns None if the cache's layer has no memory yet.
+    """
+    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
+        return None
+    entry = cache.layers[layer]
+    if not entry.is_initialized or not _supports(entry, joined.dtype):
+        return None
+    keys, values, begin = entry.reserve_slots(joined.shape[1])
+    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
+
+
+def _supports(entry: TreeLayer, dtype: torch.dtype) -> bool:
+    """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
+    return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)

@@ -59,13 +59,16 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in DTYPES and load_or_none() is not None
 
 
-def make_program(step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode) -> Program:
+def make_program(
+    step: Callable[..., list[Tensor]], *inputs: Tensor, mode: ExecutionMode, attention: tuple[Any, Any] | None = None
+) -> Program:
     """Trace a function and make a program of it, for inputs of any size.
 
     Args:
         step: The function; tracing calls it once.
         *inputs: Example inputs. Dimensions that may vary independently need distinct sizes greater than 1.
         mode: `"inductor"` or `"kernels"`.
+        attention: See `use_kernels`.
 
     Raises:
         CaptureError: The function reads values on the host, or cannot be traced or compiled; or the mode is
@@ -83,7 +86,7 @@ def make_program(step: Callable[..., list[Tensor]], *inputs: Tensor, mode: Execu
                 return Program(compiled, copies_weights=on_cpu)
             graph = _traced(step, inputs, record=True)
             weights = lift_weights(graph)
-            if use_kernels(graph) == 0 and mode == "kernels":
+            if use_kernels(graph, attention) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
             if mode == "kernels":
                 call_functions(graph)

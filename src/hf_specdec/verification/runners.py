@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.cpu.operations import rotary
 from hf_specdec.verification.attention import AttentionContext, attending, implementation
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.cpu_attention import append_and_attend
+from hf_specdec.verification.cpu_attention import append_and_attend, append_and_attend_joined
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout
@@ -175,7 +176,9 @@ class CompiledForward(Runner):
         layers = sorted(set(layers))
         tokens = torch.zeros(TARGET_EXAMPLE_SHAPE, dtype=torch.long, device=execution_device(model))
         start = torch.zeros((), dtype=torch.long, device=tokens.device)
-        run = make_program(_verify_step(model, layers), tokens, tokens.clone(), start, mode=mode)
+        step = _verify_step(model, layers)
+        attention = torch.ops.hf_specdec.tree_attention.default, torch.ops.hf_specdec.joined_attention.default
+        run = make_program(step, tokens, tokens.clone(), start, mode=mode, attention=attention)
         return cls(run, layers)
 
     def __call__(
@@ -226,6 +229,33 @@ def _shape_of_attention(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
+def _append_and_attend_joined(
+    joined: Tensor, cos: Tensor, sin: Tensor, shared: int, size: int, layer: int, kind: str, scaling: float | None
+) -> Tensor:
+    """Do the same for queries, keys and values side by side `[B, N, (H + 2G) * D]`, before rotary embedding.
+
+    Args:
+        joined: See above.
+        cos, sin: `[B or 1, N, D]`.
+        shared: Number G of key heads.
+        size: Size D of a head.
+        layer, kind, scaling: See `_append_and_attend`.
+    """
+    running = _RUNNING.get()
+    assert running is not None
+    forward, cache = running
+    output = append_and_attend_joined(cache, layer, joined, cos, sin, shared, forward.mask(kind), scaling)
+    if output is not None:
+        return output
+    heads = joined.unflatten(-1, (-1, size)).transpose(1, 2)
+    query, key, value = heads.split([heads.shape[1] - 2 * shared, shared, shared], dim=1)
+    return _append_and_attend(rotary(query, cos, sin), rotary(key, cos, sin), value, layer, kind, scaling)
+
+
+def _shape_of_joined_attention(joined: Tensor, _cos: Tensor, _sin: Tensor, shared: int, size: int, *_: Any) -> Tensor:
+    return joined.new_empty(*joined.shape[:2], joined.shape[2] // size - 2 * shared, size)
+
+
 @functools.cache
 def _define_target_attention() -> torch.library.Library:
     """Define the custom operation, once per process; it exists as long as the returned library, which is cached."""
@@ -235,6 +265,12 @@ def _define_target_attention() -> torch.library.Library:
     )
     library.impl("tree_attention", _append_and_attend, "CompositeExplicitAutograd")
     library.impl("tree_attention", _shape_of_attention, "Meta")
+    library.define(
+        "joined_attention(Tensor joined, Tensor cos, Tensor sin, int shared, int size, int layer, str kind, "
+        "float? scale) -> Tensor"
+    )
+    library.impl("joined_attention", _append_and_attend_joined, "CompositeExplicitAutograd")
+    library.impl("joined_attention", _shape_of_joined_attention, "Meta")
     return library
 
 
