@@ -294,7 +294,7 @@ def test_what_inductor_takes_is_extrapolated_and_a_refusal_is_a_row(
     monkeypatch.setattr(compiling.CompiledForward, "of", refuse)
     *_, refused, _ = measured(on_cpu, "inductor", tmp_path / "refused.jsonl")
     assert (refused["form"], refused["refused"]) == ("inductor", "no compiler")
-    monkeypatch.setattr(compiling.CompiledForward, "of", ModelForward)
+    monkeypatch.setattr(compiling.CompiledForward, "of", lambda model, layers, _mode: ModelForward(model, layers))
     *each, graphs, program, _ = measured(on_cpu, "inductor", tmp_path / "rows.jsonl")
     few, more = (row["seconds"] for row in each if row["form"] == "inductor")
     assert program["per_layer"]["seconds"] == pytest.approx(more - few)

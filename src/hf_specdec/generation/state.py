@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,7 +30,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels, without_autocast
 from hf_specdec.verification.runners import Runner, WeightsVersion
 
 STATE = "_speculation"
@@ -305,7 +304,7 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
         known = kept.get(mode)
         if known is None or known[0] != built_from:
             try:
-                with persistent_tensors(), torch.autocast(execution_device(model).type, enabled=False):
+                with persistent_tensors(), without_autocast(execution_device(model)):
                     other = drafter.compiled(model, mode)
             except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
@@ -321,7 +320,7 @@ def _build(
     if mode == "inductor":
         logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
     try:
-        with torch.autocast(execution_device(model).type, enabled=False):  # a program serves calls outside of it
+        with without_autocast(execution_device(model)):
             runner = make_runner(model, facts, layers, mode)
     except CaptureError as error:
         how = "captured" if mode == "cuda_graph" else "compiled"

@@ -8,7 +8,7 @@ it makes a packed copy, because its own products are slow otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +57,12 @@ class CaptureError(Exception):
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the CPU kernels support this device and dtype; builds them if this is the first time."""
     return device.type == "cpu" and dtype in DTYPES and load_or_none() is not None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off: programs are made for calls outside of it."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 def make_program(
