@@ -508,7 +508,12 @@ def test_changed_weights_are_captured_again_and_the_rest_goes() -> None:
         generate(model, 1, LOOKUP)
     before = weakref.ref(runner_of(model))
     with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))  # graphs read weights in place
+    plain = generate(model, 1, None)
+    for _ in range(2):
+        assert generate(model, 1, LOOKUP) == plain
+    assert before() is runner_of(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
     plain = generate(model, 1, None)
     for _ in range(2):
         assert generate(model, 1, LOOKUP) == plain
