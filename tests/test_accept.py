@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.acceptance.rules import (
     AcceptanceRule,
     block,
@@ -29,6 +30,7 @@ from hf_specdec.acceptance.rules import (
     typical,
 )
 from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.cpu import library
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import TokenTree
 
@@ -58,12 +60,21 @@ def says(*tokens: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 9
 
 
+def by_kernel(tree: TokenTree, logits: torch.Tensor, text: Transcript) -> Acceptance:
+    """Apply `greedy` with the CPU kernels loaded, which find all choices at once."""
+    library.load_or_none()
+    return greedy(tree, logits, text)
+
+
+GREEDY_RULES = (follow, by_kernel, match_at_once, descend)
+
+
 #   0 ─ 1 ─ 3        tokens of the nodes: root 0, then 1 and 2 below it, 3 below 1
 #     └ 2
 TREE = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([-1, 0, 0, 1]))
 
 
-@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
+@pytest.mark.parametrize("rule", GREEDY_RULES)
 @pytest.mark.parametrize(
     ("target", "path", "emitted"),
     [
@@ -89,7 +100,7 @@ def test_worked_cases(
     assert text.new_tokens == [[0, *emitted]]
 
 
-@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
+@pytest.mark.parametrize("rule", GREEDY_RULES)
 def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
     text = transcript(eos=[1])
     acceptance = rule(TREE, says(1, 3, 0, 2), text)
@@ -103,14 +114,14 @@ def test_a_row_ends_inside_an_accepted_run(rule: AcceptanceRule) -> None:
     assert after.next_token.tolist() == [0]  # its root: padding in the trees to come
 
 
-@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
+@pytest.mark.parametrize("rule", GREEDY_RULES)
 def test_max_length_cuts_the_run(rule: AcceptanceRule) -> None:
     text = transcript(max_length=5)  # prompt 2, root 1: two more fit
     assert rule(TREE, says(1, 3, 0, 2), text).emitted == ((1, 3),)
     assert text.finished == [True]
 
 
-@pytest.mark.parametrize("rule", [greedy, match_at_once, descend])
+@pytest.mark.parametrize("rule", GREEDY_RULES)
 def test_token_zero_is_a_token(rule: AcceptanceRule) -> None:
     """Peers pad paths with id 0 and accept it where the target says 0."""
     text = transcript()
@@ -123,7 +134,7 @@ def test_token_zero_is_a_token(rule: AcceptanceRule) -> None:
 def test_ties_fall_to_the_first_token_as_in_plain_generate() -> None:
     logits = torch.zeros(1, 4, VOCAB, dtype=torch.bfloat16)
     logits[..., 2:] = 1
-    for rule in (greedy, match_at_once, descend):
+    for rule in GREEDY_RULES:
         assert rule(TREE, logits, transcript()).emitted == ((2, 2),)
 
 
@@ -154,12 +165,10 @@ def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -
     tree, logits = case
     rows = len(tree.tokens)
     for lockstep in (False, True):
-        texts = [transcript(rows, eos=[1], max_length=6, lockstep=lockstep) for _ in range(3)]
+        texts = [transcript(rows, eos=[1], max_length=6, lockstep=lockstep) for _ in GREEDY_RULES]
         for _ in range(2):
             tree = tree.with_repeated(0, texts[0].padded(tree.tokens.device)) if lockstep else tree
-            slow, *fast = [
-                rule(tree, logits, text) for rule, text in zip((follow, match_at_once, descend), texts, strict=True)
-            ]
+            slow, *fast = [rule(tree, logits, text) for rule, text in zip(GREEDY_RULES, texts, strict=True)]
             for acceptance in fast:
                 assert same_or_shorter(acceptance.emitted, slow.emitted, exactly=not lockstep)
                 assert same_or_shorter(acceptance.nodes, slow.nodes, exactly=not lockstep)
@@ -167,7 +176,7 @@ def test_the_device_path_equals_the_walk(case: tuple[TokenTree, torch.Tensor]) -
                 assert acceptance.num_accepted.tolist() == [max(len(row) - 1, 0) for row in acceptance.nodes]
             if lockstep:
                 break  # the walk may have gone further by a token
-            assert texts[0].finished == texts[1].finished == texts[2].finished
+            assert all(text.finished == texts[0].finished for text in texts)
             if all(texts[0].finished):
                 break
 

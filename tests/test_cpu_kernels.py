@@ -405,6 +405,15 @@ def test_a_residual_is_added(number: torch.dtype, rows: int) -> None:
     torch.testing.assert_close(result.double(), exact, rtol=0.01 if number == torch.bfloat16 else 1e-5, atol=0.02)
 
 
+def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = nn.Linear(20, 130, bias=False), random(2, 20)
+    assert operations.product_error(layer.weight.detach()) < 1e-5
+    right = operations.linear
+    monkeypatch.setattr(operations, "linear", lambda *given: right(*given) * torch.linspace(1, 1.1, 130))
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"product with a weight of 130 x 20 is wrong by .*e-02"):
+        make_program(lambda given: [layer(given)], x, mode="kernels")
+
+
 @pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)
 def test_joined_attention_is_rotary_and_attention(number: torch.dtype) -> None:
     """Queries of 4 heads, keys and values of 2, each of size 24, for 3 nodes after 130 slots."""
@@ -445,5 +454,5 @@ def test_programs_read_weights_in_place_or_say_why_there_are_none(monkeypatch: p
         make_program(step, x.to("meta"), mode="kernels")
     monkeypatch.setenv(VARIABLE, "none")
     forget()
-    with pytest.raises(CaptureError, match=f"^there are no CPU kernels: {VARIABLE} is 'none'$"):
+    with pytest.raises(CaptureError, match=f"^the CPU kernels cannot be used: {VARIABLE} is 'none'$"):
         make_program(step, x, mode="kernels")

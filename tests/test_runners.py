@@ -319,7 +319,7 @@ def test_kernels_that_were_asked_for_and_are_missing(caplog: pytest.LogCaptureFi
     model = speculative_model()
     with caplog.at_level(logging.WARNING):
         assert answers(model, 1, COMPILED) == answers(model, 1, None)
-    assert "there are no CPU kernels: HF_SPECDEC_KERNELS is 'none'" in caplog.text
+    assert "the CPU kernels cannot be used: HF_SPECDEC_KERNELS is 'none'" in caplog.text
 
 
 def test_two_threads_share_one_program(compiled: Any) -> None:

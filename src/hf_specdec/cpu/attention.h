@@ -34,7 +34,7 @@ static void rotate(const T *x, const long *shape, const long *strides, const T *
 
 struct Attention {
     long batch, heads, shared, nodes, dim, value_dim;    // query heads, key heads, sizes of keys and values
-    long begin, first, end;                              // slots: of the first new node, first visible, past the last
+    long begin, first, end;                              // slots: first new node, first visible, end
     long cache_stride[2], value_stride[2];               // of the cache's keys and values: rows, heads (slots: dim)
     long new_stride[3], new_value_stride[3];             // of the new keys and values: rows, heads, nodes
     long mask_stride[2];                                 // of the mask: rows, nodes (slots: 1)
@@ -60,7 +60,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
     constexpr long CHUNK = 128;
     const long group = a.heads / a.shared, rows = group * a.nodes, slots = a.end - a.first, dv = a.value_dim;
     const long chunks = (slots + CHUNK - 1) / CHUNK, tasks = a.batch * a.shared * chunks;
-    static thread_local std::vector<float> kept;  // not allocated anew in every call
+    static thread_local std::vector<float> kept;  // reused by the next call
     if (kept.size() < size_t(tasks * rows * (dv + 2))) kept.resize(tasks * rows * (dv + 2));
     float *const partial = kept.data();  // of each task and row: output, maximum, sum
     for (long b = 0; b < a.batch; b++)

@@ -136,16 +136,18 @@ def build(instructions: InstructionSet, compiler: str, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     logger.info("Compiling CPU kernels for %s with %s; this takes a few seconds, once.", instructions.name, compiler)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as working:
-        made = Path(working) / library.name
+        made, messages = Path(working) / library.name, Path(working) / "messages"
         try:
-            done = subprocess.run(
-                [*command, str(SOURCES[0]), "-o", str(made)], capture_output=True, text=True, timeout=COMPILE_TIMEOUT,
-                check=False,
-            )  # fmt: skip
+            with messages.open("w") as output:  # not a pipe, which would outlive a stopped compiler
+                done = subprocess.run(
+                    [*command, str(SOURCES[0]), "-o", str(made)], stdout=output, stderr=output,
+                    timeout=COMPILE_TIMEOUT, check=False,
+                )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoKernelsError(f"{compiler} failed ({error})") from error
         if done.returncode:
-            line = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            text = messages.read_text(errors="replace")
+            line = next((line for line in text.splitlines() if "error" in line), text[:200])
             raise NoKernelsError(f"{compiler} cannot compile them for {instructions.name} ({line.strip()})")
         made.replace(library)
     return library
@@ -197,7 +199,7 @@ def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
     """Return the result of `open_library`, which is called once per process; a failure is logged once.
 
     Raises:
-        NoKernelsError: There are no kernels for this machine.
+        NoKernelsError: This machine cannot use the kernels.
     """
     with _LOADING:
         if not _loaded:
@@ -213,7 +215,7 @@ def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
 
 
 def load_or_none() -> ctypes.CDLL | None:
-    """Return the library; None if there are no kernels for this machine."""
+    """Return the library; None if this machine cannot use it."""
     try:
         return load_library()[1]
     except NoKernelsError:

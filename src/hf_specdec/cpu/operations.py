@@ -1,7 +1,6 @@
 """The CPU kernels as functions of tensors, and as operations that torch can trace.
 
-All functions need contiguous or stated strides, bfloat16 or float32, and no gradients. Each costs about four
-microseconds on top of the kernel.
+All functions take bfloat16 or float32 tensors and compute no gradients. Calling one costs about four microseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
 MAX_ROWS = 32
-"""Rows from which oneDNN multiplies, unless `Kernels.most_rows` says less."""
+"""Products with more rows use torch's `linear`, which is made for many rows."""
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class _AttentionSizes(ctypes.Structure):
-    """`struct Attention` of kernels.cpp."""
+    """`struct Attention` of attention.h."""
 
     _fields_ = (
         *((name, _Long) for name in ("batch", "heads", "shared", "nodes", "dim", "value_dim")),
@@ -56,7 +55,7 @@ def functions_for(dtype: torch.dtype) -> Functions:
     """Return the library's functions for a dtype in `DTYPES`.
 
     Raises:
-        NoKernelsError: There are no kernels for this machine.
+        NoKernelsError: This machine cannot use the kernels.
     """
     library, suffix = load_library()[1], DTYPES[dtype]
     arguments: dict[str, list[Any]] = {
@@ -120,6 +119,33 @@ def linear(
             None if residual is None else residual.data_ptr(), y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
     return y
+
+
+PROBE_ROWS = (1, 2, 7)
+"""Rows of x in `product_error`: each tile size of the kernel is used."""
+PROBE_COLUMNS = 64
+"""First and last columns of a product that `product_error` compares."""
+PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+"""Maximum relative error of the kernel's products."""
+
+
+def product_error(weight: Tensor) -> float:
+    """Return the largest relative distance between products of the kernel and the same products in float32.
+
+    Args:
+        weight: `[N, K]`; its first and last rows are compared.
+    """
+    size = weight.shape[1]
+    checked = torch.cat([weight[:PROBE_COLUMNS], weight[-PROBE_COLUMNS:]]).float()
+    errors = []
+    for rows in PROBE_ROWS:
+        numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
+        x = numbers.cos().view(rows, size).to(weight.dtype)
+        found = linear(x, [weight], [None]).float()
+        found = torch.cat([found[:, :PROBE_COLUMNS], found[:, -PROBE_COLUMNS:]], dim=-1)
+        expected = functional.linear(x.float(), checked)
+        errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
+    return max(errors)
 
 
 def _wide_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int) -> Tensor:

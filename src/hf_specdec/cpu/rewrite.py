@@ -1,8 +1,8 @@
 """Rewrite a traced forward so that products, RMSNorm, rotary embedding and gated products run as CPU kernels.
 
 Products are recorded as the operation `linear` while tracing (`RecordProducts`). Afterwards `use_kernels` finds the
-other patterns among the traced operations, so nothing depends on an architecture's classes; what does not match
-remains as it was traced.
+other patterns among the traced operations, so nothing depends on an architecture's classes. Operations that match no
+pattern do not change.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _is(node: Node, *targets: Any) -> bool:
 
 
 def _value(node: Node) -> Any:
-    """Return the node's result as it was traced; None if the argument is not a tensor."""
+    """Return the traced result of a node; None if it is not a tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 

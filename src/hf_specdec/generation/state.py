@@ -253,7 +253,7 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int) -> bool:
 
     Plain decoding reads all weights once per token, at a few gigabytes per second; making a program takes a few
     seconds. So it pays once the calls since the model was attached have requested tokens for which `PAYS_FROM_BYTES`
-    of weights are read. Calls do not stop at once if a model ends its answer early; a wrong guess costs these seconds.
+    of weights are read. Answers may end earlier; then these seconds are lost.
 
     Args:
         model: An attached model.

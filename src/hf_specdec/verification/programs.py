@@ -1,7 +1,7 @@
 """Programs: traced functions that run as compiled code, or operation by operation with the CPU kernels.
 
 A program takes its weights as inputs, by reference, so weights that change in place need no new program. On a CPU its
-products run as kernels of `cpu/kernels.cpp`. Without those kernels, inductor compiles with constant weights, of which
+products run as kernels (`cpu/`). Without those kernels, inductor compiles with constant weights, of which
 it makes a packed copy, because its own products are slow otherwise.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
-from hf_specdec.cpu.operations import DTYPES
+from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
@@ -78,7 +78,7 @@ def make_program(
 
     Raises:
         CaptureError: The function reads values on the host, or cannot be traced or compiled; or the mode is
-            `"kernels"` and there are none for this machine, or none of its operations uses them.
+            `"kernels"` and this machine cannot use them, or no operation does; or a kernel computes a wrong product.
     """
     on_cpu = inputs[0].device.type == "cpu"
     if mode == "kernels":
@@ -94,6 +94,7 @@ def make_program(
             weights = lift_weights(graph)
             if use_kernels(graph, attention) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
+            _check_products(weights)
             if mode == "kernels":
                 call_functions(graph)
                 run: Any = graph.forward
@@ -112,7 +113,17 @@ def _require_kernels(device: torch.device) -> None:
     try:
         load_library()
     except NoKernelsError as error:
-        raise CaptureError(f"there are no CPU kernels: {error}") from error
+        raise CaptureError(f"the CPU kernels cannot be used: {error}") from error
+
+
+def _check_products(weights: Sequence[Tensor]) -> None:
+    """Raise `CaptureError` if the kernel's product is wrong for a shape of weights; tries one weight of each."""
+    for weight in {(weight.shape, weight.dtype): weight for weight in weights if weight.dim() == 2}.values():
+        if weight.dtype in DTYPES and weight.is_contiguous():
+            error = product_error(weight)
+            if not error <= PRODUCT_TOLERANCE[weight.dtype]:
+                shape = " x ".join(map(str, weight.shape))
+                raise CaptureError(f"the CPU kernel's product with a weight of {shape} is wrong by {error:.1e}")
 
 
 def _traced(step: Callable[..., list[Tensor]], inputs: Sequence[Tensor], *, record: bool) -> fx.GraphModule:
