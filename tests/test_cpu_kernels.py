@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, linear, silu
 
-from hf_specdec.cpu import library, operations
+from hf_specdec.cpu import library, measuring, operations
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
@@ -97,7 +97,7 @@ def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 13, 32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 13, 32, 75])
 def test_products_are_exact(dtype: torch.dtype, rows: int) -> None:
     sizes = (5, 8, 96, 3, 130)
     for k in (1, 33, 37, 64, 576):
@@ -131,7 +131,7 @@ def test_products_of_other_shapes(dtype: torch.dtype) -> None:
         assert_right(operations.linear(x, weights[:1], biases[:1]), exact_product(x, weights[0], biases[0]))
     tie = torch.tensor([[1.0], [1 + 2**-7]], dtype=dtype, device="cpu"), whole[0, :1, :5].mT * 0 + 1  # of bfloat16
     assert torch.equal(operations.linear(*tie[:1], [tie[1]], [tie[1][:, 0] / 256]), linear(*tie, tie[1][:, 0] / 256))
-    for x in (whole[:0, :, :20], whole[:, :0, :20], random(3, 11, 20, dtype=dtype)):  # none; more than MAX_ROWS
+    for x in (whole[:0, :, :20], whole[:, :0, :20], random(3, 43, 20, dtype=dtype)):  # none; more than MAX_ROWS
         first, second = map(linear, [x, x], weights, biases)
         assert torch.equal(operations.linear(x, weights[:1], biases[:1]), first)
         assert torch.equal(operations.linear(x, weights, biases), torch.cat([first, second], -1))
@@ -407,11 +407,49 @@ def test_a_residual_is_added(number: torch.dtype, rows: int) -> None:
 
 def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = nn.Linear(20, 130, bias=False), random(2, 20)
-    assert operations.product_error(layer.weight.detach()) < 1e-5
+    assert measuring.product_error(layer.weight.detach()) < 1e-5
     right = operations.linear
     monkeypatch.setattr(operations, "linear", lambda *given: right(*given) * torch.linspace(1, 1.1, 130))
     with torch.no_grad(), pytest.raises(CaptureError, match=r"product with a weight of 130 x 20 is wrong by .*e-02"):
         make_program(lambda given: [layer(given)], x, mode="kernels")
+
+
+@pytest.mark.parametrize(("seconds", "most"), [([1, 2, 1, 2, 2, 1], 32), ([2, 1], 8), ([1, 2] * 4, 128)])
+def test_torch_multiplies_where_it_is_faster(seconds: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of the kernel and of torch in turn, for 16, 32, ... rows."""
+    monkeypatch.setattr(operations, "_widest", {})
+    weights, times = [random(1100, 1000)], iter(seconds)
+    monkeypatch.setattr(measuring, "_seconds", lambda *_: next(times))
+    measuring.measure_widest([random(9, 9), *weights])
+    used: list[int] = []
+    monkeypatch.setattr(operations, "wide_linear", lambda x, *_: used.append(len(x)) or x)
+    for rows in (most, most + 1):
+        operations.linear(random(rows, 1000), weights, [None])
+    assert used == [most + 1]
+    measuring.measure_widest(weights)  # known: no time is taken
+    assert list(times) == []
+
+
+def test_small_weights_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "_widest", {})
+    measuring.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
+    assert not operations.rows_are_limited(torch.float32)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = library.load_library()[1]._name
+    forget()
+    (tmp_path / "g++").unlink()
+    assert library.load_library()[1]._name == built
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_may_have_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "g++").rename(tmp_path / "cxx")
+    script(tmp_path / "wrapper", '[ "$1" = "a b" ] && shift && exec "$@"')
+    monkeypatch.setenv("CXX", f"wrapper 'a b' {tmp_path / 'cxx'}")
+    assert library.load_library()[0].name == AVAILABLE[0]
 
 
 @pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)

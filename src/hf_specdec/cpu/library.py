@@ -14,10 +14,12 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,17 +102,21 @@ def choose_instruction_set(features: frozenset[str], machine: str, most: str) ->
     )
 
 
-def find_compiler() -> str:
-    """Return the path of a C++ compiler: `$CXX`, else `g++` or `clang++`.
+def find_compiler() -> list[str]:
+    """Return the command of a C++ compiler: `$CXX`, which may have options (`ccache g++`), else `g++` or `clang++`.
 
-    Raises:
-        NoKernelsError: None was found.
+    Returns:
+        Path of the program, and its options; empty if none was found.
     """
-    wanted = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [wanted] if wanted else ["g++", "clang++"])), None)
-    if found is None:
-        raise NoKernelsError(f"no C++ compiler was found ({wanted or 'g++ or clang++'}; set CXX to use another one)")
-    return found
+    wanted = os.environ.get("CXX", "").strip()
+    try:
+        commands = [shlex.split(wanted)] if wanted else [["g++"], ["clang++"]]
+    except ValueError:  # quotes that are not closed
+        return []
+    for name, *options in commands:
+        if path := shutil.which(name):
+            return [path, *options]
+    return []
 
 
 def cache_directory() -> Path:
@@ -118,23 +124,34 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
 
 
-def build(instructions: InstructionSet, compiler: str, directory: Path) -> Path:
+def build(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
     """Return the compiled library in a directory, built if it is missing; several processes may build at once.
 
+    Args:
+        instructions: The instruction set.
+        compiler: See `find_compiler`. Without one, a library that any compiler has built of these sources is used.
+        directory: The directory.
+
     Raises:
-        NoKernelsError: The compiler fails.
+        NoKernelsError: The compiler fails, or there is none and nothing was built before.
         OSError: The directory cannot be written to.
     """
-    command = [compiler, *OPTIONS, *instructions.options]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = hashlib.sha256(
-        "\0".join([*command, version, *(source.read_text() for source in SOURCES)]).encode()
-    ).hexdigest()[:16]
-    library = directory / f"kernels-{instructions.name}-{key}.so"
+    prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
+    if not compiler:
+        found = max(directory.glob(f"{prefix}-*.so"), key=lambda path: path.stat().st_mtime, default=None)
+        if found is None:
+            wanted = os.environ.get("CXX") or "g++ or clang++"
+            raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
+        return found
+    command = [*compiler, *OPTIONS, *instructions.options]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    library = directory / f"{prefix}-{_hash([*command, version])}.so"
     if library.exists():
         return library
     directory.mkdir(parents=True, exist_ok=True)
-    logger.info("Compiling CPU kernels for %s with %s; this takes a few seconds, once.", instructions.name, compiler)
+    logger.info(
+        "Compiling CPU kernels for %s with %s; this takes a few seconds, once.", instructions.name, compiler[0]
+    )
     with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as working:
         made, messages = Path(working) / library.name, Path(working) / "messages"
         try:
@@ -144,13 +161,17 @@ def build(instructions: InstructionSet, compiler: str, directory: Path) -> Path:
                     timeout=COMPILE_TIMEOUT, check=False,
                 )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernelsError(f"{compiler} failed ({error})") from error
+            raise NoKernelsError(f"{compiler[0]} failed ({error})") from error
         if done.returncode:
             text = messages.read_text(errors="replace")
             line = next((line for line in text.splitlines() if "error" in line), text[:200])
-            raise NoKernelsError(f"{compiler} cannot compile them for {instructions.name} ({line.strip()})")
+            raise NoKernelsError(f"{compiler[0]} cannot compile them for {instructions.name} ({line.strip()})")
         made.replace(library)
     return library
+
+
+def _hash(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def openmp_runtimes() -> set[str]:

@@ -21,8 +21,8 @@ DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
 NO_ACTIVATION, SILU, GELU_TANH = range(3)
 """Activations of the first of two products, whose outputs are then multiplied."""
-MAX_ROWS = 32
-"""Products with more rows use torch's `linear`, which is made for many rows."""
+MAX_ROWS = 128
+"""Products with more rows use torch's `linear`, which is made for many rows; with fewer, see `limit_rows`."""
 
 _Pointer, _Long, _Float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
@@ -104,8 +104,8 @@ def linear(
     """
     k = x.shape[-1]
     rows = x.numel() // k
-    if rows > MAX_ROWS:
-        y = _wide_linear(x, weights, biases, activation)
+    if rows > _widest.get(x.dtype, MAX_ROWS):
+        y = wide_linear(x, weights, biases, activation)
         return y if residual is None else y + residual
     sizes = [len(weight) for weight in weights]
     total, count = (sizes[0] if activation else sum(sizes)), len(sizes)
@@ -121,34 +121,24 @@ def linear(
     return y
 
 
-PROBE_ROWS = (1, 2, 7)
-"""Rows of x in `product_error`: each tile size of the kernel is used."""
-PROBE_COLUMNS = 64
-"""First and last columns of a product that `product_error` compares."""
-PRODUCT_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
-"""Maximum relative error of the kernel's products."""
+_widest: dict[torch.dtype, int] = {}
+"""Most rows of the kernel's products, see `limit_rows`; by default `MAX_ROWS`."""
 
 
-def product_error(weight: Tensor) -> float:
-    """Return the largest relative distance between products of the kernel and the same products in float32.
-
-    Args:
-        weight: `[N, K]`; its first and last rows are compared.
-    """
-    size = weight.shape[1]
-    checked = torch.cat([weight[:PROBE_COLUMNS], weight[-PROBE_COLUMNS:]]).float()
-    errors = []
-    for rows in PROBE_ROWS:
-        numbers = torch.arange(rows * size, dtype=torch.float32, device="cpu") * 0.7
-        x = numbers.cos().view(rows, size).to(weight.dtype)
-        found = linear(x, [weight], [None]).float()
-        found = torch.cat([found[:, :PROBE_COLUMNS], found[:, -PROBE_COLUMNS:]], dim=-1)
-        expected = functional.linear(x.float(), checked)
-        errors.append(float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
-    return max(errors)
+def limit_rows(dtype: torch.dtype, rows: int) -> None:
+    """Leave products with more rows to torch from now on."""
+    _widest[dtype] = rows
 
 
-def _wide_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int) -> Tensor:
+def rows_are_limited(dtype: torch.dtype) -> bool:
+    """Whether `limit_rows` was called for a dtype."""
+    return dtype in _widest
+
+
+def wide_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: int = NO_ACTIVATION
+) -> Tensor:
+    """Return the same as `linear` without a residual, computed by torch."""
     outputs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if activation:
         gate = functional.silu(outputs[0]) if activation == SILU else functional.gelu(outputs[0], approximate="tanh")

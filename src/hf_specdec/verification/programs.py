@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
-from hf_specdec.cpu.operations import DTYPES, PRODUCT_TOLERANCE, product_error
+from hf_specdec.cpu.measuring import PRODUCT_TOLERANCE, measure_widest, product_error
+from hf_specdec.cpu.operations import DTYPES
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
@@ -95,6 +96,7 @@ def make_program(
             if use_kernels(graph, attention) == 0 and mode == "kernels":
                 raise CaptureError("none of its products can use the CPU kernels")
             _check_products(weights)
+            measure_widest(weight for weight in weights if weight.dim() == 2)
             if mode == "kernels":
                 call_functions(graph)
                 run: Any = graph.forward
