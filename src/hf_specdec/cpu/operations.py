@@ -107,18 +107,40 @@ def linear(
     if rows > _widest.get(x.dtype, MAX_ROWS):
         y = wide_linear(x, weights, biases, activation)
         return y if residual is None else y + residual
-    sizes = [len(weight) for weight in weights]
-    total, count = (sizes[0] if activation else sum(sizes)), len(sizes)
+    found = _group(
+        tuple([(weight.data_ptr(), weight.shape[0]) for weight in weights]),
+        tuple([None if bias is None else bias.data_ptr() for bias in biases]),
+        activation != NO_ACTIVATION,
+    )
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    y = x.new_empty(*x.shape[:-1], total)
+    y = x.new_empty(*x.shape[:-1], found.size)
     if rows:
         functions_for(x.dtype).multiply(
-            x.data_ptr(), rows, k, (_Pointer * count)(*[weight.data_ptr() for weight in weights]),
-            (_Pointer * count)(*[None if bias is None else bias.data_ptr() for bias in biases]),
-            (_Long * count)(*sizes), count, activation,
+            x.data_ptr(), rows, k, found.weights, found.biases, found.sizes, found.count, activation,
             None if residual is None else residual.data_ptr(), y.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
     return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Weights that share their input, as C arrays."""
+
+    weights: Any
+    biases: Any
+    sizes: Any
+    count: int
+    size: int  # of the output
+
+
+@functools.lru_cache(maxsize=4096)
+def _group(weights: tuple[tuple[int, int], ...], biases: tuple[int | None, ...], gated: bool) -> _Group:
+    """Return the arrays for weights, given as address and number of rows, and addresses of biases."""
+    count, sizes = len(weights), [size for _, size in weights]
+    return _Group(
+        (_Pointer * count)(*[address for address, _ in weights]), (_Pointer * count)(*biases),
+        (_Long * count)(*sizes), count, sizes[0] if gated else sum(sizes),
+    )  # fmt: skip
 
 
 _widest: dict[torch.dtype, int] = {}
