@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "hf_specdec"
 LAYERS = (
-    "errors records atomic host_sync transformers_private config",
+    "errors records atomic host_sync transformers_private validation config",
     "trees reporting cpu",
     "acceptance heads verification",
     "control checkpoints drafters",

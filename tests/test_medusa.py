@@ -19,12 +19,12 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
-from hf_specdec.config import validate_choices
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.medusa_choices import PAPER_TREES, paper_tree, tree_for_model
 from hf_specdec.training import train_medusa
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
+from hf_specdec.validation import validate_choices
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import LAST, FeatureTap
 from hf_specdec.verification.tree_target import TreeTarget

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.config import validate_choices
 from hf_specdec.cpu import library
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees import growth
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import BLOCK, Level, PrefixTree, best_children, choice_parents, grow_dynamic
 from hf_specdec.trees.tree import TokenTree, chosen_path, stack_trees
+from hf_specdec.validation import validate_choices
 from reference import path_to_root
 
 

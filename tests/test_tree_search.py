@@ -12,11 +12,11 @@ import torch
 import zoo
 from drafters import random_head
 from hf_specdec import InvalidConfigError, MedusaConfig, MedusaHeads, SpeculativeConfig, load_head
-from hf_specdec.config import validate_choices
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, capture_features, search_tree, tree_search
 from hf_specdec.training.tree_search import count_correct, likeliest_choices, node_acceptance
+from hf_specdec.validation import validate_choices
 from hf_specdec.viz import plot_tree, save_plot
 from test_training import answered
 

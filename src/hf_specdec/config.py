@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import read_object, shortened
+from hf_specdec.records import read_object
+from hf_specdec.validation import (
+    MAX_NODES,
+    MAX_SLOTS,
+    MAX_TIERS,
+    MAX_WAIT,
+    Choice,
+    ConfigFields,
+    is_integer,
+    is_number,
+    require,
+    require_integer,
+    validate_choices,
+)
 
 AcceptanceName = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
 Compile = Literal["auto", "none", "kernels", "inductor", "cuda_graph"]
-Choice = tuple[int, ...]
 ConfigClass = TypeVar("ConfigClass")
 
 COMPILE_ALIASES: dict[bool | str, Compile] = {True: "inductor", "compile": "inductor", False: "none"}
@@ -23,115 +34,12 @@ AUTO, HYBRID = "auto", "hybrid"
 COMBINED = (AUTO, HYBRID)
 """Methods that combine several drafters."""
 
-MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
-"""Limits for stored heads: nodes and depth of a tree, children per node. In `SpeculativeConfig`, each of the three is
-at most `MAX_NODES`."""
-
-MAX_SLOTS = 2**48
-"""Limit of `max_cache_length` in slots, larger than any device's memory."""
-
-MAX_RANK = 2**31
-"""Exclusive limit of a rank in a tree path, larger than any vocabulary."""
-
-MAX_TIERS, MAX_WAIT = 64, 10**9
-"""Limits of `AdaptiveConfig`: number of `candidate_steps`; `update_interval` and `warmup_batches`."""
-
-
-def validate_choices(choices: Iterable[Any]) -> list[Choice]:
-    """Validate the paths of a static tree and sort them level by level.
-
-    A path is a tuple of ranks: `(0, 2)` is the third-best child of the root's best child (the notation of Medusa's
-    `medusa_choices` and of vLLM's `speculative_token_tree`).
-
-    Returns:
-        The paths sorted by depth, then by rank.
-
-    Raises:
-        InvalidConfigError: No paths or more than `MAX_NODES`, an entry that is not a non-empty list or tuple, a rank
-            that is not an integer from 0 to `MAX_RANK - 1`, a duplicate path, or a path whose parent is missing.
-    """
-    paths: list[Choice] = []
-    for choice in choices:
-        if len(paths) >= MAX_NODES:
-            raise InvalidConfigError(f"A tree has at most {MAX_NODES} paths, got more.")
-        if not isinstance(choice, list | tuple) or not choice:
-            raise InvalidConfigError(
-                f"A tree is a list of non-empty paths such as [(0,), (0, 0), (1,)], got the entry {shortened(choice)}."
-            )
-        if any(not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MAX_RANK for rank in choice):
-            raise InvalidConfigError(
-                f"The ranks of a tree path must be integers from 0 to {MAX_RANK - 1}, got {shortened(choice)}."
-            )
-        paths.append(tuple(choice))
-    if not paths:
-        raise InvalidConfigError("A tree needs at least one path, got an empty list.")
-    known = set(paths)
-    if len(known) != len(paths):
-        repeated = next(path for path in paths if paths.count(path) > 1)
-        raise InvalidConfigError(f"The tree path {repeated} occurs twice.", "List each path once.")
-    for path in paths:
-        if len(path) > 1 and path[:-1] not in known:
-            raise InvalidConfigError(f"The tree path {path} has no parent.", f"Add {path[:-1]} to the list.")
-    return sorted(paths, key=lambda path: (len(path), path))
-
-
-class _Fields:
-    """Base class of the configs, which can be created from a dict."""
-
-    __slots__ = ()
-    _aliases: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Create a config from a dict of its fields.
-
-        Raises:
-            InvalidConfigError: An unknown field (the message names the most similar one) or an invalid value.
-        """
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        check_names(cls.__name__, values, [*names, *cls._aliases])
-        return cls(**values)
-
-
-def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Check that all given field names are known.
-
-    Raises:
-        InvalidConfigError: A name is unknown; the message suggests the most similar known one.
-    """
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)[0]
-            raise InvalidConfigError(
-                f"{owner} has no field {shortened(name)}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
-            )
-
-
-def _require(condition: bool, expected: str, name: str, value: Any) -> None:
-    if not condition:
-        raise InvalidConfigError(f"`{name}` must be {expected}, got {shortened(value)}.")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
-
-
-def require_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    """Check that a value is an integer within bounds (inclusive).
-
-    Raises:
-        InvalidConfigError: The value has another type or is out of bounds.
-    """
-    _require(_is_int(value) and value >= minimum, f"an integer >= {minimum}", name, value)
-    _require(maximum is None or value <= maximum, f"at most {maximum}", name, value)
+PER_PROMPT = "per_prompt"
+"""Value of `history`: one history per prompt. It is no name: a history cannot have it."""
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveConfig(_Fields):
+class AdaptiveConfig(ConfigFields):
     """Settings for adapting the drafted depth to a moving average of the accepted drafted tokens per row and step.
 
     Invalid values raise `InvalidConfigError`. See also `control/tiers.py`.
@@ -153,21 +61,21 @@ class AdaptiveConfig(_Fields):
     up_hysteresis: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.candidate_steps, list | tuple), "a list of depths", "candidate_steps",
+        require(isinstance(self.candidate_steps, list | tuple), "a list of depths", "candidate_steps",
                  self.candidate_steps)  # fmt: skip
         steps = tuple(self.candidate_steps)
         object.__setattr__(self, "candidate_steps", steps)
-        _require(
-            0 < len(steps) <= MAX_TIERS and all(_is_int(s) and 1 <= s <= MAX_NODES for s in steps)
+        require(
+            0 < len(steps) <= MAX_TIERS and all(is_integer(s) and 1 <= s <= MAX_NODES for s in steps)
             and list(steps) == sorted(set(steps)),
             f"up to {MAX_TIERS} ascending depths from 1 to {MAX_NODES}", "candidate_steps", list(steps),
         )  # fmt: skip
-        _require(_is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1, "in (0, 1]", "ema_alpha", self.ema_alpha)
+        require(is_number(self.ema_alpha) and 0 < self.ema_alpha <= 1, "in (0, 1]", "ema_alpha", self.ema_alpha)
         for name in ("update_interval", "warmup_batches"):
             value = getattr(self, name)
-            _require(_is_int(value) and 1 <= value <= MAX_WAIT, f"an integer from 1 to {MAX_WAIT}", name, value)
+            require(is_integer(value) and 1 <= value <= MAX_WAIT, f"an integer from 1 to {MAX_WAIT}", name, value)
         for name in ("down_hysteresis", "up_hysteresis"):
-            _require(_is_number(getattr(self, name)), "a finite number", name, getattr(self, name))
+            require(is_number(getattr(self, name)), "a finite number", name, getattr(self, name))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -215,7 +123,7 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 
 @_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
-class SpeculativeConfig(_Fields):
+class SpeculativeConfig(ConfigFields):
     """Settings for drafting, verification and acceptance; invalid values raise `InvalidConfigError`.
 
     None means the drafter's default unless stated otherwise.
@@ -245,6 +153,12 @@ class SpeculativeConfig(_Fields):
         methods: Methods or drafters that `"hybrid"` and `"auto"` merge. None: all loaded drafters, prompt lookup and
             token recycling.
         trace: Record every step in `stats.trace`, for the plots of `hf_specdec.viz`.
+        history: Earlier answers of this model as another source of drafts, for `"auto"` and `"hybrid"`; None uses and
+            stores none. True: one history for all calls. A name (such as `"user-42"`): the history of that name, which
+            other names do not see. A list: one name per row. `PER_PROMPT`: one history per prompt, for repeated
+            samples of the same prompts. What is stored: docs/history.md.
+        draft_window: Tokens of the text that an EAGLE, MTP or block head attends to: the last ones, and the first few.
+            None: as long as the texts that the head was trained on, if that is known, otherwise all.
         eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,
             unrelated to the sampling parameter.
     """
@@ -264,35 +178,38 @@ class SpeculativeConfig(_Fields):
     max_cache_length: int | None = None
     methods: tuple[str, ...] | None = None
     trace: bool = False
+    history: bool | str | tuple[str, ...] | None = None
+    draft_window: int | None = None
     if TYPE_CHECKING:
         eagle_topk: int | None = None  # a property, see `_accept_eagle_topk`
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
+        require(isinstance(self.method, str) and bool(self.method), "a method name", "method", self.method)
         self._check_methods()
-        for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length"):
-            value, most = getattr(self, name), MAX_SLOTS if name == "max_cache_length" else MAX_NODES
-            _require(value is None or (_is_int(value) and value >= 1), "an integer >= 1 or None", name, value)
-            _require(value is None or value <= most, f"at most {most}", name, value)
+        self._check_history()
+        for name in ("num_steps", "top_k", "num_draft_tokens", "max_cache_length", "draft_window"):
+            value, most = getattr(self, name), MAX_SLOTS if name in ("max_cache_length", "draft_window") else MAX_NODES
+            require(value is None or (is_integer(value) and value >= 1), "an integer >= 1 or None", name, value)
+            require(value is None or value <= most, f"at most {most}", name, value)
         if isinstance(self.compile, bool | str):
             object.__setattr__(self, "compile", COMPILE_ALIASES.get(self.compile, self.compile))
         for name, choices in (("acceptance", get_args(AcceptanceName)), ("compile", get_args(Compile))):
             value = getattr(self, name)
-            _require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
-        _require(isinstance(self.trace, bool), "True or False", "trace", self.trace)
+            require(value in choices, f"one of {', '.join(map(repr, choices))}", name, value)
+        require(isinstance(self.trace, bool), "True or False", "trace", self.trace)
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            _require(_is_number(value) and 0 < value <= 1, "a number in (0, 1]", name, value)
+            require(is_number(value) and 0 < value <= 1, "a number in (0, 1]", name, value)
         if isinstance(self.tree, list | tuple):
             object.__setattr__(self, "tree", tuple(validate_choices(self.tree)))
         else:
-            _require(self.tree in (None, "dynamic", "static"), "'dynamic', 'static' or a list of paths", "tree",
+            require(self.tree in (None, "dynamic", "static"), "'dynamic', 'static' or a list of paths", "tree",
                      self.tree)  # fmt: skip
         if isinstance(self.adaptive, str | Path):
             object.__setattr__(self, "adaptive", AdaptiveConfig.from_file(self.adaptive))
         if isinstance(self.adaptive, Mapping):
             object.__setattr__(self, "adaptive", AdaptiveConfig.from_dict(self.adaptive))
-        _require(
+        require(
             self.adaptive is None or isinstance(self.adaptive, bool | AdaptiveConfig),
             "True, False, None, an AdaptiveConfig, a dict of its fields or a JSON file", "adaptive", self.adaptive,
         )  # fmt: skip
@@ -300,22 +217,38 @@ class SpeculativeConfig(_Fields):
     def _check_methods(self) -> None:
         if self.methods is None:
             return
-        _require(
+        require(
             isinstance(self.methods, list | tuple) and bool(self.methods)
             and all(isinstance(name, str) and name for name in self.methods)
             and len(set(self.methods)) == len(self.methods),
             "a list of different method names", "methods", self.methods,
         )  # fmt: skip
         object.__setattr__(self, "methods", tuple(self.methods))
-        _require(self.method in COMBINED, "None unless `method` is 'hybrid' or 'auto'", "methods", self.methods)
+        require(self.method in COMBINED, "None unless `method` is 'hybrid' or 'auto'", "methods", self.methods)
+
+    def _check_history(self) -> None:
+        names = self.history
+        if isinstance(names, list | tuple):
+            names = tuple(names)
+            object.__setattr__(self, "history", names)
+        require(
+            names is None or isinstance(names, bool) or (isinstance(names, str) and bool(names))
+            or (isinstance(names, tuple) and bool(names) and all(isinstance(name, str) and name for name in names)),
+            "True, False, None, a name, or a list of one name per row", "history", names,
+        )  # fmt: skip
+        if names is False:
+            object.__setattr__(self, "history", None)
+        require(not names or self.method in COMBINED, "None unless `method` is 'auto' or 'hybrid'", "history", names)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-serialisable values; omit `methods` and `trace` if they have their defaults."""
+        """Return the fields as JSON-serialisable values; omit those added later if they have their defaults."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not self.trace:
-            del values["trace"]
-        if values.pop("methods") is not None:
-            values["methods"] = list(self.methods or ())
+        for name in ("trace", "methods", "history", "draft_window"):
+            if not values[name]:
+                del values[name]
+        for name in ("methods", "history"):
+            if isinstance(values.get(name), tuple):
+                values[name] = list(values[name])
         if isinstance(self.tree, tuple):
             values["tree"] = [list(path) for path in self.tree]
         if isinstance(self.adaptive, AdaptiveConfig):

@@ -10,7 +10,7 @@ import copy
 
 from transformers import PreTrainedModel
 
-from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.feature_session import LayerLimits
@@ -22,6 +22,7 @@ from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable, limits_of
+from hf_specdec.validation import Choice, validate_choices
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.acceptance.pipelining import Decision
-from hf_specdec.config import Choice
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, choices_within
+from hf_specdec.validation import Choice
 from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import Choice, SpeculativeConfig, validate_choices
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
@@ -24,6 +24,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, choice_parents, choices_within, limits_of
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.validation import Choice, validate_choices
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep

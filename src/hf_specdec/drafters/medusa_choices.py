@@ -7,8 +7,8 @@ In stage 1 (Medusa-1) only the heads were trained, in stage 2 (Medusa-2) also th
 
 from __future__ import annotations
 
-from hf_specdec.config import Choice
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.validation import Choice
 
 _TREES = {
     "mc_sim_7b_63": (

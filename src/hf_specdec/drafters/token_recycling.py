@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import whole_file
-from hf_specdec.config import MAX_TOP_K, SpeculativeConfig, require_integer
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
@@ -32,6 +32,7 @@ from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
+from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode

@@ -12,13 +12,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import Cache
 
-from hf_specdec.config import Choice
 from hf_specdec.heads.captured_shapes import Advance, CapturedLayer, EntryRead, Growth, GrowthInputs, InnerLayer
 from hf_specdec.heads.compiled import WrappedLayer
 from hf_specdec.heads.layer import AcceptedStep, AdvancedDraft, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import StaticLevels, TreeShape
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.validation import Choice
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Captures, KeptMemory, width_for

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
 from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
 from hf_specdec.transformers_private import model_name
+from hf_specdec.validation import check_names
 
 
 class EagleConfig(CheckedConfig, LlamaConfig):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_specdec.config import check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import CheckedConfig, DraftHead, portable_name
 from hf_specdec.heads.schema import MEDUSA, Rule, checked
 from hf_specdec.transformers_private import model_name
+from hf_specdec.validation import check_names
 
 
 class MedusaConfig(CheckedConfig, PreTrainedConfig):

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers.activations import ACT2FN
 
-from hf_specdec.config import MAX_NODES, MAX_STEPS, MAX_TOP_K, validate_choices
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.validation import MAX_NODES, MAX_STEPS, MAX_TOP_K, validate_choices
 
 MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
 MAX_POSITIONS = 2**31 - 1

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from hf_specdec.config import MAX_STEPS, check_names
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
+from hf_specdec.validation import MAX_STEPS, check_names
 
 LARGEST = 10**6
 """Largest absolute value of settings without a specific bound."""

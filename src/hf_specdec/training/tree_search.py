@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from hf_specdec.config import Choice
 from hf_specdec.control.costs import draft_seconds, verify_seconds
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import DraftHead
@@ -36,6 +35,7 @@ from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.modes import training_modes
 from hf_specdec.training.trainer import Objective
 from hf_specdec.trees.growth import Accuracies, likeliest_choices, node_acceptance
+from hf_specdec.validation import Choice
 from hf_specdec.verification.model import text_config
 
 logger = logging.getLogger(__name__)

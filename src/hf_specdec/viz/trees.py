@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_specdec.config import Choice
 from hf_specdec.reporting.palette import INK, PALETTE, drawing
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from hf_specdec.trees.tree import ROOT_PARENT
+from hf_specdec.validation import Choice
 from hf_specdec.viz.text import shown
 
 if TYPE_CHECKING:

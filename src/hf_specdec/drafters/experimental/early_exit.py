@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig, require_integer
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.experimental.partial import GrowingTree, SkippedLayers, skippable, without_layers
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, best_children, grow_dynamic, growable
+from hf_specdec.validation import require_integer
 from hf_specdec.verification.model import execution_device, find_backbone
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target

@@ -20,13 +20,14 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from hf_specdec.config import SpeculativeConfig, require_integer
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree, stack_trees
+from hf_specdec.validation import require_integer
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 

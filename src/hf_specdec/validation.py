@@ -1,0 +1,123 @@
+"""Checks of user-given settings, shared by all configs: names, numbers and the paths of a static tree."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, Self
+
+from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import shortened
+
+Choice = tuple[int, ...]
+"""Path of a static tree: ranks of the nodes below the root."""
+
+MAX_NODES, MAX_STEPS, MAX_TOP_K = 4096, 64, 1024
+"""Limits for stored heads: nodes and depth of a tree, children per node. In `SpeculativeConfig`, each of the three is
+at most `MAX_NODES`."""
+
+MAX_SLOTS = 2**48
+"""Limit of `max_cache_length` in slots, larger than any device's memory."""
+
+MAX_RANK = 2**31
+"""Exclusive limit of a rank in a tree path, larger than any vocabulary."""
+
+MAX_TIERS, MAX_WAIT = 64, 10**9
+"""Limits of `AdaptiveConfig`: number of `candidate_steps`; `update_interval` and `warmup_batches`."""
+
+
+def validate_choices(choices: Iterable[Any]) -> list[Choice]:
+    """Validate the paths of a static tree and sort them level by level.
+
+    A path is a tuple of ranks: `(0, 2)` is the third-best child of the root's best child (the notation of Medusa's
+    `medusa_choices` and of vLLM's `speculative_token_tree`).
+
+    Returns:
+        The paths sorted by depth, then by rank.
+
+    Raises:
+        InvalidConfigError: No paths or more than `MAX_NODES`, an entry that is not a non-empty list or tuple, a rank
+            that is not an integer from 0 to `MAX_RANK - 1`, a duplicate path, or a path whose parent is missing.
+    """
+    paths: list[Choice] = []
+    for choice in choices:
+        if len(paths) >= MAX_NODES:
+            raise InvalidConfigError(f"A tree has at most {MAX_NODES} paths, got more.")
+        if not isinstance(choice, list | tuple) or not choice:
+            raise InvalidConfigError(
+                f"A tree is a list of non-empty paths such as [(0,), (0, 0), (1,)], got the entry {shortened(choice)}."
+            )
+        if any(not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MAX_RANK for rank in choice):
+            raise InvalidConfigError(
+                f"The ranks of a tree path must be integers from 0 to {MAX_RANK - 1}, got {shortened(choice)}."
+            )
+        paths.append(tuple(choice))
+    if not paths:
+        raise InvalidConfigError("A tree needs at least one path, got an empty list.")
+    known = set(paths)
+    if len(known) != len(paths):
+        repeated = next(path for path in paths if paths.count(path) > 1)
+        raise InvalidConfigError(f"The tree path {repeated} occurs twice.", "List each path once.")
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise InvalidConfigError(f"The tree path {path} has no parent.", f"Add {path[:-1]} to the list.")
+    return sorted(paths, key=lambda path: (len(path), path))
+
+
+class ConfigFields:
+    """Base class of the configs, which can be created from a dict."""
+
+    __slots__ = ()
+    _aliases: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Create a config from a dict of its fields.
+
+        Raises:
+            InvalidConfigError: An unknown field (the message names the most similar one) or an invalid value.
+        """
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        check_names(cls.__name__, values, [*names, *cls._aliases])
+        return cls(**values)
+
+
+def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
+    """Check that all given field names are known.
+
+    Raises:
+        InvalidConfigError: A name is unknown; the message suggests the most similar known one.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)[0]
+            raise InvalidConfigError(
+                f"{owner} has no field {shortened(name)}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+            )
+
+
+def require(condition: bool, expected: str, name: str, value: Any) -> None:
+    """Raise `InvalidConfigError` with what was expected and what came, unless a condition holds."""
+    if not condition:
+        raise InvalidConfigError(f"`{name}` must be {expected}, got {shortened(value)}.")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer; bools are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; bools are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def require_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Check that a value is an integer within bounds (inclusive).
+
+    Raises:
+        InvalidConfigError: The value has another type or is out of bounds.
+    """
+    require(is_integer(value) and value >= minimum, f"an integer >= {minimum}", name, value)
+    require(maximum is None or value <= maximum, f"at most {maximum}", name, value)
