@@ -212,6 +212,20 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
     assert len(in_verify) - len(captured) == sum(place == "verification/masks.py:of" for place in in_verify)
 
 
+@pytest.mark.parametrize("name", ["sometimes", "eagle"])
+def test_finished_rows_leave_the_graphs_by_halves(llama: Any, name: str) -> None:
+    plain = [row[21:] for row in generate(llama, 6, None, max_new_tokens=60)]
+    ends = set[int]()
+    for row in range(1, 6):
+        ends |= set([token for token in plain[row][4 * row :] if token not in plain[0]][:1])
+    options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": sorted(ends), "pad_token_id": 0}
+    config = {**drafters.BY_NAME[name].add(llama, torch.tensor(plain)), **CAPTURED}
+    assert generate(llama, 6, config, **options) == generate(llama, 6, None, **options)
+    rows = {key[0] for key in runner_of(llama).captured_keys()}
+    assert rows - {6} <= {4, 2, 1}
+    assert min(rows) < 6
+
+
 @pytest.mark.parametrize("name", ["auto", "medusa"])
 def test_graphs_made_in_one_mode_are_replayed_in_another(llama: Any, name: str) -> None:
     """Every buffer of a graph, and the memory that it writes to, outlives the mode of the call that made it."""

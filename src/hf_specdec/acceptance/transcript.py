@@ -118,6 +118,11 @@ class Transcript:
         return self._max_length - self.prompt_length - min(lengths, default=self._max_length)
 
     @property
+    def active_rows(self) -> list[int]:
+        """Rows that have not ended."""
+        return [row for row, done in enumerate(self.finished) if not done]
+
+    @property
     def padded_rows(self) -> list[int]:
         """Finished rows that emit padding in lockstep; empty if no criterion has an EOS token."""
         return [row for row, done in enumerate(self.finished) if done and self._pads_finished]

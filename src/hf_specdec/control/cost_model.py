@@ -22,7 +22,8 @@ class CostModelController:
 
     def __init__(self, limits: Budget, costs: StepCosts) -> None:
         self._limits, self._costs = limits, costs
-        self.step_costs: StepCostFunction | None = costs.table
+        self._share = 1.0  # rows that take part in the next step, as a fraction of the batch
+        self.step_costs: StepCostFunction | None = lambda: costs.table(self._share)
         self._widths = list[int]()
         self._tokens = self._lost = self._seconds = 0.0
 
@@ -33,8 +34,9 @@ class CostModelController:
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Count the step; correct the costs by its time without drafting, unless that contains one-time work."""
         width, plain = step.draft.tree.num_nodes, self._costs.plain
+        self._share = seconds.active_share
         if seconds.usual:
-            self._costs.observe(width, seconds.verify + seconds.rest)
+            self._costs.observe(width, seconds.verify + seconds.rest, self._share)
         active = [count for count in step.acceptance.counts if count]
         taken, per_row = seconds.draft + seconds.verify + seconds.rest, sum(active) / max(len(active), 1)
         self._widths.append(width)

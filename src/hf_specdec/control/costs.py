@@ -194,22 +194,27 @@ class StepCosts:
         """Seconds of a step that drafts nothing (width 1)."""
         return self._measured[1] * self._factors[1]
 
-    def table(self) -> tuple[float, ...]:
+    def table(self, share: float = 1.0) -> tuple[float, ...]:
         """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.
 
         Widths not used for a long time are assumed to be cheaper than measured, see `RETRY_STEPS`.
+
+        Args:
+            share: Fraction of the rows that take part; seconds are assumed to depend on the total number of nodes.
         """
-        return _interpolated({
+        whole = _interpolated({
             width: seconds * self._factors[width] * exp(-self._unvisited[width] / RETRY_STEPS)
             for width, seconds in self._measured.items()
         })  # fmt: skip
+        return whole if share == 1 else tuple(_at(whole, width * share) for width in range(1, len(whole) + 1))
 
-    def observe(self, width: int, seconds: float) -> None:
+    def observe(self, width: int, seconds: float, share: float = 1.0) -> None:
         """Correct the costs by the seconds that a real step took to verify, accept and commit.
 
-        Ignored if the step is wider than `max_width`.
+        Ignored if the step is wider than `max_width`, or with few of the rows narrower than any measured one.
         """
-        if width > self.max_width:
+        width = round(width * share)
+        if not 1 <= width <= self.max_width:
             return
         expected = _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured})
         surprise = min(max(seconds / expected[width - 1], 1 / MAX_SURPRISE), MAX_SURPRISE)
@@ -219,6 +224,18 @@ class StepCosts:
             weight = near * max(COST_SMOOTHING, stale) + (1 - near) * stale * COST_SMOOTHING
             self._factors[known] *= surprise**weight
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
+
+
+def _at(seconds: Sequence[float], width: float) -> float:
+    """Return the seconds at a width between those of a table, or below 1, given those of widths 1, 2, ...
+
+    Example: [4.0, 5.0] gives 4.5 at width 1.5, and 3.5 at 0.5.
+    """
+    if len(seconds) == 1:
+        return seconds[0]
+    low = min(max(int(width), 1), len(seconds) - 1)
+    found = seconds[low - 1] + (seconds[low] - seconds[low - 1]) * (width - low)
+    return max(found, seconds[0] / 2)
 
 
 def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:

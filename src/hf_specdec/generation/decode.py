@@ -9,7 +9,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,10 @@ from hf_specdec.verification.model import CACHE_FIELD, text_config
 from hf_specdec.verification.one_time import one_time_work
 from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
 from hf_specdec.verification.target import Target, Verification
+
+MIN_REMAINING = 8
+"""Tokens that every unfinished row may still emit if finished rows are to leave the batch. Moving a row copies its
+keys and values, which every forward reads: a few steps pay for it."""
 
 
 @dataclass
@@ -99,9 +103,12 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
             roots = step.acceptance.next_token
             transcript.stream(call.streamer)
             if not all(transcript.finished):
+                observing = time.perf_counter()
                 with stats.time("draft"):
                     session.observe(step)
-                call.controller.observe(step, seconds)
+                taken = seconds.draft + time.perf_counter() - observing
+                call.controller.observe(step, replace(seconds, draft=taken))
+                _leave_out_finished(call, transcript)
         if call.returns_cache:
             target.equalize_row_lengths(transcript.new_tokens, transcript.pad_token_id)
         cache = target.hand_back() if call.returns_cache else None
@@ -153,8 +160,15 @@ def _step(
         target.commit(draft.tree, acceptance)
     stats.add_step(map(operator.sub, transcript.num_generated, generated), acceptance.num_drafted)
     drafting, verifying, rest = map(operator.sub, stats.stage_seconds, begun)
-    seconds = StepSeconds(drafting, verifying, rest, usual=one_time_work() == before)
+    seconds = StepSeconds(drafting, verifying, rest, target.active_share, usual=one_time_work() == before)
     return Step(draft, verification, acceptance), seconds
+
+
+def _leave_out_finished(call: Call, transcript: Transcript) -> None:
+    """Make further forwards smaller if rows have ended, unless their outputs are needed or few tokens remain."""
+    needed = call.returns_cache or transcript.lockstep
+    if not needed and transcript.num_remaining >= MIN_REMAINING and any(transcript.finished):
+        call.target.keep_rows(transcript.active_rows)
 
 
 def _context(call: Call, prefill: Verification, roots: Tensor, *, launches: bool) -> DraftContext:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.verification.active_rows import ActiveRows
 from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
 
@@ -138,6 +139,7 @@ class TreeCache(Cache):
         self.lengths: list[int] = []  # committed tokens of each row; empty before the first commit
         self._lengths: Tensor | None = None  # the same on the device last passed to `lengths_on`
         self._adopted: Cache | None = None
+        self.active: ActiveRows | None = None  # None: all rows of the batch
 
     @property
     def capacity(self) -> int:
@@ -214,6 +216,21 @@ class TreeCache(Cache):
     def correct_lengths(self, lengths: Sequence[int]) -> None:
         """Set the exact number of committed tokens of each row after `commit_unread` or `append_unread`."""
         self.lengths = list(lengths)
+        self._rewind()
+
+    def keep_rows(self, active: ActiveRows, rows: Sequence[int]) -> None:
+        """Drop all rows but some, in place: the memory of row `rows[i]`, which is i or larger, moves to row i.
+
+        Args:
+            active: The rows of the batch that `rows` stand for, in the same order.
+            rows: Rows of this cache.
+        """
+        device_lengths = self.lengths_on(active.index.device, len(self.lengths))
+        for buffer in self.buffers:
+            buffer.keep_rows(rows, self.start)
+        self._lengths = device_lengths[torch.tensor(rows, dtype=torch.long, device=active.index.device)]
+        self.lengths = [self.lengths[row] for row in rows]
+        self.active = active
         self._rewind()
 
     def begin_prompt(self, windows: Sequence[int | None]) -> None:

@@ -21,7 +21,7 @@ from hf_specdec.verification.graphs import (
     width_for,
 )
 from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
-from hf_specdec.verification.memory import CacheLayout, bucket_of, persistent_tensors
+from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows, persistent_tensors
 from hf_specdec.verification.runners import Runner
 
 
@@ -51,6 +51,10 @@ class GraphForward(Runner):
     def release(self, cache: Cache) -> None:
         """See `KeptMemory.release`."""
         self._memory.release(cache)
+
+    def num_rows(self, active: int) -> int:
+        """Return a power of two: every number of rows needs captures."""
+        return kept_rows(active)
 
     def can_run(self, num_nodes: int, cache: Cache) -> bool:
         """Whether the cache is the one that graphs write to and a captured width is large enough."""

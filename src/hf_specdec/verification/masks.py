@@ -75,6 +75,10 @@ class PromptPadding:
         left = valid.int().argmax(-1) if valid.shape[1] else valid.sum(-1)
         return cls(valid, (~valid).sum(-1), left)
 
+    def of_rows(self, index: Tensor) -> PromptPadding:
+        """Return the padding of some rows `[R]`."""
+        return PromptPadding(self.valid[index], self.counts[index], self.left[index])
+
     def last(self, num_slots: int) -> PromptPadding:
         """Return the padding in the last `num_slots` slots of the prompt."""
         return self.where(self.valid[:, self.valid.shape[1] - num_slots :])

@@ -143,6 +143,15 @@ class KeyValueBuffer:
         self.num_taken += 1
         return self.shares[self.num_taken - 1]
 
+    def keep_rows(self, rows: Sequence[int], length: int) -> None:
+        """Copy the first `length` slots of `rows[i]` to row i and use only these rows; `rows[i]` is i or larger."""
+        for target, source in enumerate(rows):
+            if source != target:
+                for states in self._memory:
+                    states[:, target, :, :length] = states[:, source, :, :length]
+        self._rows = len(rows)
+        self._update_shares()
+
     def resize(self, capacity: int) -> None:
         """Reallocate with another capacity, and copy the slots that fit.
 

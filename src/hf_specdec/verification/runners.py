@@ -74,6 +74,10 @@ class Runner(ABC):
         """Whether this runner can append a tree of `num_nodes` to this cache."""
         return True
 
+    def num_rows(self, active: int) -> int:
+        """Return how many rows forwards should have while `active` rows of a batch have not ended."""
+        return active
+
     def release(self, cache: Cache) -> None:  # noqa: B027  (optional)
         """Release the memory of a cache whose call has ended; by default there is none to release."""
 

@@ -32,7 +32,8 @@ class UnreadStep:
 class StepSeconds:
     """Wall-clock seconds of one step, measured on the host."""
 
-    draft: float
+    draft: float  # including the session's update after the step
     verify: float
     rest: float  # acceptance and commit
+    active_share: float = 1.0  # rows that the forward computed, as a fraction of the batch
     usual: bool = True  # False if the step included one-time work: graph capture, compilation or reallocation

@@ -88,6 +88,11 @@ class Target(ABC):
         """Number of rows in the cache; 0 before the first commit."""
         return len(self.cache.lengths)
 
+    @property
+    def active_share(self) -> float:
+        """Rows that forwards compute, as a fraction of the batch, see `keep_rows`."""
+        return 1.0
+
     @abstractmethod
     def adopt(self, cache: Cache) -> None:
         """Continue a transformers cache passed by the user, which is not modified until `hand_back`.
@@ -121,6 +126,15 @@ class Target(ABC):
     @abstractmethod
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
         """Run the model over all nodes except the first `known`; return outputs with `logits` `[B, N - known, V]`."""
+
+    def keep_rows(self, active: Sequence[int]) -> None:  # noqa: B027  (optional to override)
+        """Leave all rows of the batch but these out of further forwards, if this saves time; by default, it does not.
+
+        Drafts, logits and features keep one entry per row of the batch; those of rows left out are zeros.
+
+        Args:
+            active: Rows that have not ended, ascending. Rows left out before must not be among them.
+        """
 
     def with_model(self, model: PreTrainedModel) -> Target:
         """Return a copy of this target that shares its cache and drafts with `model`, a part of the target model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +16,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.active_rows import ActiveRows, drop_order
 from hf_specdec.verification.adopted_cache import layer_windows
 from hf_specdec.verification.attention import attending
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, TreeInputs, last_queries, tree_masks
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries, tree_masks
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.target import Target, Verification
@@ -83,7 +85,38 @@ class TreeTarget(Target):
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep one path per row, in place."""
-        self.cache.commit(acceptance.path, acceptance.nodes)
+        active = self.cache.active
+        if active is None:
+            self.cache.commit(acceptance.path, acceptance.nodes)
+        else:
+            self.cache.commit(*active.of_acceptance(acceptance))
+
+    def keep_rows(self, active: Sequence[int]) -> None:
+        """See `Target`; the last rows of the cache move to the places of those left out."""
+        cache, before = self.cache, self.cache.active
+        held = range(self.num_rows) if before is None else before.rows
+        count = len(active) if self._runner is None else min(self._runner.num_rows(len(active)), len(held))
+        if count >= len(held) or any(isinstance(value, Tensor) for value in self._inputs.values()):
+            return
+        fillers = [row for row in held if row not in active][: count - len(active)]
+        wanted = {*active, *fillers}
+        order = drop_order(len(held), [place for place, row in enumerate(held) if row in wanted])
+        rows, device = [held[place] for place in order], execution_device(self.model)
+        num_rows = len(held) if before is None else before.num_rows
+        cache.keep_rows(ActiveRows.of(rows, num_rows, self.padding, self.positions, device), order)
+
+    @property
+    def active_share(self) -> float:
+        """See `Target`."""
+        active = self.cache.active
+        return 1.0 if active is None else len(active.rows) / active.num_rows
+
+    def verify(self, tree: TokenTree) -> Verification:
+        """See `Target`; logits and features of rows left out are zeros."""
+        verification, active = super().verify(tree), self.cache.active
+        if active is None:
+            return verification
+        return replace(verification, features=active.features_in_batch(verification.features))
 
     def rollback(self, num_nodes: int) -> None:
         """See `Target`."""
@@ -113,11 +146,19 @@ class TreeTarget(Target):
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        active = self.cache.active
+        if active is None:
+            return self._forward(tree, known, self.padding, self.positions)
+        outputs = self._forward(active.of_tree(tree), known, active.padding, active.positions)
+        return CausalLMOutputWithPast(logits=active.in_batch(outputs.logits))
+
+    def _forward(self, tree: TokenTree, known: int, padding: PromptPadding | None, positions: Positions) -> Any:
+        """Run the model over nodes of the rows that the cache holds, see `_run`."""
         cache, tokens = self.cache, tree.tokens[:, known:]
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
-        all_seen = tree.num_nodes == 1 and self.padding is None and len(set(cache.lengths)) <= 1
+        all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
         layout, dtype = self._mask_layout, self.model.dtype
-        inputs = TreeInputs(tree, lengths, cache.start, self.padding, self.positions, layout, dtype, all_seen)
+        inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen)
         if self._runner is not None and self._can_use(self._runner, tree.num_nodes, known):
             logits, states = self._runner.verify(inputs, cache)
             if self._tap is not None:
@@ -125,13 +166,13 @@ class TreeTarget(Target):
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
         ancestors = tree.ancestor_mask()
-        masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, self.padding, dtype), known)
-        positions = self.positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
+        masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, padding, dtype), known)
+        node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
         with attending(text_config(self.model), attention_of(masks, inputs) if self._uses_packed else None):
             return self.model(
                 input_ids=tokens,
                 attention_mask=masks,
-                position_ids=positions,
+                position_ids=node_positions,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
