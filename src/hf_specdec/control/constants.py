@@ -51,6 +51,25 @@ RETRY_STEPS = 300
 corrected. A width that is 10 % slower than the best one is tried every 30 steps, one that takes twice as long every
 200; this wastes less than 0.5 %."""
 
+# ------------------------------------------------------------------------------------------- drafting or not
+
+STRETCH_STEPS = 8
+"""Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting."""
+
+MAX_PLAIN_STEPS = 64
+"""Longest pause of drafting, in steps, while plain decoding wins. One stretch of drafting that takes 30 % longer for
+each token then costs 3 %."""
+
+ARM_SMOOTHING = 0.15
+"""Weight of the newest stretch in the moving average of an arm's gain."""
+
+ARM_MARGIN = 0.03
+"""Drafting continues if it loses less than this: text that repeats may begin at any time."""
+
+CLEAR_GAIN, PLAIN_TRIAL_STEPS = 1.15, 256
+"""If drafting gains less than the first over plain decoding, a stretch of plain decoding is tried once per this many
+steps, which costs at most 0.5 %."""
+
 # ------------------------------------------------------------------------------------------- how wide a tree is
 
 MIN_PATH_PROBABILITY = 0.01

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
+from hf_specdec.control.arms import Arm, Arms
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.merge_policy import StepCostFunction
-from hf_specdec.trees.draft import Budget
+from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification.step import Step, StepSeconds
 
 
 class CostModelController:
     """Controller that leaves the width of each tree to the drafter, which gets the step costs learned here.
+
+    Whether to draft at all is decided by `Arms`, from the speed that drafting and plain decoding have reached.
 
     Args:
         limits: The drafter's largest tree.
@@ -21,40 +24,54 @@ class CostModelController:
     """
 
     def __init__(self, limits: Budget, costs: StepCosts) -> None:
-        self._limits, self._costs = limits, costs
+        self._limits, self._costs, self._arms = limits, costs, Arms(costs.arms)
         self._share = 1.0  # rows that take part in the next step, as a fraction of the batch
         self.step_costs: StepCostFunction | None = lambda: costs.table(self._share)
         self._widths = list[int]()
-        self._tokens = self._lost = self._seconds = 0.0
+        self._lost = 0.0
+        # by arm: tokens per row that took part, tokens of all rows, seconds
+        self._tokens, self._emitted, self._seconds = (defaultdict[Arm, float](float) for _ in range(3))
 
     def next(self) -> Budget:
-        """Return the limits, with at most as many nodes as the widest tree whose cost was measured."""
+        """Return a plain step, or the limits with at most as many nodes as the widest tree with a measured cost."""
+        if self._arms.arm == "plain":
+            return PLAIN_STEP
         return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Count the step; correct the costs by its time without drafting, unless that contains one-time work."""
-        width, plain = step.draft.tree.num_nodes, self._costs.plain
-        self._share = seconds.active_share
+        width, share, arm = step.draft.tree.num_nodes, seconds.active_share, self._arms.arm
+        plain = self._costs.plain_seconds(share)
+        self._share = share
         if seconds.usual:
-            self._costs.observe(width, seconds.verify + seconds.rest, self._share)
+            self._costs.observe(width, seconds.verify + seconds.rest, share)
         active = [count for count in step.acceptance.counts if count]
         taken, per_row = seconds.draft + seconds.verify + seconds.rest, sum(active) / max(len(active), 1)
         self._widths.append(width)
-        self._tokens += per_row
-        self._seconds += taken
+        self._tokens[arm] += per_row
+        self._emitted[arm] += sum(active)
+        self._seconds[arm] += taken
         self._lost += max(0.0, taken - per_row * plain)
+        if seconds.usual:
+            self._arms.observe(per_row, taken, plain)
 
     def report(self) -> dict[str, Any]:
-        """Return the widths of all steps, the fraction and cost of plain steps, `gain` and `seconds_lost`.
+        """Return the widths of all steps, the fraction and cost of plain steps, and how both arms did.
 
         `gain` is the speed-up over plain steps; 1.0 if there were no steps. `seconds_lost` adds up the time by which
-        steps took longer than plain steps for the same tokens would have.
+        steps took longer than plain steps for the same tokens would have. `tokens_per_second` has an entry for
+        `"drafting"` and one for `"plain"`, of all rows together; None for an arm without steps.
         """
         plain, widths = self._costs.plain, Counter(self._widths)
+        seconds, tokens = sum(self._seconds.values()), sum(self._tokens.values())
+        arms: tuple[Arm, ...] = ("drafting", "plain")
         return {
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),
             "plain_steps": widths[1] / len(self._widths) if self._widths else 0.0,
             "plain_step_seconds": plain,
-            "gain": self._tokens * plain / self._seconds if self._seconds else 1.0,
+            "gain": tokens * plain / seconds if seconds else 1.0,
             "seconds_lost": self._lost,
+            "tokens_per_second": {
+                arm: self._emitted[arm] / self._seconds[arm] if self._seconds[arm] else None for arm in arms
+            },
         }  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.control.arms import ArmGains
 from hf_specdec.control.constants import (
     COST_SMOOTHING,
     MAX_MEASURED_NODES,
@@ -144,9 +145,13 @@ class StepCosts:
 
     Args:
         seconds: Measured seconds by number of nodes per row; the smallest is 1.
+
+    Attributes:
+        arms: How drafting and plain decoding compare at this batch size and in this execution mode.
     """
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
+        self.arms = ArmGains()
         self._measured = dict(sorted(seconds.items()))
         self._factors = dict.fromkeys(self._measured, 1.0)
         self._unvisited = dict.fromkeys(self._measured, 0.0)  # steps since a step of about this width
@@ -193,6 +198,14 @@ class StepCosts:
     def plain(self) -> float:
         """Seconds of a step that drafts nothing (width 1)."""
         return self._measured[1] * self._factors[1]
+
+    def plain_seconds(self, share: float) -> float:
+        """Return the seconds of a plain step of a fraction of the rows, see `table`."""
+        if share == 1:
+            return self.plain
+        return _at(
+            _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured}), share
+        )
 
     def table(self, share: float = 1.0) -> tuple[float, ...]:
         """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.

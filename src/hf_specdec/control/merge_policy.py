@@ -57,9 +57,12 @@ class MergePolicy:
             self._costs = self._step_costs()
         return True
 
-    def stop_rule(self, num_nodes: int, active_rows: int, head_seconds: float = 0.0) -> StopRule | None:
-        """Return the rule that stops the growth of a tree; None: grow to the budget (several rows or no costs)."""
-        if not self._costs or active_rows > 1:
+    def stop_rule(self, num_nodes: int, head_seconds: float = 0.0) -> StopRule | None:
+        """Return the rule that stops the growth of a row's tree; None: grow to the budget, because costs are unknown.
+
+        In a batch, a tree grows as far as would pay if all rows had one like it.
+        """
+        if not self._costs:
             return None
         return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds)
 
@@ -101,7 +104,8 @@ class MergePolicy:
             active_rows: Rows that took part.
             free_seconds: Seconds of updating the free sources.
         """
-        self._free_seconds += HEAD_SMOOTHING * free_seconds
+        if self._expected is not None:
+            self._free_seconds += HEAD_SMOOTHING * free_seconds
         if self._expected:
             self.expected_drafts += self._expected
             self.accepted_drafts += num_accepted

@@ -183,7 +183,7 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Return one merged tree per active row; the tree of a single row stops growing when more nodes cannot pay.
+        """Return one merged tree per active row; a tree stops growing when more nodes cannot pay.
 
         Args:
             budget: Maximum size of each tree.
@@ -194,7 +194,7 @@ class _HybridSession(DraftSession):
             merge(
                 self._tokens[row], [candidates[row] for candidates in self._candidates.values()],
                 num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
-                trusts=trusts, stop_rule=self._policy.stop_rule(budget.num_nodes, len(self._active), head_seconds),
+                trusts=trusts, stop_rule=self._policy.stop_rule(budget.num_nodes, head_seconds),
             )
             for row in self._active
         ]  # fmt: skip

@@ -103,11 +103,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
             roots = step.acceptance.next_token
             transcript.stream(call.streamer)
             if not all(transcript.finished):
-                observing = time.perf_counter()
-                with stats.time("draft"):
-                    session.observe(step)
-                taken = seconds.draft + time.perf_counter() - observing
-                call.controller.observe(step, replace(seconds, draft=taken))
+                _learn(call, session, step, seconds, stats)
                 _leave_out_finished(call, transcript)
         if call.returns_cache:
             target.equalize_row_lengths(transcript.new_tokens, transcript.pad_token_id)
@@ -162,6 +158,17 @@ def _step(
     drafting, verifying, rest = map(operator.sub, stats.stage_seconds, begun)
     seconds = StepSeconds(drafting, verifying, rest, target.active_share, usual=one_time_work() == before)
     return Step(draft, verification, acceptance), seconds
+
+
+def _learn(
+    call: Call, session: DraftSession, step: Step, seconds: StepSeconds, stats: SpeculationStats
+) -> None:  # fmt: skip
+    """Show a step to the session, and to the controller, which counts the time that this took as drafting."""
+    begin = time.perf_counter()
+    with stats.time("draft"):
+        session.observe(step)
+    taken = seconds.draft + time.perf_counter() - begin
+    call.controller.observe(step, replace(seconds, draft=taken))
 
 
 def _leave_out_finished(call: Call, transcript: Transcript) -> None:

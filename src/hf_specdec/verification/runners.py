@@ -75,7 +75,7 @@ class Runner(ABC):
         return True
 
     def num_rows(self, active: int) -> int:
-        """Return how many rows forwards should have while `active` rows of a batch have not ended."""
+        """Return how many rows forwards should have if `active` rows of a batch have not ended."""
         return active
 
     def release(self, cache: Cache) -> None:  # noqa: B027  (optional)
@@ -332,8 +332,7 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
         if layer is None:
             raise CaptureError("a layer attends to keys that it has not appended to the cache")
         attended.add(layer)
-        output: Tensor = operation(query, key, value, layer, kind, scaling)
-        return output
+        return operation(query, key, value, layer, kind, scaling)  # type: ignore[no-any-return]
 
     masks = {
         name: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for name, *_ in MaskLayout.of(config).layers
