@@ -332,7 +332,7 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
         if layer is None:
             raise CaptureError("a layer attends to keys that it has not appended to the cache")
         attended.add(layer)
-        return operation(query, key, value, layer, kind, scaling)  # type: ignore[no-any-return]
+        return operation(query, key, value, layer, kind, scaling)
 
     masks = {
         name: torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) for name, *_ in MaskLayout.of(config).layers
