@@ -22,6 +22,7 @@ from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter
 from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter
+from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
@@ -65,6 +66,9 @@ class Method:
 
 
 _METHODS: dict[str, Method] = {}
+
+HISTORY = HistoryDrafter.method
+"""Name of the part of merged drafters that drafts from earlier answers, if the config sets `history`."""
 
 FREE = ("prompt_lookup", "token_recycling")
 """Methods that `"auto"` and `"hybrid"` merge with the loaded drafters, because they cost almost nothing."""
@@ -176,7 +180,7 @@ def drafter_of(head: DraftHead) -> Drafter:
 
 def choose_drafter(
     config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
-    learned: LearnedStats,
+    learned: LearnedStats, history: Drafter | None = None,
 ) -> Drafter:  # fmt: skip
     """Return the drafter that a config names.
 
@@ -187,9 +191,11 @@ def choose_drafter(
         registered: Drafters of the model by name.
         made: Drafters made earlier for methods without a head, by method; new ones are added.
         learned: Statistics of merged drafting with the model.
+        history: Drafter of earlier answers, merged with the others; None if the config uses no history.
 
     Raises:
-        InvalidConfigError: A name is unknown, or `methods` names a drafter that already merges others.
+        InvalidConfigError: A name is unknown, `methods` names a drafter that already merges others, or `history` is
+            given for a single drafter.
         DrafterMismatchError: The method needs a head or another part, and none is loaded; or the model's own modules
             that it needs do not exist.
         UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
@@ -200,6 +206,10 @@ def choose_drafter(
         return _single(name, model, registered, made)
 
     name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
+    if history is not None and (name in registered or config.tree is not None or HISTORY in registered):
+        other = f"a drafter that is called {HISTORY!r}" if HISTORY in registered else f"a drafter called {name!r}"
+        cause = f"tree={config.tree!r}" if config.tree is not None else other
+        raise InvalidConfigError(f"`history` cannot be combined with {cause}.", "Drop one of them.")
     if name not in COMBINED or name in registered:
         return single(name)
     loaded = [known for known, drafter in registered.items() if not drafter.is_combined]
@@ -208,7 +218,8 @@ def choose_drafter(
     names = config.methods or dict.fromkeys((*loaded, *FREE))
     if any(part in COMBINED or (part in registered and registered[part].is_combined) for part in names):
         raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
-    return HybridDrafter({part: single(part) for part in names}, learned)
+    parts = {part: single(part) for part in names}
+    return HybridDrafter(parts if history is None else {**parts, HISTORY: history}, learned)
 
 
 def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:

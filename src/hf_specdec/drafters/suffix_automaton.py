@@ -26,18 +26,19 @@ class SuffixAutomaton:
         following: Per state: dict from each token that follows its substrings to the state after that token.
         link: Per state: its suffix link, `NO_STATE` for `START`.
         length: Per state: length of its longest substring.
-        latest: Per state: number of tokens up to the end of its latest occurrence. May be out of date for states that
-            are more than `REFRESHED` suffix links away from the end of the text.
+        latest: Per state: number of tokens up to the end of its latest occurrence.
+        count: Per state: how often its substrings occur. Both leave out occurrences more than `REFRESHED` suffix links
+            away from the end of the text.
         last: State of the whole text.
         num_tokens: Length of the text.
     """
 
     REFRESHED = 64
-    """Maximum number of states whose `latest` is updated per appended token, which bounds the cost of appending."""
+    """Maximum number of states updated (`latest`, `count`) per appended token, which bounds the cost of appending."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.following: list[dict[int, int]] = [{}]
-        self.link, self.length, self.latest = [NO_STATE], [0], [0]
+        self.link, self.length, self.latest, self.count = [NO_STATE], [0], [0], [0]
         self.last, self.num_tokens = START, 0
         self.extend(tokens)
 
@@ -95,7 +96,7 @@ class SuffixAutomaton:
                 link[new] = known
             else:  # only the shorter substrings of `known` now also end here: split them off into a new state
                 shorter = self._add_state(dict(following[known]), length[state] + 1, link[known])
-                self.latest[shorter] = self.latest[known]
+                self.latest[shorter], self.count[shorter] = self.latest[known], self.count[known]
                 while state != NO_STATE and following[state].get(token) == known:
                     following[state][token] = shorter
                     state = link[state]
@@ -105,6 +106,7 @@ class SuffixAutomaton:
             if new <= START:
                 break
             self.latest[new] = self.num_tokens
+            self.count[new] += 1
             new = link[new]
 
     def _add_state(self, following: dict[int, int], length: int, link: int) -> int:
@@ -112,4 +114,5 @@ class SuffixAutomaton:
         self.length.append(length)
         self.link.append(link)
         self.latest.append(self.num_tokens)
+        self.count.append(0)
         return len(self.length) - 1

@@ -24,11 +24,13 @@ from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import limits_of
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
 from hf_specdec.generation.state import (
+    answer_history,
     captured_rule,
     compiled_drafter,
     current_costs,
@@ -114,7 +116,8 @@ def plan_call(
     registered = state.drafters
     if request.assistant is not None:
         registered = {**registered, **_assisted(request.assistant, config, generation_config, state.made)}
-    drafter = choose_drafter(config, model, registered, state.made, state.learned)
+    history = None if config.history is None else HistoryDrafter(answer_history(model), config.history)
+    drafter = choose_drafter(config, model, registered, state.made, state.learned, history)
     limits = _limits(drafter, config)
     options.check_top_k(config, model)
     options.check_runner(config, model)

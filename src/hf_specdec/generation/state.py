@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.reporting.stats import SpeculationStats
@@ -28,7 +29,7 @@ from hf_specdec.verification.compiling import make_runner
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels, without_autocast
 from hf_specdec.verification.runners import Runner, WeightsVersion
@@ -96,6 +97,7 @@ class SpeculationState:
             WeakKeyDictionary()
         )
         self.last: SpeculationStats | None = None
+        self.history: AnswerHistory | None = None  # created when first used
         self._threads: Counter[int] = Counter()  # running generations by thread
 
     def running(self) -> ExitStack:
@@ -126,7 +128,8 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None, "eager_bytes": 0}  # fmt: skip
+                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None, "eager_bytes": 0,
+                "history": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())
@@ -136,6 +139,14 @@ def state_of(model: Any) -> SpeculationState:
     """Return the model's `SpeculationState`; add one if it has none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
+
+
+def answer_history(model: PreTrainedModel) -> AnswerHistory:
+    """Return the history of the model's answers; create an empty one if it has none."""
+    state = state_of(model)
+    if state.history is None:
+        state.history = AnswerHistory(vocab_size=num_embedded_tokens(model))
+    return state.history
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:

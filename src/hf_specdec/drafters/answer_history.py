@@ -1,0 +1,266 @@
+"""The history of a model's answers: what `history=` searches for drafts, bounded, by name, storable.
+
+Sources: SuffixDecoding (https://arxiv.org/abs/2411.04975) for lookup over earlier answers, DAS
+(https://arxiv.org/abs/2511.13841) for one history per prompt in rollouts. Unlike their suffix trees, an automaton per
+name holds the answers (`suffix_automaton.py`), and the least recently used answers are dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hf_specdec.atomic import write_text
+from hf_specdec.config import PER_PROMPT
+from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
+from hf_specdec.records import read_records, shortened
+from hf_specdec.validation import is_integer, require_integer
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = 65_536
+"""Default bound of a history, in tokens of all names together: about 50 MB, or 500 answers of 128 tokens."""
+
+CONTEXT_TOKENS = 16
+"""Tokens of the prompt's end that are stored before each answer, so that its first tokens can be found."""
+
+KEPT_SHARE = 0.75
+"""Fraction of the bound that is kept when answers are dropped: the automata of names that lose answers are rebuilt,
+which takes about 5 microseconds per token, so this happens rarely."""
+
+SHARED = "shared"
+NAMED = "named:"
+OF_PROMPT = "prompt:"
+"""Key of the history for all calls, and first characters of the keys of named ones and of those of one prompt."""
+
+FORMAT, VERSION = "hf_specdec.history", 1
+"""First line of a stored history."""
+
+
+@dataclass(slots=True)
+class _Answers:
+    """The answers of one key in order, and their automaton."""
+
+    texts: OrderedDict[int, tuple[int, ...]]  # by number of the answer
+    automaton: SuffixAutomaton
+    starts: list[int]  # position in the automaton's text at which each of `numbers` begins
+    numbers: list[int]
+
+
+class AnswerHistory:
+    """Earlier answers of one model, as token ids, by key. Safe to use from several threads.
+
+    Args:
+        max_tokens: Bound of the tokens stored, at least 1; if it is exceeded, the least recently used answers are
+            dropped. An answer counts as used when a draft follows it.
+        vocab_size: Number of the model's tokens; None accepts all ids.
+
+    Raises:
+        InvalidConfigError: `max_tokens` is not an integer >= 1.
+    """
+
+    def __init__(self, max_tokens: int = MAX_TOKENS, vocab_size: int | None = None) -> None:
+        require_integer("max_tokens", max_tokens, 1)
+        self.max_tokens, self._vocab_size = max_tokens, vocab_size
+        self._lock = threading.RLock()
+        self.clear()
+
+    def __repr__(self) -> str:
+        return f"AnswerHistory({len(self)} answers, {self.num_tokens} of {self.max_tokens} tokens)"
+
+    def __len__(self) -> int:
+        """Return the number of stored answers."""
+        return len(self._used)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens stored, including those of the prompts' ends."""
+        return self._num_tokens
+
+    @property
+    def names(self) -> list[str]:
+        """Names given by callers that have answers; without the history of all calls and those of prompts."""
+        return sorted(key.removeprefix(NAMED) for key in self._answers if key.startswith(NAMED))
+
+    def clear(self, name: str | None = None) -> None:
+        """Drop all answers, or those of one name.
+
+        Raises:
+            InvalidConfigError: There are no answers of this name.
+        """
+        if name is not None:
+            with self._lock:
+                key = NAMED + name
+                if key not in self._answers:
+                    raise InvalidConfigError(f"There is no history {name!r}.", f"Names: {self.names or 'none'}.")
+                for number in list(self._answers[key].texts):
+                    self._drop(number)
+                del self._answers[key]
+            return
+        with self._lock:
+            self._answers: dict[str, _Answers] = {}
+            self._used: OrderedDict[int, str] = OrderedDict()  # key of each answer, least recently used first
+            self._num_tokens = self._next_number = 0
+
+    def add(self, tokens: Sequence[int], key: str = SHARED, context: Sequence[int] = ()) -> None:
+        """Store an answer; one that exceeds the bound alone is shortened to its last tokens.
+
+        Args:
+            tokens: Token ids of the answer; nothing is stored if there are none.
+            key: See `history_keys`.
+            context: Token ids of the prompt; the last `CONTEXT_TOKENS` are stored, too.
+        """
+        text = (*context[max(len(context) - CONTEXT_TOKENS, 0) :], *tokens)[-self.max_tokens :]
+        if not tokens:
+            return
+        with self._lock:
+            if self._num_tokens + len(text) > self.max_tokens:
+                self._make_room(len(text))
+            answers = self._answers.setdefault(key, _Answers(OrderedDict(), SuffixAutomaton(), [], []))
+            number, self._next_number = self._next_number, self._next_number + 1
+            answers.texts[number] = text
+            _append(answers, number)
+            self._used[number] = key
+            self._num_tokens += len(text)
+
+    def find(self, key: str) -> SuffixAutomaton | None:
+        """Return the automaton of a key's answers, to which later answers are appended; None if there are none."""
+        answers = self._answers.get(key)
+        return None if answers is None else answers.automaton
+
+    def use(self, key: str, automaton: SuffixAutomaton, state: int) -> None:
+        """Note that a draft followed the latest occurrence of a state's substrings, see `max_tokens`.
+
+        Args:
+            key: The key.
+            automaton: Result of `find`; nothing is noted if it has been replaced since.
+            state: State of the automaton.
+        """
+        with self._lock:
+            answers = self._answers.get(key)
+            if answers is None or answers.automaton is not automaton:
+                return
+            place = bisect_right(answers.starts, automaton.latest[state] - 1) - 1
+            number = answers.numbers[place]
+            if number in self._used:
+                self._used.move_to_end(number)
+
+    # ------------------------------------------------------------------------------------------- files
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write all answers to a file of JSON lines, least recently used first.
+
+        Raises:
+            InvalidConfigError: The file exists and `overwrite` is False, or it cannot be written.
+        """
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise InvalidConfigError(f"{path} exists.", "Give another path, or overwrite=True.")
+        with self._lock:
+            lines: list[Any] = [{"format": FORMAT, "version": VERSION, "vocab_size": self._vocab_size}]
+            lines += [{"key": key, "tokens": self._answers[key].texts[number]} for number, key in self._used.items()]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def load(self, path: str | Path) -> None:
+        """Add the answers of a file written by `save`; the whole file is checked first.
+
+        Raises:
+            CheckpointFormatError: The file is not a stored history, or belongs to a model with another vocabulary.
+            InvalidConfigError: The file cannot be read.
+        """
+        rows = read_records(Path(path))
+        header = next(rows, (0, {}))[1]
+        if header.get("format") != FORMAT or header.get("version") != VERSION:
+            raise CheckpointFormatError(
+                f"{path} is not a stored history of version {VERSION}: it begins with {shortened(header)}.",
+                "Give a file written by AnswerHistory.save.",
+            )
+        if self._vocab_size is not None and header.get("vocab_size") not in (None, self._vocab_size):
+            raise CheckpointFormatError(
+                f"{path} was written with a model of {shortened(header['vocab_size'])} tokens, this one has "
+                f"{self._vocab_size}.",
+                "Load it with the model that wrote it.",
+            )
+        found = [(_checked_key(path, line, row), self._checked_tokens(path, line, row)) for line, row in rows]
+        for key, tokens in found:
+            self.add(tokens, key)
+
+    def _checked_tokens(self, path: str | Path, line: int, row: dict[str, Any]) -> list[int]:
+        tokens, limit = row.get("tokens"), self._vocab_size or 2**31
+        if not isinstance(tokens, list) or not all(is_integer(token) and 0 <= token < limit for token in tokens):
+            raise CheckpointFormatError(
+                f"Line {line} of {path} has no list of token ids below {limit}: {shortened(tokens)}.",
+                "The file is damaged, or belongs to another model.",
+            )
+        return tokens
+
+    # ------------------------------------------------------------------------------------------- dropping answers
+
+    def _make_room(self, size: int) -> None:
+        """Drop the least recently used answers until `size` tokens fit and `KEPT_SHARE` of the bound is left."""
+        allowed, shrunk = max(min(int(KEPT_SHARE * self.max_tokens), self.max_tokens - size), 0), set[str]()
+        while self._num_tokens > allowed:
+            shrunk.add(self._drop(next(iter(self._used))))
+        for key in shrunk:
+            texts = self._answers.pop(key).texts
+            if texts:
+                self._answers[key] = _Answers(texts, SuffixAutomaton(), [], [])
+                for number in texts:
+                    _append(self._answers[key], number)
+        logger.debug("Answers of %d histories were dropped; %d tokens are left.", len(shrunk), self._num_tokens)
+
+    def _drop(self, number: int) -> str:
+        """Forget the text of an answer and return its key; the automaton still has it."""
+        key = self._used.pop(number)
+        self._num_tokens -= len(self._answers[key].texts.pop(number))
+        return key
+
+
+def _append(answers: _Answers, number: int) -> None:
+    """Append a text to the automaton, with a separator that never matches before the next one."""
+    answers.starts.append(answers.automaton.num_tokens)
+    answers.numbers.append(number)
+    answers.automaton.extend(answers.texts[number])
+    answers.automaton.extend([-1 - number])
+
+
+def _checked_key(path: str | Path, line: int, row: dict[str, Any]) -> str:
+    key = row.get("key")
+    if not isinstance(key, str) or not (key == SHARED or (key.startswith((NAMED, OF_PROMPT)) and len(key) < 4096)):
+        raise CheckpointFormatError(
+            f"Line {line} of {path} has the key {shortened(key)}.",
+            f"Expected {SHARED!r}, {NAMED}... or {OF_PROMPT}...",
+        )
+    return key
+
+
+def history_keys(history: bool | str | tuple[str, ...], prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Return the key of each row's history.
+
+    Args:
+        history: As in `SpeculativeConfig`; a tuple has one name per row, or per prompt if several rows are sampled
+            for each.
+        prompts: Token ids of each row's prompt, without padding.
+    """
+    if history == PER_PROMPT:
+        texts = (",".join(map(str, prompt)) for prompt in prompts)
+        return [OF_PROMPT + hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts]
+    if isinstance(history, tuple):
+        repeats = max(len(prompts) // len(history), 1)
+        return [NAMED + name for name in history for _ in range(repeats)]
+    return [SHARED if history is True else NAMED + str(history)] * len(prompts)
+
+
+def last_tokens(tokens: Sequence[int]) -> list[int]:
+    """Return the end of a prompt that is stored before an answer."""
+    return list(islice(tokens, max(len(tokens) - CONTEXT_TOKENS, 0), None))
