@@ -24,6 +24,7 @@ from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidC
 from hf_specdec.generation import decode, options
 from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.head_loading import head_drafter
+from hf_specdec.generation.model_programs import release_programs
 from hf_specdec.generation.plan import (
     Request,
     controller_of,
@@ -34,7 +35,7 @@ from hf_specdec.generation.plan import (
     warm_up,
     with_programs,
 )
-from hf_specdec.generation.state import SWAP, add_drafter, release_programs, state_of
+from hf_specdec.generation.state import SWAP, add_drafter, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.transformers_private import has_unfinished, is_derived, pad_token_id, set_derived
