@@ -97,6 +97,7 @@ class SpeculationState:
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
+        self.has_noted_batching = False  # see `note_continuous_batching`
         self.last: SpeculationStats | None = None
         self._threads: Counter[int] = Counter()  # running generations by thread
 
@@ -171,7 +172,7 @@ class SpeculationState:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
-                "weights": None, "rule": None, "eager_bytes": 0}  # fmt: skip
+                "weights": None, "has_noted_batching": False, "rule": None, "eager_bytes": 0}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())

@@ -63,8 +63,8 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
         return "its layers do not take an attention function by name"
     if facts.fingerprint.hooks:
         return "it has forward hooks, which a compiled forward would not call"
-    if facts.uses_autocast:
-        return "its forward enters autocast"
+    if facts.uses_autocast and model.dtype in (torch.float32, torch.float64):
+        return "its forward enters autocast, which casts the weights"
     if any(module.training for module in model.modules()) and _is_random(model):
         return "its forward is random in train mode (dropout)"
     devices = {parameter.device for parameter in model.parameters()}
