@@ -23,7 +23,7 @@ import drafters
 import zoo
 from hf_specdec import Eagle3Head, SpeculativeConfig, SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.cpu import library
-from hf_specdec.generation import state
+from hf_specdec.generation import model_programs, state
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.verification import compiling, programs, runners
 from hf_specdec.verification.compiling import unsupported_reason
@@ -259,7 +259,7 @@ def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pyt
     def fail(*_args: object, **_options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(state, "make_runner", fail)
+    monkeypatch.setattr(model_programs, "make_runner", fail)
     monkeypatch.setattr(state.StepCosts, "measure", fail)
     compiled.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=4, do_sample=False, speculative=config)
 
@@ -296,7 +296,7 @@ def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
     """Plain decoding of 12 tokens reads the weights 12 times."""
     model = speculative_model()
     size = sum(parameter.nbytes for parameter in model.parameters())
-    monkeypatch.setattr(state, "PAYS_FROM_BYTES", 30 * size)
+    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 30 * size)
     for _ in range(2):
         assert answers(model, 1, "auto") == answers(model, 1, None)
         assert not model._speculation.programs
@@ -308,7 +308,7 @@ def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("no_kernels")
 def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "PAYS_FROM_BYTES", 0)
+    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)
     model = speculative_model()
     assert answers(model, 1, "auto") == answers(model, 1, None)
     assert not model._speculation.programs

@@ -89,6 +89,9 @@ INITIAL_TRUST, TRUST_WEIGHT = 1.0, 1.0
 TRUST_MEMORY = 0.99
 """Fraction of a source's counts of hits and expected hits that is kept at each new position."""
 
+FADED_HITS = 0.5
+"""Fraction of a source's counts that is kept when the target's weights change."""
+
 # ------------------------------------------------------------------------------------------- free sources
 
 IDLE_QUERY_SHARE = 0.05
@@ -119,6 +122,10 @@ TRIAL_SHARE = 0.0125
 
 STALE_WEIGHT = 0.4
 """Maximum weight that a pause gives the next query in the average gain: the text may have changed in the meantime."""
+
+FADED_QUERIES = 4
+"""Queries that count as made when the target's weights have changed. The known gain then has the weight of this number
+of new ones: after a large change, a dozen queries show that a head has become useless."""
 
 PRIOR_GAIN = 1.5
 """Assumed gain of an unknown head, in accepted tokens per row and step, if none are expected from the free sources. If

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_specdec.control.constants import (
+    FADED_QUERIES,
     FASTER_SMOOTHING,
     FIRST_TRIALS,
     HEAD_SMOOTHING,
@@ -51,6 +52,11 @@ class QueryStats:
             return True
         longest = self.seconds / (share * without.seconds) if share else MAX_PAUSE
         return self.waited > min(self.pause, max(longest, MIN_PAUSE))
+
+    def fade(self) -> None:
+        """Let new queries count more than the known gains, and come earlier; keep the cost."""
+        self.gains = {place: (min(queries, FADED_QUERIES), gain) for place, (queries, gain) in self.gains.items()}
+        self.pause = max(MIN_PAUSE, self.pause // 2)
 
     def rate(self, without: Width, rows: int) -> float:
         """Return the expected progress (see `Width`) per second of a step that queries the head to this depth."""
@@ -125,6 +131,11 @@ class HeadSchedule:
         for option, known in zip(self.options, other.options, strict=False):
             if option.num_steps == known.num_steps:
                 option.gains, option.trials = dict(known.gains), 1
+
+    def fade(self) -> None:
+        """Reduce the weight of the known gains, because the target's weights have changed."""
+        for option in self.options:
+            option.fade()
 
     def time_levels(self, levels: int, seconds: float) -> None:
         """Update the average time per level, given the seconds of a draft of this many levels."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hf_specdec.control.constants import INITIAL_TRUST, TRUST_MEMORY, TRUST_WEIGHT
+from hf_specdec.control.constants import FADED_HITS, INITIAL_TRUST, TRUST_MEMORY, TRUST_WEIGHT
 from hf_specdec.control.head_schedule import HeadSchedule
 
 
@@ -29,6 +29,14 @@ class LearnedStats:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a copy made by `state_dict`, in place; None resets."""
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
+
+    def fade(self) -> None:
+        """Reduce the weight of gains and hits, because the target's weights have changed; costs stay."""
+        self._hits = {
+            name: (FADED_HITS * expected, FADED_HITS * hits) for name, (expected, hits) in self._hits.items()
+        }
+        for schedule in self.schedules.values():
+            schedule.fade()
 
     def schedule(self, name: str, batch_size: int, num_steps: int, *, stops_itself: bool) -> HeadSchedule:
         """Return the schedule of a head, created if there is none for this batch size and depth.

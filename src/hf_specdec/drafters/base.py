@@ -134,6 +134,14 @@ class Drafter(ABC):
     needs: Needs = Needs()
 
     @property
+    def copies_target_weights(self) -> bool:
+        """Whether it holds copies of the target's weights, so that a compiled drafter is made again when they change.
+
+        True unless a subclass knows better.
+        """
+        return True
+
+    @property
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters that this one combines; only the drafter itself if it combines none."""
         return (self,)
@@ -180,6 +188,12 @@ class Drafter(ABC):
 
         Args:
             state: Result of `state_dict`, which is not modified; None resets the drafter to its initial state.
+        """
+
+    def fade(self) -> None:  # noqa: B027  (most drafters learn nothing)
+        """Reduce the weight of what was learned, because the target's weights have changed; it is not erased.
+
+        Called at the start of the first call after the change. The parts of a combined drafter are called separately.
         """
 
     def bind(self, model: PreTrainedModel) -> None:  # noqa: B027  (most drafters fit every target)

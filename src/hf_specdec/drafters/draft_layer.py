@@ -23,6 +23,7 @@ class DraftLayer(Protocol):
     """
 
     config: Any  # has `sliding_window`, and the default sizes of the tree
+    copies_weights: bool  # see `BaseDraftLayer`
     shares_lm_head: bool  # whether `score` uses the lm_head of the target; otherwise the layer has one
 
     @property

@@ -24,9 +24,10 @@ from hf_specdec.trees.growth import Level, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import text_config
-from hf_specdec.verification.probe import TargetFacts, drops_cache, inspect_target
+from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.trial_runs import drops_cache
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the assistant's cache."""

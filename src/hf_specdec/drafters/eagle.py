@@ -55,6 +55,12 @@ class LayerDrafter(Drafter):
     default_num_steps = DEFAULT_NUM_STEPS
     default_top_k = DEFAULT_TOP_K
 
+    @property
+    def copies_target_weights(self) -> bool:
+        """Whether a compiled layer holds rows or a packed copy of the target's lm_head, see `lm_head_rows`."""
+        layer = self.program or self.head
+        return layer.shares_lm_head and (layer.hot_token_ids is not None or layer.copies_weights)
+
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
         """Return the largest tree for this config; fields that are None come from the head's config or the defaults.
 

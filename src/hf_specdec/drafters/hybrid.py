@@ -85,6 +85,10 @@ class HybridDrafter(Drafter):
         for name, part in self._parts.items():
             part.load_state_dict(of_parts[name])
 
+    def fade(self) -> None:
+        """Reduce the weight of the statistics."""
+        self.learned.fade()
+
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """The needs of all parts, and step costs to choose the tree's width."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import log
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ MERGED_TOP_K = 4
 """Number of an entry's candidates that are merged with those of other drafters."""
 HASH_MULTIPLIER = 1_000_003
 """A prime that distributes the pairs over the hash slots."""
+FADING = 0.95
+"""Factor for all stored probabilities when the target's weights change: an entry that is not written again loses half
+in 14 updates. Updates of a trainer are small; after a large one, the trust in the source falls within one answer."""
 NO_PAIR, UNKNOWN_PAIR = -1, -2
 """Keys of an empty slot, and of a token whose predecessor is unknown; they differ, so that they never match."""
 
@@ -47,6 +51,11 @@ class RecycledTokens:
         """Return an independent copy."""
         with persistent_tensors():
             return copy.deepcopy(self)
+
+    def fade(self) -> None:
+        """Multiply all stored probabilities by `FADING`, in place."""
+        for log_probs in self.log_probs:
+            log_probs.add_(log(FADING))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by the names used in files."""

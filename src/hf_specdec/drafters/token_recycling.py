@@ -124,6 +124,16 @@ class TokenRecyclingDrafter(Drafter):
             keys = self.table.keys
             self.table = RecycledTokens(self.table.vocab_size, self._width, self._pairs, keys.device)
 
+    @property
+    def copies_target_weights(self) -> bool:
+        """False: it reads only the target's logits."""
+        return False
+
+    def fade(self) -> None:
+        """Reduce the probabilities in the table."""
+        if self.table is not None:
+            self.table.fade()
+
     def state_dict(self) -> RecycledTokens | None:
         """Return a copy of the table; None before the drafter is bound to a model."""
         return None if self.table is None else self.table.clone()

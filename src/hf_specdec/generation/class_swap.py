@@ -8,7 +8,8 @@ from typing import Any
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, state_of
 from hf_specdec.verification.plain import check_plain_generate
-from hf_specdec.verification.probe import gate, inspect_target, reproducible
+from hf_specdec.verification.probe import gate, inspect_target
+from hf_specdec.verification.trial_runs import reproducible
 
 
 def swap_in(model: Any, mixin: type) -> None:

@@ -17,13 +17,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import decode, options
 from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.head_loading import head_drafter
+from hf_specdec.generation.model_programs import release_programs
 from hf_specdec.generation.plan import (
     Request,
     controller_of,
@@ -34,10 +34,11 @@ from hf_specdec.generation.plan import (
     warm_up,
     with_programs,
 )
-from hf_specdec.generation.state import SWAP, add_drafter, release_programs, state_of
+from hf_specdec.generation.state import SWAP, add_drafter, state_of
+from hf_specdec.generation.stored_default import check_batch_arguments, note_continuous_batching, storable
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.transformers_private import has_unfinished, is_derived, pad_token_id, set_derived
+from hf_specdec.transformers_private import has_unfinished, pad_token_id
 from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
@@ -199,25 +200,26 @@ class SpeculativeGenerationMixin:
         """Release graphs, their KV memory and compiled programs; the next call creates what it needs again."""
         release_programs(self)
 
-    # ------------------------------------------------------------------------------------------- saving
+    # ------------------------------------------------------------------------------------------- the stored default
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as transformers does, including a default set as `generation_config.speculative`.
+        """Save as transformers does, including a default set as `generation_config.speculative`."""
+        with storable(self.generation_config):  # type: ignore[attr-defined]
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-        transformers drops unknown fields of a generation config that is marked as derived from the model's config, so
-        the mark is removed while saving.
-        """
-        stored: Any = self.generation_config  # type: ignore[attr-defined]
-        speculative = getattr(stored, "speculative", None)
-        if speculative is None:
-            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-        derived, stored.speculative = is_derived(stored), SpeculativeConfig.storable(speculative)
-        set_derived(stored, False)
-        try:
-            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            set_derived(stored, derived)
-            stored.speculative = speculative
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, without speculation; refuse `speculative=` and `assistant_model=`."""
+        check_batch_arguments(kwargs)
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+    @functools.wraps(GenerationMixin.init_continuous_batching)
+    def init_continuous_batching(
+        self, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Create transformers' manager; log once that a default `speculative` has no effect."""
+        note_continuous_batching(self, generation_config)
+        return super().init_continuous_batching(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------- generate()'s hooks
 
@@ -299,14 +301,9 @@ class SpeculativeGenerationMixin:
         plan = plan_of(generation_config)
         if plan is None:
             return super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
                 **model_kwargs,
-            )
+            )  # fmt: skip
         model: Any = self
         assert plan.target is not None
         options.check_processors(logits_processor, plan.config)

@@ -33,8 +33,8 @@ from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
-from hf_specdec.verification.probe import drops_cache
 from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
+from hf_specdec.verification.trial_runs import drops_cache
 
 KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",

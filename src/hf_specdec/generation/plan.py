@@ -29,17 +29,8 @@ from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
-from hf_specdec.generation.state import (
-    answer_history,
-    captured_rule,
-    compiled_drafter,
-    current_costs,
-    current_facts,
-    current_program,
-    kernels_pay,
-    rebind_if_changed,
-    state_of,
-)
+from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
+from hf_specdec.generation.state import answer_history, current_costs, current_facts, rebind_if_changed, state_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
@@ -47,7 +38,7 @@ from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.plain import ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
-from hf_specdec.verification.runners import Runner
+from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
 
 ASSISTED, PARD = "draft_model", "pard"
@@ -126,6 +117,7 @@ def plan_call(
     options.check_adapter(model)
     facts = current_facts(model)
     rebind_if_changed(model, drafter, facts.fingerprint)
+    state.fade_if_weights_changed(WeightsVersion.of(model))
     limits = limits if facts.supports_trees else limits.chain
     return Plan(
         config=config,

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
@@ -25,20 +23,21 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
-from hf_specdec.verification.compiling import make_runner
 from hf_specdec.verification.fingerprint import Fingerprint
-from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device, num_embedded_tokens
+from hf_specdec.verification.model import num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels, without_autocast
-from hf_specdec.verification.runners import Runner, WeightsVersion
+from hf_specdec.verification.programs import ExecutionMode
+from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
 
 STATE = "_speculation"
 """Name of the only entry that this package adds to a model's `__dict__`."""
 
-KEPT_FACTS = 4
-"""Maximum number of cached probe results: a model that switches between adapters or modes is probed once for each."""
+KEPT_FACTS = 8
+"""Maximum number of cached probe results, and of programs that are set aside.
+
+A model that switches between modes or adapters is probed once for each: a trainer alternates between train and eval
+mode, with and without gradient checkpointing or an adapter."""
 
 KEPT_COSTS = 16
 """Maximum number of cached cost tables (one per model state, batch size and execution mode)."""
@@ -48,13 +47,6 @@ logger = logging.getLogger(__name__)
 
 SWAP = threading.Lock()
 """Lock held while a model's original class is restored, and while a generation registers that it runs."""
-
-
-PAYS_FROM_BYTES = 20 * 10**9
-"""Bytes of weights read by eager decoding (2 to 5 s on two cores) from which a program with CPU kernels pays."""
-
-COMPILING = threading.Lock()
-"""Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +59,17 @@ class KeptProgram:
 
     def is_outdated(self, built_from: tuple[Fingerprint, WeightsVersion]) -> bool:
         """Whether the model has changed since, except for writes to weights that the program reads in place."""
-        (known, weights), (now, current) = self.built_from, built_from
-        if self.runner is not None and not self.runner.copies_weights:
-            return known != now or weights.addresses != current.addresses
-        return self.built_from != built_from
+        if self.runner is not None and self.runner.copies_weights:
+            return self.built_from != built_from
+        return _is_moved(self.built_from, built_from)
+
+    def may_return(self, weights: WeightsVersion) -> bool:
+        """Whether an outdated program is worth keeping: it holds no memory, and serves once the model's mode returns.
+
+        Programs that copy weights or are captured hold memory.
+        """
+        holds_none = type(self.runner) is CompiledForward and not self.runner.copies_weights
+        return holds_none and self.built_from[1].addresses == weights.addresses
 
     def serves(self, layers: frozenset[int]) -> bool:
         """Whether the program returns these hidden states; also True if none is possible, to avoid another attempt."""
@@ -90,12 +89,17 @@ class SpeculationState:
         # by model state, batch size and execution mode, latest first
         self.costs: list[tuple[tuple[Fingerprint, int, str], StepCosts]] = []
         self.programs: dict[ExecutionMode, KeptProgram] = {}
+        self.spare_programs: list[tuple[ExecutionMode, KeptProgram]] = []  # for other modes of the model, latest first
+        # what programs and compiled drafters were last compared with
+        self.compared: tuple[Fingerprint, WeightsVersion] | None = None
+        self.weights: WeightsVersion | None = None  # of the last call
         self.eager_bytes = 0  # see `kernels_pay`
         self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
         # compiled drafters (None: nothing to compile), with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
+        self.has_noted_batching = False  # see `note_continuous_batching`
         self.last: SpeculationStats | None = None
         self.history: AnswerHistory | None = None  # created when first used
         self._threads: Counter[int] = Counter()  # running generations by thread
@@ -113,6 +117,48 @@ class SpeculationState:
         alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         return any(count > 0 and thread in alive for thread, count in self._threads.items())
 
+    def drop_outdated(self, now: tuple[Fingerprint, WeightsVersion]) -> bool:
+        """Drop outdated programs and compiled drafters; set programs aside that serve another mode of the model.
+
+        Args:
+            now: The model's current state.
+
+        Returns:
+            Whether a program was dropped.
+        """
+        if self.compared == now:
+            return False
+        known = [*self.programs.items(), *self.spare_programs]
+        self.programs, self.spare_programs, dropped = {}, [], False
+        for mode, kept in known:
+            if not kept.is_outdated(now):
+                self.programs.setdefault(mode, kept)
+            elif kept.may_return(now[1]):
+                self.spare_programs = [*self.spare_programs, (mode, kept)][:KEPT_FACTS]
+            else:
+                dropped = True
+        if self.compared is None or _is_moved(self.compared, now):
+            self.compiled.clear()
+        for drafters in self.compiled.values():
+            for mode, (_, drafter) in list(drafters.items()):
+                if drafter is not None and drafter.copies_target_weights:
+                    del drafters[mode]
+        self.compared = now
+        return dropped
+
+    def fade_if_weights_changed(self, now: WeightsVersion) -> None:
+        """Reduce the weight of what was learned if weights have changed since the last call; the costs stay.
+
+        Args:
+            now: The target's current weights.
+        """
+        if self.weights is not None and self.weights != now:
+            self.learned.fade()
+            drafters = [*self.made.values(), *self.drafters.values()]
+            for learning in {*drafters, *(part for drafter in drafters for part in drafter.parts)}:
+                learning.fade()
+        self.weights = now
+
     def state_dict(self) -> Any:
         """Return a copy of what merged drafting and the drafters have learned from calls."""
         drafters = {**self.made, **self.drafters}
@@ -128,7 +174,8 @@ class SpeculationState:
     def __getstate__(self) -> dict[str, Any]:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
-                "learned": LearnedStats(), "costs": [], "programs": {}, "rule": None, "eager_bytes": 0,
+                "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
+                "weights": None, "has_noted_batching": False, "rule": None, "eager_bytes": 0,
                 "history": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
@@ -152,7 +199,7 @@ def answer_history(model: PreTrainedModel) -> AnswerHistory:
 def current_facts(model: PreTrainedModel) -> TargetFacts:
     """Return the probe's result for the model in its current state.
 
-    If none is cached, drop all compiled programs and probe the model.
+    If none is cached, probe the model.
 
     Raises:
         UnsupportedModelError: In its current state the model cannot verify drafted tokens.
@@ -160,9 +207,9 @@ def current_facts(model: PreTrainedModel) -> TargetFacts:
     state, now = state_of(model), Fingerprint.of(model)
     for facts in state.facts:
         if facts.fingerprint == now:
+            state.facts = [facts, *(other for other in state.facts if other is not facts)]
             return facts
-    state.programs.clear()
-    state.compiled.clear()
+    state.drop_outdated((now, WeightsVersion.of(model)))
     if state.facts:
         changed = ", ".join(state.facts[0].fingerprint.differences(now))
         logger.info("%s has changed since it was probed (%s); probing again.", type(model).__name__, changed)
@@ -227,120 +274,9 @@ def current_costs(
     return costs
 
 
-def current_program(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, *, requested: bool = True
-) -> Runner | None:
-    """Return the compiled or captured verify forward, created if none exists for the current weights.
-
-    Args:
-        model: An attached model.
-        facts: The result of the probe.
-        layers: Layers whose hidden states this call's drafter reads.
-        mode: See `make_runner`.
-        requested: Whether the user asked for this mode; a failure is then logged as a warning, otherwise as info.
-
-    Returns:
-        None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
-    """
-    state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
-    with COMPILING:
-        if any(kept.built_from != built_from for kept in state.programs.values()):
-            state.compiled.clear()  # drafters may hold copies of rows of lm_head
-            current = {name: kept for name, kept in state.programs.items() if not kept.is_outdated(built_from)}
-            if len(current) < len(state.programs):
-                name = type(model).__name__
-                logger.info("%s has changed since its forward was compiled; the program is dropped.", name)
-            state.programs = {name: replace(kept, built_from=built_from) for name, kept in current.items()}
-        known = state.programs.get(mode)
-        if known is not None and known.serves(layers):
-            return known.runner
-        layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
-        state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
-        return state.programs[mode].runner
-
-
-def kernels_pay(model: PreTrainedModel, new_tokens: int) -> bool:
-    """Whether a program with the CPU kernels saves more time in this and earlier calls than it takes to make.
-
-    Plain decoding reads all weights once per token, at a few gigabytes per second; making a program takes a few
-    seconds. So it pays once the calls since the model was attached have requested tokens for which `PAYS_FROM_BYTES`
-    of weights are read. Answers may end earlier; then these seconds are lost.
-
-    Args:
-        model: An attached model.
-        new_tokens: Maximum number of new tokens of this call, which are added to those of earlier calls.
-    """
-    state, device = state_of(model), execution_device(model)
-    if device.type != "cpu":
-        return False
-    if state.eager_bytes < PAYS_FROM_BYTES:
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        state.eager_bytes += weights * new_tokens
-    return state.eager_bytes >= PAYS_FROM_BYTES and has_kernels(device, model.dtype)
-
-
-def release_programs(model: Any) -> None:
-    """Release all compiled and captured forwards of a model, and the memory kept for them."""
-    state = state_of(model)
-    with COMPILING:
-        state.programs.clear()
-        state.compiled.clear()
-        state.rule = None
-
-
-def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
-    """Return the greedy acceptance rule as captured graphs; create it if the model has none."""
-    state, device = state_of(model), execution_device(model)
-    with COMPILING:
-        if state.rule is None:
-            state.rule = CapturedGreedy(GRAPH_BACKENDS[device.type](device))
-        return state.rule
-
-
-def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
-    """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
-
-    Args:
-        model: An attached model. Call `current_program` first, which drops drafters compiled for earlier weights.
-        drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
-        mode: See `make_runner`.
-    """
-    return drafter.with_parts(lambda part: _compiled_part(model, part, mode))
-
-
-def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
-    kept = state_of(model).compiled.setdefault(drafter, {})
-    built_from = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
-    with COMPILING:
-        known = kept.get(mode)
-        if known is None or known[0] != built_from:
-            try:
-                with persistent_tensors(), without_autocast(execution_device(model)):
-                    other = drafter.compiled(model, mode)
-            except CaptureError as error:
-                logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
-                other = drafter
-            known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
-        return known[1] or drafter
-
-
-def _build(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, requested: bool
-) -> Runner | None:
-    name, begin = type(model).__name__, time.perf_counter()
-    if mode == "inductor":
-        logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
-    try:
-        with without_autocast(execution_device(model)):
-            runner = make_runner(model, facts, layers, mode)
-    except CaptureError as error:
-        how = "captured" if mode == "cuda_graph" else "compiled"
-        level = logging.WARNING if requested else logging.INFO
-        logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
-        return None
-    if mode != "cuda_graph":
-        logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, time.perf_counter() - begin)
-    return runner
+def _is_moved(before: tuple[Fingerprint, WeightsVersion], now: tuple[Fingerprint, WeightsVersion]) -> bool:
+    """Whether a model has changed, except for writes to its weights."""
+    return before[0] != now[0] or before[1].addresses != now[1].addresses
 
 
 def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:

@@ -87,6 +87,7 @@ class CompiledDraftLayer(WrappedLayer):
     def __init__(self, head: EagleFamilyHead, read: Program, score: Program, fuse: Program | None) -> None:
         super().__init__(head)
         self._head, self._read, self._score, self._fuse = head, read, score, fuse
+        self.copies_weights = score.copies_weights
 
     @classmethod
     def of(cls, head: EagleFamilyHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledDraftLayer:

@@ -81,6 +81,7 @@ class CompiledBlockHead(WrappedBlockHead):
     def __init__(self, head: DFlashHead, context: Program, read: Program, score: Program) -> None:
         super().__init__(head)
         self._head, self._context, self._read, self._score = head, context, read, score
+        self.copies_weights = score.copies_weights
 
     @classmethod
     def of(cls, head: DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledBlockHead:

@@ -43,7 +43,13 @@ class AdvancedDraft:
 
 
 class BaseDraftLayer:
-    """Base class of draft layers; its `grow` and `advance` return None, so that the session drafts level by level."""
+    """Base class of draft layers; its `grow` and `advance` return None, so that the session drafts level by level.
+
+    Attributes:
+        copies_weights: Whether it computes with copies of weights, see `Program`.
+    """
+
+    copies_weights = False
 
     def new_cache(self, reserve: int) -> TreeCache:
         """Return a cache with one layer for one call; it keeps `reserve` free slots after the text."""

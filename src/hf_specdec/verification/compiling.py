@@ -17,6 +17,7 @@ from hf_specdec.verification.model import cache_argument, execution_device, text
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner
+from hf_specdec.verification.trial_runs import is_random
 
 TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
 """Parents of the trees that both forwards verify in turn; after each, its root and first child (if any) are kept."""
@@ -62,8 +63,10 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
         return "its layers do not take an attention function by name"
     if facts.fingerprint.hooks:
         return "it has forward hooks, which a compiled forward would not call"
-    if model.training:
-        return "it is in train mode"
+    if facts.uses_autocast and model.dtype in (torch.float32, torch.float64):
+        return "its forward enters autocast, which casts the weights"
+    if any(module.training for module in model.modules()) and _is_random(model):
+        return "its forward is random in train mode (dropout)"
     devices = {parameter.device for parameter in model.parameters()}
     if devices != {execution_device(model)}:
         return f"its weights are on {', '.join(sorted(map(str, devices)))}, not all on the device it runs on"
@@ -73,6 +76,13 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
     if compiled is not None:
         return f"{compiled} is already compiled by torch.compile"
     return ""
+
+
+def _is_random(model: PreTrainedModel) -> bool:
+    """Whether dropout or the like is active; random number generators are restored."""
+    device = execution_device(model)
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        return is_random(model)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -23,6 +23,10 @@ HARMLESS_HOOKS = (
 )
 """Modules whose hooks only read hidden states, so they do not change the forward."""
 
+GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Names of hooks of transformers and peft that only set `requires_grad` of the embeddings; with gradient
+checkpointing, a trainer registers them again after every generation."""
+
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")
 """Module attributes that change the forward: train mode, checkpointing, PEFT adapters."""
 
@@ -93,7 +97,10 @@ def _reference(value: Any) -> Any:
 
 
 def _is_harmless(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) in HARMLESS_HOOKS
+    module = str(getattr(hook, "__module__", None))
+    if getattr(hook, "__name__", None) in GRADIENT_HOOKS:
+        return module.startswith(("transformers.", "peft."))
+    return module in HARMLESS_HOOKS
 
 
 def _comparable(value: Any) -> Any:

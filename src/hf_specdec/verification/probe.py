@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.errors import UnsupportedModelError
@@ -32,6 +29,14 @@ from hf_specdec.verification.plain import refusal, why_not_transformers_loop
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.tree_target import TreeTarget
+from hf_specdec.verification.trial_runs import (
+    FAILURES,
+    enters_autocast,
+    first_inputs,
+    multiplies_exactly,
+    reproducible,
+    run_whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class TargetFacts:
     chain_only_reason: str  # why it cannot verify trees; empty if it can
     fingerprint: Fingerprint
     uses_packed_attention: bool = False  # whether it can use `verification/attention.py`
+    uses_autocast: bool = False  # whether its forward enters autocast, as in a trainer's mixed precision
 
     @property
     def supports_trees(self) -> bool:
@@ -123,41 +129,40 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     config, fingerprint = text_config(model), Fingerprint.of(model)
     reason = why_chains_only(model)
     with reproducible(model):
+        autocast = enters_autocast(model)
         # some layers accept only attention names that they know, so packed attention may fail
         attempts = (True, False) if implementation(config) == REPLACED else (False,)
         for packed in attempts if not reason else ():
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             try:
-                _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1])
-                return TargetFacts(measured_layout(cache), "", fingerprint, packed)
+                _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1], autocast)
+                return TargetFacts(measured_layout(cache), "", fingerprint, packed, autocast)
             except _CannotVerifyError as failure:
                 reason = str(failure)
         try:
-            _probe(ChainTarget(model, ChainCache(config)), [-1, 0, 1, 2])
+            _probe(ChainTarget(model, ChainCache(config)), [-1, 0, 1, 2], autocast)
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
                 "Use plain generate() with this model.",
             ) from failure.__cause__
-    return TargetFacts(None, reason, fingerprint)
+    return TargetFacts(None, reason, fingerprint, uses_autocast=autocast)
 
 
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""Exceptions that a forward raises if it cannot run the probe's inputs."""
 PROBE_TEXTS = 3
 """Number of prompts without padding and of prompts with left padding, if arithmetic is inexact (else one of each)."""
 PROBE_PADDING = 3
 """Left padding in tokens."""
 
 
-def _probe(target: Target, parents: list[int]) -> None:
-    """Prefill, verify four nodes, commit the root and its first child, verify one more; compare with plain steps."""
+def _probe(target: Target, parents: list[int], autocast: bool) -> None:
+    """Prefill, verify four nodes, commit the root and its first child, verify one more; compare with plain steps.
+
+    `autocast`: whether the forward enters autocast, so that float32 weights are not multiplied exactly.
+    """
     model = target.model
     device, config = execution_device(model), text_config(model)
-    exact = model.dtype in (torch.float32, torch.float64) and _multiplies_exactly(device)
+    exact = model.dtype in (torch.float32, torch.float64) and multiplies_exactly(device) and not autocast
     rows = 2 if exact else 2 * PROBE_TEXTS
     tokens = ((torch.arange(17 * rows, device=device) * 7 + 3) % config.vocab_size).view(rows, 17)
     prompt, nodes = tokens.split([13, 4], dim=-1)
@@ -180,7 +185,7 @@ def _probe(target: Target, parents: list[int]) -> None:
             checks.append((f"at node {node} of {parents}", path, logits[:, node]))
         paths = [path for _, path, _ in checks]
         plain = _along_paths(_decode_plainly, model, prompt, mask, nodes, paths)
-        tolerance = EXACT if exact else _rounding(_along_paths(_run_whole, model, prompt, mask, nodes, paths), plain)
+        tolerance = EXACT if exact else _rounding(_along_paths(run_whole, model, prompt, mask, nodes, paths), plain)
         for (place, _, actual), expected in zip(checks, plain, strict=True):
             _compare(actual, expected, tolerance, place)
     except FAILURES as error:
@@ -231,16 +236,6 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
     return (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
 
 
-def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
-    """Return the inputs that `generate()` prepares for the first forward, from a mask `[B, P]` and a cache, if any."""
-    inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
-    if cache is not None:
-        inputs[cache_argument(model)] = cache
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    return inputs
-
-
 def _along_paths(
     run: Callable[[PreTrainedModel, Tensor, Tensor, Tensor], list[Tensor]],
     model: PreTrainedModel, prompt: Tensor, mask: Tensor, nodes: Tensor, paths: list[list[int]],
@@ -253,16 +248,6 @@ def _along_paths(
     tokens = torch.cat([nodes[:, [*path, *path[-1:] * (width - len(path))]] for path in paths])
     logits = run(model, prompt.repeat(len(paths), 1), mask.repeat(len(paths), 1), tokens)
     return [logits[len(path) - 1].chunk(len(paths))[index] for index, path in enumerate(paths)]
-
-
-def _run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by one forward without a cache."""
-    text = torch.cat([prompt, tokens], dim=-1)
-    inputs = first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
-    inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
-    inputs.pop("logits_to_keep", None)  # some models set it to 1
-    logits = model(**inputs, return_dict=True).logits[:, -tokens.shape[1] :].float()
-    return list(logits.unbind(dim=1))
 
 
 def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
@@ -279,27 +264,6 @@ def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens
     return logits
 
 
-@contextmanager
-def reproducible(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode in this block if train mode makes its forwards random or drops the cache.
-
-    The modes of all modules and the random number generators of CPU and model device are restored afterwards.
-    """
-    training = [vars(module) for module in model.modules() if module.training]
-    device = execution_device(model)
-    others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
-        evaluate = bool(training) and (drops_cache(model) or _is_random(model))
-        try:
-            try:
-                _set_training(training, not evaluate)
-                yield
-            finally:
-                _set_training(training, True)
-        finally:  # in case an interrupt arrives at the line above
-            _set_training(training, True)
-
-
 @torch.no_grad()
 def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
     """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers.
@@ -312,7 +276,7 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
         return
     tokens = torch.arange(2, device=execution_device(model))[None]
     with reproducible(model), FeatureTap(model, layers) as tap:
-        _run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
+        run_whole(model, tokens[:, :1], torch.ones_like(tokens[:, :1]), tokens[:, 1:])
         found = tap.shapes()
     expected = [(1, 2, getattr(text_config(model), "hidden_size", None))]
     wrong = {layer: shapes for layer, shapes in found.items() if shapes != expected}
@@ -321,30 +285,3 @@ def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
             f"The drafter needs hidden states of shape {expected[0]}; {type(model).__name__} has, by layer, {wrong}.",
             "Use a drafter that does not read hidden states, such as prompt_lookup.",
         )
-
-
-def _set_training(modules: Sequence[dict[str, Any]], mode: bool) -> None:
-    """Set `training` of all modules in one call to C code, so that an interrupt cannot leave it half done."""
-    deque(map(dict.__setitem__, modules, repeat("training"), repeat(mode)), maxlen=0)
-
-
-def drops_cache(model: nn.Module) -> bool:
-    """Return whether layers use gradient checkpointing in train mode, for which transformers disables the cache."""
-    return any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def _multiplies_exactly(device: torch.device) -> bool:
-    """Return whether a device multiplies float32 matrices in full precision; False if TF32 or the like is enabled."""
-    matrix = torch.arange(64 * 64, dtype=torch.float32, device="cpu").cos().view(64, 64)
-    exact, product = matrix.double() @ matrix.double(), (matrix.to(device) @ matrix.to(device)).cpu().double()
-    return bool((product - exact).norm() < 1e-5 * exact.norm())
-
-
-def _is_random(model: PreTrainedModel) -> bool:
-    """Return whether two forwards over the same tokens differ; False if one of them fails."""
-    tokens = torch.arange(13, device=execution_device(model))[None] % text_config(model).vocab_size
-    try:
-        first, second = (_run_whole(model, tokens, torch.ones_like(tokens), tokens[:, :1])[0] for _ in range(2))
-        return not torch.equal(first, second)
-    except FAILURES:  # the probe reports the failure
-        return False

@@ -1,0 +1,143 @@
+"""Compiled and captured forwards of an attached model and its drafters, kept for as long as they are valid."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.generation.state import KeptProgram, state_of
+from hf_specdec.verification.captured_greedy import CapturedGreedy
+from hf_specdec.verification.compiling import make_runner
+from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.probe import TargetFacts
+from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels, without_autocast
+from hf_specdec.verification.runners import Runner, WeightsVersion
+
+logger = logging.getLogger(__name__)
+
+PAYS_FROM_BYTES = 20 * 10**9
+"""Bytes of weights read by eager decoding (2 to 5 s on two cores) from which a program with CPU kernels pays."""
+
+COMPILING = threading.Lock()
+"""Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
+
+
+def current_program(
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, *, requested: bool = True
+) -> Runner | None:
+    """Return the compiled or captured verify forward, created if none exists for the current weights.
+
+    Args:
+        model: An attached model.
+        facts: The result of the probe.
+        layers: Layers whose hidden states this call's drafter reads.
+        mode: See `make_runner`.
+        requested: Whether the user asked for this mode; a failure is then logged as a warning, otherwise as info.
+
+    Returns:
+        None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
+    """
+    state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
+    with COMPILING:
+        if state.drop_outdated(built_from):
+            name = type(model).__name__
+            logger.info("%s has changed since its forward was compiled; the program is dropped.", name)
+        known = state.programs.get(mode)
+        if known is not None and known.serves(layers):
+            return known.runner
+        layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
+        state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
+        return state.programs[mode].runner
+
+
+def kernels_pay(model: PreTrainedModel, new_tokens: int) -> bool:
+    """Whether a program with the CPU kernels saves more time in this and earlier calls than it takes to make.
+
+    Plain decoding reads all weights once per token, at a few gigabytes per second; making a program takes a few
+    seconds. So it pays once the calls since the model was attached have requested tokens for which `PAYS_FROM_BYTES`
+    of weights are read. Answers may end earlier; then these seconds are lost.
+
+    Args:
+        model: An attached model.
+        new_tokens: Maximum number of new tokens of this call, which are added to those of earlier calls.
+    """
+    state, device = state_of(model), execution_device(model)
+    if device.type != "cpu":
+        return False
+    if state.eager_bytes < PAYS_FROM_BYTES:
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        state.eager_bytes += weights * new_tokens
+    return state.eager_bytes >= PAYS_FROM_BYTES and has_kernels(device, model.dtype)
+
+
+def release_programs(model: Any) -> None:
+    """Release all compiled and captured forwards of a model, and the memory kept for them."""
+    state = state_of(model)
+    with COMPILING:
+        state.programs.clear()
+        state.spare_programs.clear()
+        state.compiled.clear()
+        state.rule = None
+
+
+def captured_rule(model: PreTrainedModel) -> CapturedGreedy:
+    """Return the greedy acceptance rule as captured graphs; create it if the model has none."""
+    state, device = state_of(model), execution_device(model)
+    with COMPILING:
+        if state.rule is None:
+            state.rule = CapturedGreedy(GRAPH_BACKENDS[device.type](device))
+        return state.rule
+
+
+def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
+    """Return the drafter with compiled or captured forwards, built if none exist for the current weights.
+
+    Args:
+        model: An attached model. Call `current_program` first, which drops drafters compiled for earlier weights.
+        drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
+        mode: See `make_runner`.
+    """
+    return drafter.with_parts(lambda part: _compiled_part(model, part, mode))
+
+
+def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode) -> Drafter:
+    kept = state_of(model).compiled.setdefault(drafter, {})
+    built_from = WeightsVersion.of(*(value for value in vars(drafter).values() if isinstance(value, nn.Module)))
+    with COMPILING:
+        known = kept.get(mode)
+        if known is None or known[0] != built_from:
+            try:
+                with persistent_tensors(), without_autocast(execution_device(model)):
+                    other = drafter.compiled(model, mode)
+            except CaptureError as error:
+                logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
+                other = drafter
+            known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
+        return known[1] or drafter
+
+
+def _build(
+    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, requested: bool
+) -> Runner | None:
+    name, begin = type(model).__name__, time.perf_counter()
+    if mode == "inductor":
+        logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
+    try:
+        with without_autocast(execution_device(model)):
+            runner = make_runner(model, facts, layers, mode)
+    except CaptureError as error:
+        how = "captured" if mode == "cuda_graph" else "compiled"
+        level = logging.WARNING if requested else logging.INFO
+        logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
+        return None
+    if mode != "cuda_graph":
+        logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, time.perf_counter() - begin)
+    return runner
