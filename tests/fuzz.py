@@ -317,8 +317,28 @@ def _several(made: Case, rng: random.Random) -> None:
         made.options["num_return_sequences"] = rng.choice([2, 3])
 
 
+def _history(made: Case, rng: random.Random) -> None:
+    """Earlier answers are merged with what the drafter proposes; cases of one model share them."""
+    row = drafters.BY_NAME[made.drafter]
+    if row.fields or row.knows_answers:
+        return
+    method = row.method
+    name = rng.choice([True, "somebody", "per_prompt"])
+    made.speculative |= {"method": "auto", "methods": ["prompt_lookup", method][method == "prompt_lookup" :]}
+    made.speculative |= {"history": name, "adaptive": rng.choice([None, False])}
+
+
+def _ending_rows(made: Case, rng: random.Random) -> None:
+    """Rows that end long before the others leave the batch."""
+    made.options["max_new_tokens"] = 40
+    made.options.pop("max_length", None)
+    made.options["eos_token_id"] = rng.sample(range(3, zoo.VOCAB_SIZE), rng.choice([3, 6, 12]))
+    made.options["pad_token_id"] = 0
+
+
 ADDITIONS = [
-    _simple, _simple, _refusable, _guidance, _outputs, _outputs, _cache, _cache, _embeddings, _constraint, _chunks,
+    _history, _history, _ending_rows, _simple, _simple,
+    _refusable, _guidance, _outputs, _outputs, _cache, _cache, _embeddings, _constraint, _chunks,
     _positions, _processor, _criterion, _stop_strings, _stream, _watermark, _several,
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from hf_specdec.checkpoints.export import export_head
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
+from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter, DraftSession, Needs
 from hf_specdec.drafters.registry import register_drafter
 from hf_specdec.errors import (
@@ -27,6 +28,7 @@ from hf_specdec.trees.draft import Budget, Draft
 
 __all__ = [
     "AdaptiveConfig",
+    "AnswerHistory",
     "AutoSpeculativeModelForCausalLM",
     "Budget",
     "CacheCapacityError",

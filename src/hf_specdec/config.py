@@ -155,8 +155,8 @@ class SpeculativeConfig(ConfigFields):
         trace: Record every step in `stats.trace`, for the plots of `hf_specdec.viz`.
         history: Earlier answers of this model as another source of drafts, for `"auto"` and `"hybrid"`; None uses and
             stores none. True: one history for all calls. A name (such as `"user-42"`): the history of that name, which
-            other names do not see. A list: one name per row. `PER_PROMPT`: one history per prompt, for repeated
-            samples of the same prompts. What is stored: docs/history.md.
+            other names do not see. A list: one name per prompt. `"per_prompt"`: a history for each prompt, for
+            repeated samples of the same prompts. What is stored: docs/history.md.
         draft_window: Tokens of the text that an EAGLE, MTP or block head attends to: the last ones, and the first few.
             None: as long as the texts that the head was trained on, if that is known, otherwise all.
         eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,

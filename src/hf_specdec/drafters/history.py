@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-import torch
+from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.answer_history import AnswerHistory, history_keys, last_tokens
@@ -23,6 +23,7 @@ from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.masks import PromptPadding
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
@@ -73,7 +74,8 @@ class HistoryDrafter(Drafter):
 class _HistorySession(CandidateSession):
     def __init__(self, history: AnswerHistory, of: bool | str | tuple[str, ...], context: DraftContext) -> None:
         self._history, self._device = history, context.roots.device
-        prompts, roots = unpadded_prompts(context)
+        prompts = unpadded_prompts(context.input_ids, context.padding)
+        roots = [root for (root,) in read(context.roots[:, None])[0]]
         self._keys, self._roots = history_keys(of, prompts), roots
         self._texts = [
             AnswerMatches(history.find(key), (*last_tokens(prompt), root))
@@ -102,15 +104,20 @@ class _HistorySession(CandidateSession):
                 self._roots[row] = tokens[-1]
 
 
-def unpadded_prompts(context: DraftContext) -> tuple[list[list[int]], list[int]]:
-    """Return each row's prompt without padding, and its root, on the host."""
-    ids = context.input_ids
-    valid = torch.ones_like(ids, dtype=torch.bool) if context.padding is None else context.padding.valid
-    rows, masks, roots = read(ids, valid, context.roots[:, None])
-    prompts = [
+def unpadded_prompts(input_ids: Tensor, padding: PromptPadding | None) -> list[list[int]]:
+    """Return each row's prompt without padding, on the host.
+
+    Args:
+        input_ids: `[B, P]`.
+        padding: Padding of these columns.
+    """
+    if padding is None:
+        (rows,) = read(input_ids)
+        return rows
+    rows, masks = read(input_ids, padding.valid)
+    return [
         [token for token, keep in zip(row, mask, strict=True) if keep] for row, mask in zip(rows, masks, strict=True)
     ]
-    return prompts, [root for (root,) in roots]
 
 
 class AnswerMatches(Candidates):
@@ -129,13 +136,13 @@ class AnswerMatches(Candidates):
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
-        if self.automaton is not None:
-            for token in tokens:
-                self.start = self.follow(self.start, token)
+        for token in tokens:
+            self.start = self.follow(self.start, token) or self.start
 
-    def follow(self, place: Match, token: int) -> Match:
-        """Return the longest match after one more token."""
-        assert self.automaton is not None
+    def follow(self, place: Match, token: int) -> Match | None:
+        """Return the longest match after one more token; None without answers."""
+        if self.automaton is None:
+            return None
         return Match(*self.automaton.follow(place.state, place.length, token))
 
     def after(self, place: Match) -> Sequence[Candidate]:

@@ -16,17 +16,18 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import decode, options
+from hf_specdec.generation.call import prepare_call
 from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.head_loading import head_drafter
+from hf_specdec.generation.histories import answer_history, check_names, remember_answers
 from hf_specdec.generation.model_programs import release_programs
 from hf_specdec.generation.plan import (
     Request,
-    controller_of,
     is_distributed,
     plan_call,
     plan_of,
@@ -38,7 +39,6 @@ from hf_specdec.generation.state import SWAP, add_drafter, state_of
 from hf_specdec.generation.stored_default import check_batch_arguments, note_continuous_batching, storable
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.transformers_private import has_unfinished, pad_token_id
 from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument
@@ -115,6 +115,12 @@ class SpeculativeGenerationMixin:
     def last_speculation(self) -> SpeculationStats | None:
         """Statistics of the last speculative `generate()` on this model; None before the first."""
         return state_of(self).last
+
+    @property
+    def answer_history(self) -> AnswerHistory:
+        """Earlier answers of calls with `history` set, which such calls draft from; see `AnswerHistory`."""
+        model: Any = self
+        return answer_history(model)
 
     def load_drafter(
         self, repo_or_path: str | Path | DraftHead, *, name: str | None = None, revision: str | None = None,
@@ -280,6 +286,7 @@ class SpeculativeGenerationMixin:
                 "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
             )
         options.check_chain(generation_config, plan.facts.chain_only_reason)
+        check_names(plan.config, batch_size, rows)
         plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)
         if plan.runner is not None:  # measure before this call takes the cache memory that the runner keeps
             step_costs_of(plan, model, rows, max_cache_length, synced_gpus=is_distributed())
@@ -305,42 +312,11 @@ class SpeculativeGenerationMixin:
                 **model_kwargs,
             )  # fmt: skip
         model: Any = self
-        assert plan.target is not None
-        options.check_processors(logits_processor, plan.config)
-        options.check_device(input_ids, model)
-        options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
-        options.check_synced(synced_gpus, plan.target.needs_replay)
-        device = input_ids.device
-        returns_dict = bool(generation_config.return_dict_in_generate)
-        returns_cache = returns_dict or plan.target.is_adopted
-        transcript = Transcript(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            max_length=generation_config.max_length,
-            do_sample=generation_config.do_sample,
-            # rows of different lengths would need a final forward that other ranks do not run
-            lockstep=plan.target.lockstep
-            or (synced_gpus and returns_cache)
-            or options.in_lockstep(generation_config, logits_processor, stopping_criteria),
-            keep_scores=returns_dict and bool(generation_config.output_scores),
-            keep_logits=returns_dict and bool(generation_config.output_logits),
-            pad_token_id=pad_token_id(generation_config),
-        )
-        call = decode.Call(
-            target=plan.target,
-            drafter=plan.drafter,
-            controller=controller_of(plan, model, input_ids.shape[0], input_ids.shape[1], synced_gpus=synced_gpus),
-            rule=plan.rule,
-            config=plan.config,
-            input_ids=input_ids,
-            generation_config=generation_config,
-            model_kwargs=model_kwargs,
-            streamer=streamer,
-            has_unfinished=lambda finished: has_unfinished(model, finished, synced_gpus, device),
-            returns_cache=returns_cache,
-            layer_outputs=plan.layer_outputs,
-        )
+        call, transcript = prepare_call(
+            model, plan, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
+            model_kwargs,
+        )  # fmt: skip
         output = decode.speculate(call, transcript)
         state_of(self).last = output.speculation
-        return output if returns_dict else output.sequences
+        remember_answers(model, call, transcript)
+        return output if generation_config.return_dict_in_generate else output.sequences

@@ -29,8 +29,9 @@ from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
+from hf_specdec.generation.histories import answer_history
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
-from hf_specdec.generation.state import answer_history, current_costs, current_facts, rebind_if_changed, state_of
+from hf_specdec.generation.state import current_costs, current_facts, rebind_if_changed, state_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER

@@ -25,7 +25,6 @@ from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
@@ -186,14 +185,6 @@ def state_of(model: Any) -> SpeculationState:
     """Return the model's `SpeculationState`; add one if it has none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
-
-
-def answer_history(model: PreTrainedModel) -> AnswerHistory:
-    """Return the history of the model's answers; create an empty one if it has none."""
-    state = state_of(model)
-    if state.history is None:
-        state.history = AnswerHistory(vocab_size=num_embedded_tokens(model))
-    return state.history
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:

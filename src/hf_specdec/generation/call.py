@@ -1,0 +1,67 @@
+"""Check the prompt of a planned call, and create what the decoding loop needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.generation import options
+from hf_specdec.generation.decode import Call
+from hf_specdec.generation.histories import check_token_ids
+from hf_specdec.generation.plan import Plan, controller_of
+from hf_specdec.transformers_private import has_unfinished, pad_token_id
+
+
+def prepare_call(
+    model: PreTrainedModel, plan: Plan, input_ids: Tensor, logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, synced_gpus: bool,
+    streamer: BaseStreamer | None, model_kwargs: dict[str, Any],
+) -> tuple[Call, Transcript]:  # fmt: skip
+    """Return the call and an empty transcript, given the arguments of transformers' decoding loop.
+
+    Raises:
+        UnsupportedGenerationError: Processors, prompt or options cannot be combined with speculation.
+    """
+    target = plan.target
+    assert target is not None
+    options.check_processors(logits_processor, plan.config)
+    options.check_device(input_ids, model)
+    options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
+    check_token_ids(plan.config, input_ids.shape[1])
+    options.check_synced(synced_gpus, target.needs_replay)
+    device, (rows, width) = input_ids.device, input_ids.shape
+    returns_dict = bool(generation_config.return_dict_in_generate)
+    returns_cache = returns_dict or target.is_adopted
+    transcript = Transcript(
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        max_length=generation_config.max_length,
+        do_sample=generation_config.do_sample,
+        # rows of different lengths would need a final forward that other ranks do not run
+        lockstep=target.lockstep
+        or (synced_gpus and returns_cache)
+        or options.in_lockstep(generation_config, logits_processor, stopping_criteria),
+        keep_scores=returns_dict and bool(generation_config.output_scores),
+        keep_logits=returns_dict and bool(generation_config.output_logits),
+        pad_token_id=pad_token_id(generation_config),
+    )
+    call = Call(
+        target=target,
+        drafter=plan.drafter,
+        controller=controller_of(plan, model, rows, width, synced_gpus=synced_gpus),
+        rule=plan.rule,
+        config=plan.config,
+        input_ids=input_ids,
+        generation_config=generation_config,
+        model_kwargs=model_kwargs,
+        streamer=streamer,
+        has_unfinished=lambda finished: has_unfinished(model, finished, synced_gpus, device),
+        returns_cache=returns_cache,
+        layer_outputs=plan.layer_outputs,
+    )
+    return call, transcript

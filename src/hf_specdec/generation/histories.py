@@ -1,0 +1,69 @@
+"""The history of a model's answers: which rows use which one, and what a call adds to it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.config import PER_PROMPT, SpeculativeConfig
+from hf_specdec.drafters.answer_history import AnswerHistory, history_keys
+from hf_specdec.drafters.history import unpadded_prompts
+from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.generation.decode import Call
+from hf_specdec.generation.state import state_of
+from hf_specdec.verification.model import num_embedded_tokens
+
+
+def answer_history(model: PreTrainedModel) -> AnswerHistory:
+    """Return the history of the model's answers; create an empty one if it has none."""
+    state = state_of(model)
+    if state.history is None:
+        state.history = AnswerHistory(vocab_size=num_embedded_tokens(model))
+    return state.history
+
+
+def check_names(config: SpeculativeConfig, num_prompts: int, num_rows: int) -> None:
+    """Check that a list of names has one for each prompt, or one for each row.
+
+    Args:
+        config: Config of the call.
+        num_prompts: Prompts of the call.
+        num_rows: Rows of the call: several per prompt with `num_return_sequences`.
+
+    Raises:
+        InvalidConfigError: It has another length.
+    """
+    names = config.history
+    if isinstance(names, tuple) and len(names) not in (num_prompts, num_rows):
+        raise InvalidConfigError(
+            f"`history` has {len(names)} names, but there are {num_prompts} prompts.", "Give one name for each prompt."
+        )
+
+
+def remember_answers(model: PreTrainedModel, call: Call, transcript: Transcript) -> None:
+    """Add the answers of a call to the history that its config names; add nothing without one."""
+    if call.config.history is None:
+        return
+    padding, width = call.target.padding, call.input_ids.shape[1]
+    prompts = unpadded_prompts(call.input_ids, None if padding is None else padding.last(width))
+    history, keys = answer_history(model), history_keys(call.config.history, prompts)
+    for row, key in enumerate(keys):
+        answer = transcript.new_tokens[row][: transcript.num_generated[row]]
+        history.add(answer, key, prompts[row])
+
+
+def check_token_ids(config: SpeculativeConfig, width: int) -> None:
+    """Refuse one history per prompt if prompts have no token ids.
+
+    Args:
+        config: Config of the call.
+        width: Columns of `input_ids`.
+
+    Raises:
+        UnsupportedGenerationError: `history` is `PER_PROMPT`, and prompts are given as embeddings only.
+    """
+    if config.history == PER_PROMPT and width == 0:
+        raise UnsupportedGenerationError(
+            f"history={PER_PROMPT!r} needs the prompts' token ids, got only inputs_embeds.",
+            "Pass input_ids as well, or give the history a name.",
+        )
