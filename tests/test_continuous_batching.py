@@ -101,7 +101,7 @@ def test_a_peft_model_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("speculative", ["auto", {"method": "auto", "history": "per_prompt"}])
 def test_plain_transformers_loads_and_ignores_a_stored_default(model: Any, speculative: Any, tmp_path: Path) -> None:
-    """Without this package, as `transformers serve` loads it; what plain transformers saves keeps the default."""
+    """As `transformers serve` loads it, without this package; saved again, the default is still there."""
     plain = one_by_one(model, speculative=None)
     model.generation_config.speculative = speculative
     model.save_pretrained(tmp_path / "one")

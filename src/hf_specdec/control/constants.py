@@ -124,8 +124,9 @@ STALE_WEIGHT = 0.4
 """Maximum weight that a pause gives the next query in the average gain: the text may have changed in the meantime."""
 
 FADED_QUERIES = 4
-"""Queries that count as made when the target's weights have changed. The known gain then has the weight of this number
-of new ones: after a large change, a dozen queries show that a head has become useless."""
+"""Queries that count as made when the target's weights have changed, so that new ones get more weight. After a change
+that makes a good head useless, it is left out after about 25 queries instead of 37; with a smaller number, a trainer's
+usual small changes would make the gain of a good head uncertain in every call."""
 
 PRIOR_GAIN = 1.5
 """Assumed gain of an unknown head, in accepted tokens per row and step, if none are expected from the free sources. If

