@@ -48,12 +48,12 @@ def byte_level(size: int = 320) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 
-def sentencepiece(merges: int = 30) -> PreTrainedTokenizerFast:
+def sentencepiece() -> PreTrainedTokenizerFast:
     """A SentencePiece-like BPE: "▁" for spaces, byte tokens for what it cannot spell, `<s>` before every text."""
     special = ["<unk>", "<s>", "</s>", "<|turn|>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz,"]
     pairs = [("t", "h"), ("th", "e"), ("▁", "the"), ("s", "m"), ("sm", "al"), ("a", "l"), ("smal", "l"),
-             ("▁", "small"), ("f", "o"), ("fo", "x"), ("▁", "fox"), ("m", "o"), ("d", "r"), ("▁", "dr")][:merges]  # fmt: skip
+             ("▁", "small"), ("f", "o"), ("fo", "x"), ("▁", "fox"), ("m", "o"), ("d", "r"), ("▁", "dr")]  # fmt: skip
     pieces += [left + right for left, right in pairs]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, byte_fallback=True, unk_token="<unk>"))

@@ -45,8 +45,9 @@ MAX_PADDING_ROWS = 1024
 """Rows by which an assistant's embedding may be smaller than the target's vocabulary if no tokenizers are given.
 Models with the same tokenizer differ in rows that no token uses, because vocabularies are padded to multiples of up to
 1,024 (Qwen2.5: 151,936 and 152,064 rows)."""
-MIN_SHARE = 0.02
-"""Fraction of the target's tokens that an assistant with another tokenizer must share."""
+MIN_SHARE = 0.01
+"""Fraction of the target's tokens that an assistant with another tokenizer must share. With the most frequent 1% of the
+tokens, it could draft 45% (of 49,152 tokens) to 60% (of 262,144) of the tokens in English questions; with 0.1%, 25%."""
 
 
 class DraftModelDrafter(Drafter):
