@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_specdec.verification.memory import persistent_tensors
 
 KEPT_TRANSLATIONS = 4
-"""Maximum number of translations kept between calls, one per pair of tokenizers (about 100 MB for 260,000 tokens)."""
+"""Maximum number of translations kept between calls, one per pair of tokenizers (about 50 MB for 260,000 tokens)."""
 
 SENTENCEPIECE_SPACE, BYTE_LEVEL_SPACE = "▁", "Ġ"
 SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
