@@ -356,8 +356,10 @@ def test_assistants_that_do_not_fit() -> None:
     small = pard_assistant("llama")
     small.resize_token_embeddings(64)
     small.config.pard_token = 63
-    with pytest.raises(DrafterMismatchError, match="the assistant of 'pard' must have the target's tokenizer"):
-        model.add_drafter(PardDrafter(small))
+    large = noisy("llama")
+    large.resize_token_embeddings(1089)
+    with pytest.raises(DrafterMismatchError, match="1024 are missing: the assistant of 'pard' has another tokenizer"):
+        SpeculativeGenerationMixin.attach(large).add_drafter(PardDrafter(small))
     for fields in ({"spd_type": "pard2"}, {"pard2": True}):
         assistant = pard_assistant("llama")
         for name, value in fields.items():

@@ -25,25 +25,30 @@ def num_embeddings(model: PreTrainedModel) -> int:
     return int(getattr(model.get_input_embeddings(), "num_embeddings", 0) or text_config(model).vocab_size)
 
 
+def num_known_tokens(model: PreTrainedModel) -> int:
+    """Return the number of token ids that a model can both embed and predict."""
+    size = num_embeddings(model)
+    return min(size, int(getattr(model.get_output_embeddings(), "out_features", size)))
+
+
 class AssistantReader:
     """Runs the assistant on some rows of a batch; its cache holds their text, followed by the nodes being drafted.
 
     Args:
         target: The assistant, with an empty cache.
         prompt: `[R, P]` ids.
-        mask: `[R, P]` long, 0 at padding.
-        roots: `[R]` first emitted tokens.
+        mask: `[R, P]` long, 0 at padding, which is on the left.
 
     Attributes:
         device: The assistant's device, on which logits are returned.
     """
 
-    def __init__(self, target: Target, prompt: Tensor, mask: Tensor, roots: Tensor) -> None:
+    def __init__(self, target: Target, prompt: Tensor, mask: Tensor) -> None:
         self._target, self.device = target, execution_device(target.model)
         self._largest_id = num_embeddings(target.model) - 1
         self._prompt: tuple[Tensor, Tensor] | None = (prompt.to(self.device), mask.to(self.device))
-        self._pending = roots.to(self.device)[:, None]
-        self._counts = [1] * len(roots)
+        self._pending = self._prompt[0][:, :0]
+        self._counts = [0] * len(prompt)
         self._last: Tensor | None = None  # [R, V] after the text
         self._drafted: TokenTree | None = None
 
@@ -63,8 +68,8 @@ class AssistantReader:
             mask_token: Their id.
 
         Returns:
-            Logits `[R, 1 + num_masks, V]` after the text, then after each mask; the former are also valid in rows
-            without new text.
+            Logits `[R, 1 + num_masks, V]` after the text, then after each mask; all are also valid in rows without new
+            text.
         """
         if self._prompt is not None:
             self._read_prompt(*self._prompt)
@@ -113,7 +118,7 @@ class AssistantReader:
             self._drafted = None
 
     def _verify(self, tree: TokenTree, known: int = 0) -> Tensor:
-        # only ids beyond the target's config.vocab_size, which are placeholders, can exceed the assistant's embedding
+        # ids that the assistant does not embed are placeholders or padding rows of the target's embedding
         ids = tree.tokens.clamp(0, self._largest_id)
         tree = TokenTree(ids, tree.parents, max_depth=tree.max_depth)
         return self._target.extend(tree, known).to(self.device)
@@ -123,7 +128,8 @@ class AssistantReader:
         inputs = first_inputs(model, mask, self._target.cache)
         if supports_logits_to_keep(model):
             inputs["logits_to_keep"] = 1
-        self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
+        prefilled = self._target.prefill(ids.clamp(max=self._largest_id), GenerationConfig(), inputs)
+        self._last = prefilled.logits[:, -1].to(self.device)
 
     def _keep(self, chain: TokenTree, path: Tensor) -> None:
         """Commit the first nodes of a verified chain, whose indices are `path` `[R, P]`, padded with -1."""

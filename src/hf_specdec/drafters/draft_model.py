@@ -1,4 +1,4 @@
-"""Draft-model drafting: a small model with the target's tokenizer, the assistant, drafts a tree or a sampled chain.
+"""Draft-model drafting: a small language model, the assistant, drafts a tree or a sampled chain.
 
 Sources: Leviathan et al. (https://arxiv.org/abs/2211.17192) and Chen et al. (https://arxiv.org/abs/2302.01318) for
 chains, EAGLE-2 (https://arxiv.org/abs/2406.16858) for trees. Emitted tokens are committed to the assistant's cache at
@@ -12,18 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
+from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_known_tokens
+from hf_specdec.drafters.assistant_text import AssistantText
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
+from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.growth import Level, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.fingerprint import Fingerprint
-from hf_specdec.verification.model import text_config
+from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
@@ -39,15 +42,25 @@ many forwards, with more tokens in each and in the target's: it pays only if the
 small batch sizes."""
 DEFAULT_NUM_NODES = 16
 """Default nodes of a tree (`top_k` greater than 1), root included."""
+MAX_PADDING_ROWS = 1024
+"""Rows by which an assistant's embedding may be smaller than the target's vocabulary if no tokenizers are given.
+Models with the same tokenizer differ in rows that no token uses, because vocabularies are padded to multiples of up to
+1,024 (Qwen2.5: 151,936 and 152,064 rows)."""
+MIN_SHARE = 0.01
+"""Fraction of the target's tokens that an assistant with another tokenizer must share. The most frequent 1% are 45%
+(of 49,152 tokens) to 60% (of 262,144) of the tokens in English questions: with fewer, most drafts end at once."""
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a small causal language model that has the target's tokenizer.
+    """Drafts with a small causal language model, which may have another tokenizer than the target.
 
     Config fields: `num_steps` (default 5, or `num_draft_tokens - 1` for a chain), `top_k` (default 1, a chain),
     `num_draft_tokens` (default: `num_steps + 1` for a chain, 16 for a tree), `tree` (None or `"dynamic"`). An
     assistant that cannot verify trees (recurrent state) drafts chains for any `top_k`, and processes a batch row by
     row if its rows may keep different numbers of tokens. No draft exceeds its `max_position_embeddings`.
+
+    With another tokenizer, only tokens that both have are drafted (see `drafters/token_translation.py`); all other
+    tokens of the text are spelled in the assistant's tokens.
 
     With `sample=True` the output has the target's distribution, but a seed does not reproduce plain `generate()`'s
     tokens; otherwise the output does not depend on the assistant. The assistant is not modified and may be unattached.
@@ -56,6 +69,11 @@ class DraftModelDrafter(Drafter):
         assistant: Any decoder-only transformers model that can verify trees or chains, on any device.
         sample: Draw a chain from the assistant's softmax (of raw logits over the target's vocabulary) and return the
             distributions, for acceptance by `"rejection"` or `"block"`. False drafts the most likely tokens.
+        tokenizer, assistant_tokenizer: The tokenizers of target and assistant, both or neither. None: the assistant
+            has the target's tokenizer.
+
+    Raises:
+        InvalidConfigError: Only one of the tokenizers is given.
 
     Attributes:
         default_num_steps: `num_steps` if the config leaves it and `num_draft_tokens` None.
@@ -64,16 +82,24 @@ class DraftModelDrafter(Drafter):
     method = "draft_model"
     default_num_steps = DEFAULT_NUM_STEPS
 
-    def __init__(self, assistant: PreTrainedModel, *, sample: bool = False) -> None:
+    def __init__(
+        self, assistant: PreTrainedModel, *, sample: bool = False, tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        if (tokenizer is None) != (assistant_tokenizer is None):
+            raise InvalidConfigError(
+                f"Only `{'assistant_tokenizer' if tokenizer is None else 'tokenizer'}` is given.",
+                "Pass both `tokenizer` and `assistant_tokenizer`, or neither if they are the same.",
+            )
         self.assistant, self.sample = assistant, sample
+        self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
         self._facts: TargetFacts | None = None
 
-    @classmethod
-    def reuse(cls, known: Drafter | None, assistant: PreTrainedModel, *, sample: bool) -> DraftModelDrafter:
-        """Return `known` if it drafts with this assistant in the same way, otherwise a new drafter."""
-        if isinstance(known, cls) and known.assistant is assistant and known.sample == sample:
-            return known
-        return cls(assistant, sample=sample)
+    def or_known(self, known: Drafter | None) -> Drafter:
+        """Return `known` if it drafts in the same way with the same models and tokenizers, otherwise this drafter."""
+        parts = ("assistant", "tokenizer", "assistant_tokenizer", "sample")
+        same = type(known) is type(self) and all(getattr(known, part) is getattr(self, part) for part in parts)
+        return known if known is not None and same else self
 
     def __repr__(self) -> str:
         name = getattr(self.assistant, "name_or_path", "") or "this process"
@@ -97,10 +123,11 @@ class DraftModelDrafter(Drafter):
         return facts
 
     def bind(self, model: PreTrainedModel) -> None:
-        """Check the assistant's vocabulary size, and that it can verify trees or chains.
+        """Check that the assistant knows the target's tokens or enough of them, and can verify trees or chains.
 
         Raises:
-            DrafterMismatchError: The assistant is the target itself, or has a smaller vocabulary.
+            DrafterMismatchError: The assistant is the target itself, has a smaller vocabulary, or its tokenizer shares
+                too few tokens with the target's.
             UnsupportedModelError: The assistant can verify neither trees nor chains.
         """
         if self.assistant is model:
@@ -109,15 +136,32 @@ class DraftModelDrafter(Drafter):
                 "Pass a smaller model with the same tokenizer.",
             )
         _ = self.facts
-        size, wanted = num_embeddings(self.assistant), int(text_config(model).vocab_size)
-        if size < wanted:
+        if self.tokenizer is None:
+            self._check_size(model)
+            return
+        translation = self.translation(model)
+        if translation is not None and translation.share < MIN_SHARE:
             raise DrafterMismatchError(
-                f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}: the "
-                f"assistant of {self.method!r} must have the target's tokenizer.",
-                "Pass an assistant of the same model family. For another tokenizer, use transformers' universal "
-                "assisted decoding: model.generate(..., assistant_model=..., tokenizer=..., "
-                "assistant_tokenizer=...) without `speculative`.",
+                f"The tokenizers share {len(translation.shared)} tokens, {translation.share:.1%} of the tokens of "
+                f"{type(model).__name__}, and an assistant drafts only shared ones (at least {MIN_SHARE:.0%} needed).",
+                'Use another assistant, or a method without one, such as speculative="prompt_lookup".',
             )
+
+    def _check_size(self, model: PreTrainedModel) -> None:
+        size, wanted = num_embeddings(self.assistant), int(text_config(model).vocab_size)
+        if size < wanted - MAX_PADDING_ROWS:
+            raise DrafterMismatchError(
+                f"{type(self.assistant).__name__} embeds {size} tokens, {type(model).__name__} has {wanted}. More "
+                f"than {MAX_PADDING_ROWS} are missing: the assistant of {self.method!r} has another tokenizer.",
+                "Also pass tokenizer= and assistant_tokenizer=, or an assistant of the same model family.",
+            )
+
+    def translation(self, model: PreTrainedModel) -> TokenTranslation | None:
+        """Return the translation from a target's tokens to the assistant's; None if it knows them by the same ids."""
+        if self.tokenizer is None:
+            return None
+        sizes = target_sizes(model)[0], num_known_tokens(self.assistant)
+        return translation_between(self.tokenizer, self.assistant_tokenizer, *sizes)
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of the largest tree or chain.
@@ -187,22 +231,21 @@ class DraftModelSession(DraftSession):
 
     def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
+        translation, device = drafter.translation(target.model), execution_device(assistant)
         self._drafter, self._roots = drafter, context.roots
         # the cache of an assistant that verifies only chains requires rows of equal length
-        together = facts.supports_trees or target.lockstep
+        together = facts.supports_trees or (target.lockstep and translation is None)
         self._rows = [slice(0, batch_size)] if together else [slice(row, row + 1) for row in range(batch_size)]
-        ids, padding = context.input_ids, context.padding
-        mask = torch.ones_like(ids) if padding is None else padding.valid.to(ids)
+        self._text = AssistantText(translation)
+        prompts = [self._text.prompt(context, rows) for rows in self._rows]
         self._readers = [
-            AssistantReader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids[rows], mask[rows], context.roots[rows])
-            for rows in self._rows
+            AssistantReader(facts.new_target(assistant, 0, RESERVED_SLOTS), ids, mask) for ids, mask in prompts
         ]
-        self._longest = ids.shape[1] + 1  # upper bound of the number of tokens in a row
+        self._longest = max(ids.shape[1] for ids, _ in prompts)  # upper bound of the number of tokens in a row
+        self._read(context.roots[:, None], None)
         self._max_length: int | None = getattr(text_config(assistant), "max_position_embeddings", None)
-        head, self._vocab_size = target.model.get_output_embeddings(), int(text_config(target.model).vocab_size)
-        self._width = int(getattr(head, "out_features", self._vocab_size))  # V of the target's logits
-        self._vocab_size = min(self._vocab_size, self._width)
-        self._limits = replace(limits, top_k=min(limits.top_k, self._vocab_size))
+        self._vocabulary = DraftVocabulary.of(target.model, assistant, translation, device)
+        self._limits = replace(limits, top_k=min(limits.top_k, self._vocabulary.size))
 
     def propose(self, budget: Budget) -> Draft:
         """See `DraftSession.propose`; a plain draft if a longer one would exceed the assistant's positions."""
@@ -230,10 +273,22 @@ class DraftModelSession(DraftSession):
     def observe(self, step: Step) -> None:
         """See `DraftSession.observe`."""
         acceptance = step.acceptance
-        for reader, rows in zip(self._readers, self._rows, strict=True):
-            reader.add(acceptance.tokens[rows], acceptance.counts[rows])
-        self._longest += max(acceptance.counts)
+        self._read(acceptance.tokens, acceptance.emitted)
         self._roots = acceptance.next_token
+
+    def _read(self, tokens: Tensor, emitted: Sequence[Sequence[int]] | None) -> None:
+        """Queue emitted tokens `[B, P]`, padded with -1, for the readers.
+
+        Args:
+            tokens: The tokens.
+            emitted: The same on the host, without padding; None if they have not been read.
+        """
+        longest = 0
+        for reader, rows in zip(self._readers, self._rows, strict=True):
+            ids, counts = self._text.emitted(tokens[rows], None if emitted is None else emitted[rows])
+            reader.add(ids, counts)
+            longest = max(longest, *counts)
+        self._longest += longest
 
     def _grow_tree(self, reader: AssistantReader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """Grow a tree of the most likely tokens; `logits` `[R, V]` are the assistant's after the roots."""
@@ -242,32 +297,35 @@ class DraftModelSession(DraftSession):
         def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
             first = (depth - 2) * width  # index of the first node of the level above among the appended nodes
             parents = parent_index + first if depth > 1 else torch.full_like(parent_index, ROOT_PARENT)
-            return self._score(reader.extend(tokens, parents, depth), width)
+            return self._score(reader.extend(self._vocabulary.assistant_tokens(tokens), parents, depth), width)
 
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """Return the `Level` of K nodes: their `top_k` likeliest children in the target's vocabulary.
+        """Return the `Level` of K nodes: their `top_k` likeliest children that may be drafted.
 
         Args:
             logits: `[R, K, V]` of the assistant after the nodes.
             top_k: Children per node.
         """
         # rounding could give values above 0, but no child may score above its parent
-        log_probs = logits[..., : self._vocab_size].float().log_softmax(-1).clamp(max=0)
-        return Level(logits, *log_probs.topk(top_k, dim=-1))
+        log_probs = self._vocabulary.narrowed(logits).float().log_softmax(-1).clamp(max=0)
+        values, index = log_probs.topk(top_k, dim=-1)
+        return Level(logits, values, self._vocabulary.target_tokens(index))
 
     def _draw_chain(self, reader: AssistantReader, roots: Tensor, logits: Tensor, budget: Budget) -> Draft:
         """Draw a chain and keep each draw's distribution; `logits` `[R, V]` are the assistant's after the roots."""
+        known = self._vocabulary
         tokens, drawn_from, log_probs = [roots[:, None]], [], [torch.zeros_like(roots[:, None], dtype=torch.float32)]
         for depth in range(1, budget.num_steps + 1):
-            probs = logits[:, : self._vocab_size].float().softmax(-1)
-            token = torch.multinomial(probs, num_samples=1)
+            probs = known.narrowed(logits).float().softmax(-1)
+            index = torch.multinomial(probs, num_samples=1)
+            token = known.target_tokens(index)
             tokens.append(token)
-            drawn_from.append(nn.functional.pad(probs, (0, self._width - probs.shape[1])))
-            log_probs.append(probs.gather(1, token).log().clamp(max=0))
+            drawn_from.append(known.spread(probs))
+            log_probs.append(probs.gather(1, index).log().clamp(max=0))
             if depth < budget.num_steps:
-                logits = reader.extend(token, torch.full_like(token, depth - 2), depth)[:, 0]
+                logits = reader.extend(known.assistant_tokens(token), torch.full_like(token, depth - 2), depth)[:, 0]
         drawn_from.append(torch.zeros_like(drawn_from[0]))  # no draw after the last node
         chain = torch.cat(tokens, dim=-1)
         parents = torch.arange(ROOT_PARENT, budget.num_steps, device=chain.device).expand_as(chain)

@@ -1,4 +1,4 @@
-"""PARD drafting: a small model with the target's tokenizer drafts several tokens in one forward.
+"""PARD drafting: a small model, the assistant, drafts several tokens in one forward.
 
 Source: PARD (https://arxiv.org/abs/2504.18583, https://github.com/AMD-AGI/PARD). The assistant is an ordinary language
 model, fine-tuned to predict the next tokens at mask tokens that follow the text. Its config names the mask token.
@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.pard import MASK_FIELDS, PARD_2, PARD_2_HINT, mask_token_in, needs_features
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
@@ -43,18 +42,14 @@ class PardDrafter(DraftModelDrafter):
     Args:
         assistant: A decoder-only transformers model whose config has `pard_token` (or `ptd_token_id`), on any device.
             It must be able to verify trees; PARD-2, which reads hidden states of the target, is not supported.
+        tokenizer, assistant_tokenizer: See `DraftModelDrafter`.
     """
 
     method = "pard"
     default_num_steps = DEFAULT_NUM_STEPS
 
-    def __init__(self, assistant: PreTrainedModel) -> None:
-        super().__init__(assistant)
-
-    @classmethod
-    def reuse(cls, known: Drafter | None, assistant: PreTrainedModel, *, sample: bool = False) -> PardDrafter:
-        """Return `known` if it drafts with this assistant, otherwise a new drafter; it never samples."""
-        return known if isinstance(known, cls) and known.assistant is assistant else cls(assistant)
+    def __init__(self, assistant: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:
+        super().__init__(assistant, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
 
     @property
     def mask_token(self) -> int:
@@ -119,11 +114,10 @@ class _PardSession(DraftModelSession):
     ) -> None:
         super().__init__(drafter, target, context, limits)
         self._mask_token = mask_token
-        num_tokens = self._vocab_size - (mask_token < self._vocab_size)  # that may be drafted
+        num_tokens = self._vocabulary.num_without(mask_token)
         self._limits = replace(self._limits, top_k=min(self._limits.top_k, num_tokens))
 
     def _draft(self, reader: AssistantReader, roots: Tensor, budget: Budget) -> Draft:
-        logits = reader.read(budget.num_steps - 1, self._mask_token)[..., : self._vocab_size]
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        logits = torch.where(ids == self._mask_token, -torch.inf, logits)
-        return likeliest_nodes(roots, *best_children(logits, budget.top_k), budget)
+        logits = self._vocabulary.narrowed(reader.read(budget.num_steps - 1, self._mask_token))
+        log_probs, index = best_children(self._vocabulary.without(logits, self._mask_token), budget.top_k)
+        return likeliest_nodes(roots, log_probs, self._vocabulary.target_tokens(index), budget)

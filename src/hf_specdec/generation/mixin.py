@@ -21,6 +21,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import decode, options
+from hf_specdec.generation.assisted import Assistant
 from hf_specdec.generation.call import prepare_call
 from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.head_loading import head_drafter
@@ -91,12 +92,12 @@ class SpeculativeGenerationMixin:
         """Generate as transformers does, and register the call as running, so that other threads cannot detach.
 
         `cache=` works with every supported version of transformers, which calls it `past_key_values` before 5.24.
-        With `speculative`, this package drafts with `assistant_model`; transformers does not see it.
+        With `speculative`, this package drafts with `assistant_model` and takes `assistant_tokenizer`.
         """
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
         if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
-            kwargs["speculative"] = Request(kwargs["speculative"], kwargs.pop("assistant_model"))
+            kwargs["speculative"] = Request(kwargs["speculative"], Assistant.taken_from(kwargs))
         with SWAP:
             running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
         if running is None:  # detached by another thread since the call began

@@ -102,11 +102,6 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             f"`prefill_chunk_size` must be an integer >= 1, got {chunk!r}.",
             "Use None to process the prompt at once.",
         )
-    if mode_kwargs.get("assistant_model") is not None:
-        raise UnsupportedGenerationError(
-            "`assistant_model` is ambiguous if `speculative` is only stored in the generation config.",
-            'Also pass speculative="draft_model", or speculative=None for the assisted generation of transformers.',
-        )
     if config.use_cache is False:
         raise UnsupportedGenerationError("`speculative` needs the KV cache, got use_cache=False.", "Drop one of them.")
     if config.cache_implementation not in (None, "dynamic", "static"):

@@ -15,20 +15,18 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specdec.acceptance.rules import AcceptanceRule, greedy
-from hf_specdec.checkpoints.pard import drafts_in_parallel
-from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
+from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts, verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import limits_of
-from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.history import HistoryDrafter
-from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.generation import options
+from hf_specdec.generation.assisted import Assistant, assisted_drafters, check_no_assistant
 from hf_specdec.generation.histories import answer_history
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
 from hf_specdec.generation.state import current_costs, current_facts, rebind_if_changed, state_of
@@ -41,9 +39,6 @@ from hf_specdec.verification.plain import ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
-
-ASSISTED, PARD = "draft_model", "pard"
-"""Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +56,10 @@ WARM_UP_TOKENS = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of `generate()` that select the drafter: `speculative=` and the assistant model, if any."""
+    """The arguments of `generate()` that select the drafter: `speculative=` and the assistant, if any."""
 
     speculative: Any
-    assistant: Any = None
+    assistant: Assistant | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +100,10 @@ def plan_call(
     """
     config, state = SpeculativeConfig.of(request.speculative), state_of(model)
     options.check_mode(mode, generation_config, mode_kwargs)
+    check_no_assistant(mode_kwargs)
     registered = state.drafters
     if request.assistant is not None:
-        registered = {**registered, **_assisted(request.assistant, config, generation_config, state.made)}
+        registered = {**registered, **assisted_drafters(request.assistant, config, generation_config, state.made)}
     history = None if config.history is None else HistoryDrafter(answer_history(model), config.history)
     drafter = choose_drafter(config, model, registered, state.made, state.learned, history)
     limits = _limits(drafter, config)
@@ -217,36 +213,6 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
     finally:
         state.load_state_dict(learned)
         state.last = last
-
-
-def _assisted(
-    assistant: Any, config: SpeculativeConfig, generation_config: GenerationConfig, made: dict[str, Drafter]
-) -> dict[str, Drafter]:
-    """Return drafters for the call's assistant model by method, and store them in `made`.
-
-    Those of the last call are used again if they fit. If the config names neither method, there is one drafter: a PARD
-    assistant drafts several tokens per forward, any other token by token. The latter samples its drafts if the call
-    samples losslessly with chains of this drafter alone.
-
-    Raises:
-        UnsupportedGenerationError: The method does not draft with an assistant model.
-    """
-    if config.method not in (ASSISTED, PARD, *COMBINED):
-        raise UnsupportedGenerationError(
-            f"`assistant_model` has no effect with speculative={config.method!r}.",
-            f'Use speculative={ASSISTED!r}, {PARD!r}, "hybrid" or "auto", or drop it.',
-        )
-    named = {ASSISTED, PARD} & {config.method, *(config.methods or ())}
-    chain = config.top_k in (None, 1) and config.tree is None
-    sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain
-    sample = sample and config.acceptance in ("auto", "rejection", "block")
-    kinds: dict[str, type[DraftModelDrafter]] = {ASSISTED: DraftModelDrafter, PARD: PardDrafter}
-    wanted = named or {PARD if drafts_in_parallel(fields_of(assistant)) else ASSISTED}
-    drafters: dict[str, Drafter] = {
-        method: kinds[method].reuse(made.get(method), assistant, sample=sample) for method in wanted
-    }
-    made.update(drafters)
-    return drafters
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
