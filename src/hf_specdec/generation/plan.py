@@ -116,6 +116,7 @@ def plan_call(
         registered = {**registered, **_assisted(request.assistant, config, generation_config, state.made)}
     drafter = choose_drafter(config, model, registered, state.made, state.learned)
     limits = _limits(drafter, config)
+    options.check_draft_window(config, drafter)
     options.check_top_k(config, model)
     options.check_runner(config, model)
     rule = options.rule_for(config, generation_config)
