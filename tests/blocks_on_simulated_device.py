@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {"markov_rank": 4, "markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": True},
         {"num_draft_tokens": 8, "top_k": 2}, 0.4,
     ),
+    "a draft window": ({}, {"num_draft_tokens": 8, "draft_window": 8}, 0.0),
     "windows": (
         {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
         {"num_draft_tokens": 8}, 0.0,

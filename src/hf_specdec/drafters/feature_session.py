@@ -98,7 +98,7 @@ class FeatureSession(LaunchingSession):
         return Entries(states.gather(1, index), kept.tokens.clamp(min=0), path, nodes)
 
     def observe(self, step: Step) -> None:
-        """See `LaunchingSession.observe`; with a window, also read what has been pending for long, and drop old tokens.
+        """See `LaunchingSession.observe`; with a window, also read long pending entries, and drop old tokens.
 
         Pending entries would otherwise accumulate while `hybrid` does not query the head.
         """

@@ -254,7 +254,8 @@ def fit(
 ) -> Any:  # fmt: skip
     """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
 
-    The head is converted to float32, and `recipe` and `tau` of its config are set. Unless `disable_tqdm` is set or
+    The head is converted to float32, and `recipe`, `tau` and (if it has one) `trained_length` of its config are set;
+    the latter stays that of an earlier run if that had longer texts. Unless `disable_tqdm` is set or
     FSDP is used, an estimate of the run is printed first.
 
     Args:
@@ -297,6 +298,9 @@ def fit(
         trainer.save_state()
     objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
     row = _evaluation(trainer)
+    if hasattr(objective.head.config, "trained_length"):
+        longest = max(trainer.train_dataset.lengths)
+        objective.head.config.trained_length = max(longest, objective.head.config.trained_length or 0)
     objective.head.config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
     if not trainer.is_fsdp_enabled:
         return objective.head

@@ -1,4 +1,4 @@
-"""The tokens of a text that a draft head attends to: the first few and the last ones (`SpeculativeConfig.draft_window`).
+"""The tokens of a text that a draft head attends to: the first few and the last ones (`draft_window`).
 
 All other tokens are dropped: their hidden states are not kept while the prompt is read, and their entries leave the
 head's cache. The rest moves together, so that slot and position differ; `PromptPadding.counts` is the difference.
