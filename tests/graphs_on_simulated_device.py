@@ -305,8 +305,16 @@ GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("dynamic", 1), ("dynamic", 3), ("one level", 1), ("static", 3), ("a shared lm_head", 1), ("a window", 3),
-     ("a draft window", 1), ("a draft window", 3)],
+    [
+        ("dynamic", 1),
+        ("dynamic", 3),
+        ("one level", 1),
+        ("static", 3),
+        ("a shared lm_head", 1),
+        ("a window", 3),
+        ("a draft window", 1),
+        ("a draft window", 3),
+    ],
 )
 def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
