@@ -34,12 +34,13 @@ class Block:
         self._embedding = embedding
         self._lm_head = lm_head if head.shares_lm_head else None
         self._cache: TreeCache = head.new_cache(64)
-        self._length = 0
+        self._length = self._next = 0  # tokens, and the position of the next one
 
-    def append(self, features: Tensor) -> None:
-        """Append the features `[1, T, n * D]` of committed tokens."""
+    def append(self, features: Tensor, places: list[int] | None = None) -> None:
+        """Append the features `[1, T, n * D]` of committed tokens, at the next positions or others."""
         count = features.shape[1]
-        positions = torch.arange(self._length, self._length + count)[None]
+        positions = torch.tensor([places or range(self._next, self._next + count)])
+        self._next = int(positions[0, -1]) + 1
         self.head.append_context(features, positions, self._cache)
         self._length += count
         self._cache.commit(torch.arange(count)[None], [range(count)])
@@ -49,7 +50,7 @@ class Block:
         config, size = self.head.config, size or self.head.config.block_size
         tokens = torch.full((1, size), config.mask_token_id)
         tokens[0, 0] = root
-        positions = self._length + torch.arange(size)[None]
+        positions = self._next + torch.arange(size)[None]
         distance = torch.arange(size)[:, None] - torch.arange(size)
         masks = []
         for window in self.head.layer_windows:
@@ -59,7 +60,7 @@ class Block:
             if window is not None and config.window_from_anchor:
                 seen = seen & (torch.arange(self._length) >= self._length - window)
             elif window is not None:
-                seen = positions[0][:, None] - torch.arange(self._length) < window
+                seen = self._length + torch.arange(size)[:, None] - torch.arange(self._length) < window
                 block = block & (distance.abs() < window)
             masks.append(torch.cat([seen, block], dim=-1)[None, None])
         embedding = self.head.embed_tokens if config.own_embedding else self._embedding

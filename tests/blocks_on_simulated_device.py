@@ -11,6 +11,7 @@ import drafters
 from graphs_on_simulated_device import CAPTURED, attached, device, generate, plain_llama  # noqa: F401
 from hf_specdec.drafters import dflash as block_drafting
 from hf_specdec.drafters.dflash import DFlashDrafter
+from simulated_device import reads
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "likeliest nodes": ({}, {"num_draft_tokens": 12}, 0.0),
@@ -20,6 +21,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {"markov_rank": 4, "markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": True},
         {"num_draft_tokens": 8, "top_k": 2}, 0.4,
     ),
+    "a draft window": ({}, {"num_draft_tokens": 8, "draft_window": 8}, 0.0),
     "windows": (
         {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
         {"num_draft_tokens": 8}, 0.0,
@@ -70,6 +72,19 @@ def test_a_graph_drafts_what_is_drafted_by_hand(kind: str, rows: int, monkeypatc
     ((_, drafter),) = model._speculation.compiled[model.drafters["dflash"]].values()
     assert len(drafts) >= 40
     assert drafter.program._steps.captured_keys()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_window_reads_nothing_from_the_device(name: str) -> None:
+    """Neither its choice in the prompt nor the cuts of the cache, in a padded batch."""
+    model = attached()
+    config = {**drafters.BY_NAME[name].add(model), **CAPTURED, "draft_window": 8}
+    plain = plain_llama(3, 24)
+    for _ in range(3):
+        reads.clear()
+        found = generate(model, 3, config, max_new_tokens=24)
+        assert [row[: 21 + 24] for row in plain] == found
+        assert not [place for _, place in reads if "drafters/" in place or "window.py" in place]
 
 
 def test_a_block_is_drafted_by_a_graph_if_the_host_decides_steps() -> None:

@@ -311,6 +311,7 @@ GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one level": ({"version": 3}, {"num_draft_tokens": 3, "num_steps": 1, "top_k": 2}),
     "static": ({"version": 3}, {"tree": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0]]}),
     "a shared lm_head": ({"version": 1}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}),
+    "a draft window": ({"version": 3}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2, "draft_window": 8}),
     "a window": ({"version": 1, "sliding_window": 6}, {"num_draft_tokens": 8, "num_steps": 3, "top_k": 2}),
 }
 """Kinds of heads and trees: fields of the head, and of the call."""
@@ -318,7 +319,16 @@ GROWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "rows"),
-    [("dynamic", 1), ("dynamic", 3), ("one level", 1), ("static", 3), ("a shared lm_head", 1), ("a window", 3)],
+    [
+        ("dynamic", 1),
+        ("dynamic", 3),
+        ("one level", 1),
+        ("static", 3),
+        ("a shared lm_head", 1),
+        ("a window", 3),
+        ("a draft window", 1),
+        ("a draft window", 3),
+    ],
 )
 def test_a_tree_that_a_graph_grows_is_the_one_that_grows_by_hand(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -157,8 +157,10 @@ class SpeculativeConfig(ConfigFields):
             stores none. True: one history for all calls. A name (such as `"user-42"`): the history of that name, which
             other names do not see. A list: one name per prompt. `"per_prompt"`: a history for each prompt, for
             repeated samples of the same prompts. What is stored: docs/history.md.
-        draft_window: Tokens of the text that an EAGLE, MTP or block head attends to: the last ones, and the first few.
-            None: as long as the texts that the head was trained on, if that is known, otherwise all.
+        draft_window: Last tokens of the text that an EAGLE, MTP or block head attends to, in addition to the first
+            four; up to half as many more between two cuts of its cache (docs/heads.md). None: the length of the texts
+            that the head was trained on, if that is known, otherwise all. Refused if no part of the method has such a
+            head.
         eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,
             unrelated to the sampling parameter.
     """

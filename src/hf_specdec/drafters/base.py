@@ -26,6 +26,7 @@ from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class DraftContext:
     input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
     padding: PromptPadding | None
     roots: Tensor  # [B] the emitted tokens, which are the roots of the first trees
-    features: Features | None = None  # of the prompt, without tokens whose keys the user passed; None if not needed
+    features: Features | None = None  # of the prompt, without tokens whose keys the user passed, or of the part
+    # within `Drafter.feature_window`; None if not needed
     logits: Tensor | None = None  # [B, P, V]; None if not needed or if the prompt was read in chunks
     launches: bool = False  # whether `DraftSession.launch` is called in every step
     step_costs: StepCostFunction | None = None  # None if not needed or unknown
@@ -128,10 +130,12 @@ class Drafter(ABC):
     Attributes:
         method: The method name, as in `speculative="eagle"`.
         needs: The inputs that it needs in addition to token ids.
+        has_window: Whether `SpeculativeConfig.draft_window` applies to it.
     """
 
     method: str
     needs: Needs = Needs()
+    has_window = False
 
     @property
     def copies_target_weights(self) -> bool:
@@ -162,6 +166,10 @@ class Drafter(ABC):
         Raises:
             InvalidConfigError: Fields that contradict each other or do not apply to this drafter.
         """
+
+    def feature_window(self, config: SpeculativeConfig) -> Window | None:
+        """Return the part of the prompt whose features it reads, if it needs features; None, the default, for all."""
+        return None
 
     @abstractmethod
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:

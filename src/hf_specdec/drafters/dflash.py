@@ -35,6 +35,7 @@ from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import UnreadStep
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import token_positions
 
 DEFAULT_TOP_K = 4
 
@@ -199,7 +200,7 @@ class _DFlashSession(FeatureSession):
     def _read_prompt(self, prompt: Entries) -> None:
         positions = torch.arange(prompt.path.shape[1], dtype=torch.long, device=prompt.path.device)[None]
         if self._padding is not None:
-            positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
+            positions = token_positions(self._padding)
         self._append(prompt, positions)
 
     def _read_steps(self, entries: Entries) -> None:

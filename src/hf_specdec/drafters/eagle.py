@@ -27,6 +27,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -54,6 +55,12 @@ class LayerDrafter(Drafter):
     program: DraftLayer | None = None
     default_num_steps = DEFAULT_NUM_STEPS
     default_top_k = DEFAULT_TOP_K
+    has_window = True
+
+    def feature_window(self, config: SpeculativeConfig) -> Window | None:
+        """Return the window of the call, or else the length of the texts that the layer was trained on, if known."""
+        last = config.draft_window or getattr(self.head.config, "trained_length", None)
+        return None if last is None else Window(last)
 
     @property
     def copies_target_weights(self) -> bool:
@@ -78,10 +85,10 @@ class LayerDrafter(Drafter):
             num_steps = config.num_steps or defaults.num_steps or self.default_num_steps
             top_k = config.top_k or defaults.top_k or self.default_top_k
             wanted = config.num_draft_tokens or defaults.num_draft_tokens or DEFAULT_NUM_NODES
-            limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None)
+            limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None, self.feature_window(config))
         else:
             choices = tuple(validate_choices(tree))
-            limits = LayerLimits(limits_of(choices), choices)
+            limits = LayerLimits(limits_of(choices), choices, self.feature_window(config))
             for name, wanted, actual in (
                 ("num_draft_tokens", config.num_draft_tokens, limits.budget.num_nodes),
                 ("num_steps", config.num_steps, limits.budget.num_steps),

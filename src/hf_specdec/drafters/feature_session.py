@@ -20,9 +20,10 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, choices_within
 from hf_specdec.validation import Choice
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import committed_slots
+from hf_specdec.verification.masks import PromptPadding, committed_slots
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.window import Window, shifted_padding
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the draft layer's cache."""
@@ -30,14 +31,20 @@ RESERVED_SLOTS = 512
 
 @dataclass(frozen=True, slots=True)
 class LayerLimits:
-    """The largest tree that is drafted in one generation."""
+    """The largest tree that is drafted in one generation, and the tokens that the head sees."""
 
     budget: Budget
     choices: tuple[Choice, ...] | None  # the paths of a static tree; None: the tree is dynamic
+    window: Window | None = None  # tokens that the head attends to; None: all
 
 
 class FeatureSession(LaunchingSession):
-    """A session that reads the target's features of all committed tokens into a cache, once per token.
+    """A session that reads the target's features of the committed tokens into a cache, once per token.
+
+    With a window W (`LayerLimits.window`), only the first `SINKS` and the last W tokens of a longer prompt are read.
+    When the longest row of the cache then exceeds `SINKS + W` slots by more than `Window.spare`, every row keeps its
+    first `SINKS` and its last W tokens; this is done between two steps. A new entry attends to all entries that the
+    cache holds. Keys keep the rotation of their true position, and new entries continue to count from there.
 
     Args:
         head: The head or draft layer.
@@ -59,19 +66,11 @@ class FeatureSession(LaunchingSession):
         self._hot_token_ids = head.hot_token_ids
         self._cache = head.new_cache(RESERVED_SLOTS)
         self._static: dict[Budget, StaticLevels] = {}
-        # tokens in a cache passed by the user have no features, virtual tokens (prompt tuning) have no ids
-        features = context.features.of(head.feature_layers)
-        width, batch_size = features.shape[1], len(context.roots)
-        tokens = torch.cat([context.input_ids[:, 1:], context.roots[:, None]], dim=-1)
-        if context.input_ids.shape[1]:
-            width = min(width, tokens.shape[1])
-        self._prompt: Entries | None = Entries(
-            features[:, -width:], tokens[:, -width:], torch.arange(width, device=tokens.device).expand(batch_size, -1),
-            [range(width)] * batch_size,
-        )  # fmt: skip
         self._pending: list[Entries] = []
         self._known_lengths: list[int] = []  # cached tokens before the step that the host has not read
-        self._padding = None if context.padding is None else context.padding.last(width)
+        self._is_padded = context.padding is not None
+        self._prompt: Entries | None
+        self._prompt, self._padding = prompt_entries(context, head.feature_layers, limits.window)
 
     def _follow(self, step: Step | UnreadStep) -> None:
         kept, features = step.acceptance, features_of(step)
@@ -97,6 +96,29 @@ class FeatureSession(LaunchingSession):
         index = kept.path.clamp(min=0).to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])
         path = torch.where(kept.path >= 0, torch.arange(kept.path.shape[1], device=kept.path.device), -1)
         return Entries(states.gather(1, index), kept.tokens.clamp(min=0), path, nodes)
+
+    def observe(self, step: Step) -> None:
+        """See `LaunchingSession.observe`; with a window, also read long pending entries, and drop old tokens.
+
+        Pending entries would otherwise accumulate while `hybrid` does not query the head.
+        """
+        super().observe(step)
+        window = self._limits.window
+        if window is None:
+            return
+        if sum(part.tokens.shape[1] for part in self._pending) > window.spare:
+            self._read_unread()
+        if self._cache.start > window.size + window.spare:
+            self._drop_old(window)
+
+    def _drop_old(self, window: Window) -> None:
+        """Keep only the tokens within the window in every row of the cache, without reading the device."""
+        device = self._roots.device
+        lengths = self._cache.lengths_on(device, len(self._roots))
+        slots, valid = window.choose(committed_slots(lengths, self._cache.start, self._padding))
+        totals = lengths if self._padding is None else lengths - self._padding.counts
+        self._cache.keep(slots)
+        self._padding = shifted_padding(valid, totals)
 
     def close(self) -> None:
         """Release the cache."""
@@ -147,3 +169,43 @@ class FeatureSession(LaunchingSession):
         """Return the position `[B, 1]` of the first entry after the committed ones."""
         firsts = self._cache.lengths_on(self._roots.device, batch_size)[:, None]
         return firsts if self._padding is None else firsts - self._padding.counts[:, None]
+
+
+def prompt_entries(
+    context: DraftContext, layers: Sequence[int], window: Window | None
+) -> tuple[Entries, PromptPadding | None]:
+    """Return a prompt's entries within a window, and their padding.
+
+    Tokens in a cache passed by the user have no features, virtual tokens (prompt tuning) have no ids: both are left
+    out. Without token ids (`inputs_embeds`), the entries have only the root's.
+
+    Args:
+        context: The prompt, with features.
+        layers: Numbers of the hidden states to read.
+        window: The window, or None.
+    """
+    assert context.features is not None
+    features, chosen, padding = context.features.of(layers), context.features.chosen, context.padding
+    tokens = torch.cat([context.input_ids[:, 1:], context.roots[:, None]], dim=-1)
+    rows, device, has_ids = len(tokens), tokens.device, context.input_ids.shape[1] > 0
+    if chosen is None:
+        width = min(features.shape[1], tokens.shape[1]) if has_ids else features.shape[1]
+        features, tokens = features[:, -width:], tokens[:, -width:]
+        padding = None if padding is None else padding.last(width)
+        valid = torch.ones(rows, width, dtype=torch.bool, device=device) if padding is None else padding.valid
+        slots = torch.arange(width, dtype=torch.long, device=device).expand(rows, -1)
+    else:  # `Target.prefill` has kept only a part, perhaps for another drafter
+        width, valid, slots = chosen.num_slots, chosen.valid, chosen.slots
+    is_cut = window is not None and len(slots[0]) > window.size
+    if window is not None and is_cut:
+        index, kept = window.choose(valid)
+        features = features.gather(1, index.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
+        slots, valid = slots.gather(1, index), kept
+    if chosen is not None or is_cut:
+        tokens = tokens.gather(1, slots) if has_ids else tokens
+        counts = 0 if padding is None else padding.counts
+        totals = torch.full((rows,), width, dtype=torch.long, device=device) - counts
+        padding = shifted_padding(valid, totals)
+    num = slots.shape[1]
+    path = torch.arange(num, dtype=torch.long, device=device).expand(rows, -1)
+    return Entries(features, tokens, path, [range(num)] * rows), padding

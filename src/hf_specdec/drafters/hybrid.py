@@ -30,6 +30,7 @@ from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import Window
 
 MAX_NODES = 64
 """Default maximum number of nodes in the merged tree, root included."""
@@ -95,6 +96,21 @@ class HybridDrafter(Drafter):
         layers = dict.fromkeys(layer for part in self.parts for layer in part.needs.feature_layers)
         return Needs(tuple(layers), any(part.needs.prompt_logits for part in self.parts), step_costs=True)
 
+    @property
+    def has_window(self) -> bool:  # type: ignore[override]
+        """Whether `draft_window` applies to any part."""
+        return any(part.has_window for part in self.parts)
+
+    def feature_window(self, config: SpeculativeConfig) -> Window | None:
+        """Return the widest window of the parts that read features; None if one of them reads the whole prompt."""
+        windows = [
+            part.feature_window(_part_config(part, name, config))
+            for name, part in self._parts.items()
+            if part.needs.feature_layers
+        ]
+        known = [window.last for window in windows if window is not None]
+        return Window(max(known)) if known and len(known) == len(windows) else None
+
     def bind(self, model: PreTrainedModel) -> None:
         """Bind every part."""
         for part in self.parts:
@@ -113,7 +129,7 @@ class HybridDrafter(Drafter):
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
         for name, part in self._parts.items():  # an invalid part is refused before any work
-            limits_of(part, _part_config(part, name), name)
+            limits_of(part, _part_config(part, name, config), name)
         num_nodes = config.num_draft_tokens or MAX_NODES
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
@@ -122,19 +138,23 @@ class HybridDrafter(Drafter):
         """Start a session of every part, and return one that merges their drafts."""
         sources = []
         for name, part in self._parts.items():
-            part_config = _part_config(part, name)
+            part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
             sources.append(Source(name, session, limits_of(part, part_config, name)))
         return _HybridSession(sources, self.learned, context)
 
 
-def _part_config(part: Drafter, name: str) -> SpeculativeConfig:
-    """Return the config for a part: `HEAD_NODES` nodes, or the defaults if it rejects `num_draft_tokens`."""
+def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> SpeculativeConfig:
+    """Return the config for a part, with the window if that applies to it.
+
+    It allows `HEAD_NODES` nodes, or has the defaults if the part rejects `num_draft_tokens`.
+    """
+    default = SpeculativeConfig(part.method, draft_window=config.draft_window if part.has_window else None)
     try:
-        wide = SpeculativeConfig(part.method, num_draft_tokens=HEAD_NODES)
+        wide = replace(default, num_draft_tokens=HEAD_NODES)
         limits_of(part, wide, name)
     except InvalidConfigError:  # its tree is fixed
-        return SpeculativeConfig(part.method)
+        return default
     return wide
 
 

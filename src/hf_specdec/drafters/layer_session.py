@@ -20,6 +20,7 @@ from hf_specdec.heads.layer import AcceptedStep, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, TreeShape, grow, growable, scored
 from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.window import token_positions
 
 
 class EagleSession(FeatureSession):
@@ -81,9 +82,11 @@ class EagleSession(FeatureSession):
         entries = torch.arange(width, device=device)
         positions, visible = entries[None], None
         distance = entries[:, None] - entries
-        if self._padding is not None:  # padding sees only itself; a fully masked row would give NaN
+        if self._padding is not None:
+            positions = token_positions(self._padding)
+        if self._padding is not None and self._is_padded:
+            # padding sees only itself; a fully masked row would give NaN
             visible = (distance >= 0) & self._padding.valid[:, None] | (distance == 0)
-            positions = (self._padding.valid.cumsum(-1) - 1).clamp(min=0)
         elif self._window is not None and width > self._window:
             visible = (distance >= 0)[None]
         if visible is not None and self._window is not None:

@@ -29,6 +29,7 @@ from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_NODES = 24
 
@@ -107,6 +108,10 @@ class MedusaDrafter(Drafter):
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of the whole tree."""
         return limits_of(self.choices(config))
+
+    def feature_window(self, config: SpeculativeConfig) -> Window | None:
+        """Return a window of one token, the last of the prompt."""
+        return Window(1)
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session with the hidden state of the prompt's last token."""

@@ -8,6 +8,7 @@ If a checkpoint has N modules, they draft a chain of up to N tokens, one token e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from hf_specdec.heads.native_mtp import NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.window import Window, token_positions
 
 MTP_STEPS = 3
 """Default depth of drafts with a single module, as in FastMTP."""
@@ -97,6 +99,10 @@ class NativeMtpDrafter(LayerDrafter):
         self.head.bind(model)
         self.needs = Needs(feature_layers=self.head.feature_layers)
 
+    def feature_window(self, config: SpeculativeConfig) -> Window | None:
+        """See `LayerDrafter`; at least one token per module, because the last ones are read again in every step."""
+        return None if config.draft_window is None else Window(max(config.draft_window, self.head.config.num_layers))
+
     def tree_limits(self, config: SpeculativeConfig) -> LayerLimits:
         """See `LayerDrafter.tree_limits`.
 
@@ -147,6 +153,9 @@ class _ModulesSession(EagleSession):
         tree = TokenTree(torch.cat([self._roots[:, None], tokens[:, :steps]], dim=-1), nodes, max_depth=steps)
         return Draft(tree, torch.nn.functional.pad(log_probs[:, :steps], (1, 0)))
 
+    def _read_unread(self) -> None:
+        """Do nothing: `propose` reads, and the last entries of a row remain unread."""
+
     def _read_known(self, prompt: Entries) -> Entries:
         """Run all modules on the prompt's entries except the last L-1 and commit these; return the last L-1.
 
@@ -157,19 +166,22 @@ class _ModulesSession(EagleSession):
         device, rows = prompt.tokens.device, len(prompt.tokens)
         valid = torch.ones_like(prompt.tokens, dtype=torch.bool) if padding is None else padding.valid
         if known:
-            distance = torch.arange(known, device=device)[:, None] - torch.arange(known, device=device)
+            indices = torch.arange(width, dtype=torch.long, device=device)
+            distance = indices[:known, None] - indices[:known]
             visible = (distance >= 0) & valid[:, None, :known] | (distance == 0)
             if self._window is not None:
                 visible = visible & (distance < self._window)
-            positions = (valid[:, :known].cumsum(-1) - 1).clamp(min=0)
+            positions = indices[None, :known] if padding is None else token_positions(padding)[:, :known]
             hidden = self._fuse(prompt.features[:, :known])
             for layer in range(layers):
                 hidden = self._run_layer(layer, prompt.tokens[:, layer : layer + known], hidden, positions, visible)
             path = torch.arange(known, device=device).expand(rows, -1)
             self._cache.commit(path, [range(known)] * rows)
-        self._padding = None if padding is None else PromptPadding.where(valid[:, :known])
-        nodes: Sequence[Sequence[int]] = [range(width - known)] * rows
         if padding is not None:
+            counts = padding.counts - (~valid[:, known:]).sum(-1)
+            self._padding = replace(PromptPadding.where(valid[:, :known]), counts=counts)
+        nodes: Sequence[Sequence[int]] = [range(width - known)] * rows
+        if self._is_padded:
             nodes = [[index for index, is_token in enumerate(row) if is_token] for row in valid[:, known:].tolist()]
         path = torch.where(valid[:, known:], torch.arange(width - known, device=device), width).sort(dim=-1).values
         return Entries(

@@ -80,8 +80,10 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         stack.callback(target.close)
         stack.enter_context(target.tapped(call.drafter.needs.feature_layers))
         with stats.time("prefill"):
-            prompt_logits = call.drafter.needs.prompt_logits
-            prefill = target.prefill(call.input_ids, config, call.model_kwargs, prompt_logits=prompt_logits)
+            prefill = target.prefill(
+                call.input_ids, config, call.model_kwargs, prompt_logits=call.drafter.needs.prompt_logits,
+                window=call.drafter.feature_window(call.config),
+            )  # fmt: skip
             roots = transcript.begin(prefill.logits[:, -1])
             layers.add_prompt(prefill)
         transcript.stream(call.streamer)

@@ -28,6 +28,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from hf_specdec.acceptance import rules
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
@@ -151,6 +152,18 @@ def check_top_k(config: SpeculativeConfig, model: PreTrainedModel) -> None:
     if config.top_k is not None and config.top_k > vocab_size:
         raise InvalidConfigError(
             f"`top_k` {config.top_k} exceeds the vocabulary of {vocab_size} tokens.", "Use a smaller value."
+        )
+
+
+def check_draft_window(config: SpeculativeConfig, drafter: Drafter) -> None:
+    """Raise `InvalidConfigError` if `draft_window` is set and no part of the drafter has a head that it applies to."""
+    if config.draft_window is not None and not any(part.has_window for part in drafter.parts):
+        parts = ", ".join(dict.fromkeys(part.method for part in drafter.parts))
+        raise InvalidConfigError(
+            f"`draft_window` applies to EAGLE, MTP and block heads, and {parts} has none; got "
+            f"draft_window={config.draft_window}.",
+            "Leave draft_window None, or use a method with such a head: eagle, mtp, dflash, or auto and hybrid with "
+            "one of them loaded.",
         )
 
 

@@ -107,6 +107,7 @@ def plan_call(
     history = None if config.history is None else HistoryDrafter(answer_history(model), config.history)
     drafter = choose_drafter(config, model, registered, state.made, state.learned, history)
     limits = _limits(drafter, config)
+    options.check_draft_window(config, drafter)
     options.check_top_k(config, model)
     options.check_runner(config, model)
     rule = options.rule_for(config, generation_config)

@@ -24,7 +24,8 @@ def model_card(config: Any, method: str, repo: str | None = None, picture: str |
     """Return the card of a head as Markdown.
 
     Args:
-        config: Config of the head; `model_type`, `base_model_name_or_path`, `recipe` and `tau` are used.
+        config: Config of the head; `model_type`, `base_model_name_or_path`, `recipe`, `tau` and, if it has one,
+            `trained_length` are used.
         method: Name for `speculative=`.
         repo: Hub id of the head, if known.
         picture: Path of the plot of the training run, relative to the card; None if there is none.
@@ -50,8 +51,10 @@ model.generate(**inputs, speculative="{method}")
         )
     if config.tau:
         parts += ["## Measured", _table(("tokens per target forward (tau)", ""), config.tau)]
-    if config.recipe:
-        parts += ["## Training", _table(("", ""), config.recipe)]
+    length = getattr(config, "trained_length", None)
+    facts = {**({"longest training text, in tokens": length} if length else {}), **(config.recipe or {})}
+    if facts:
+        parts += ["## Training", _table(("", ""), facts)]
     if picture:
         parts.append(f"![Loss and accuracy by training step]({picture})")
     return "\n\n".join(parts) + "\n"

@@ -41,6 +41,8 @@ class EagleConfig(CheckedConfig, LlamaConfig):
         sliding_window: Number of positions that the layer attends to, the current one included; None for all.
         draft_vocab_size: Size Vd of the draft vocabulary, whose ids are in the buffer `d2t` (FR-Spec,
             https://arxiv.org/abs/2502.14856); None for the target's whole vocabulary.
+        trained_length: Tokens of the longest text that the head was trained on, the default of
+            `SpeculativeConfig.draft_window`; None if unknown.
         base_model_name_or_path: The target that this head was trained for.
         num_steps: Default draft depth; None for the drafter's default.
         top_k: Default number of children per expanded node.
@@ -61,6 +63,7 @@ class EagleConfig(CheckedConfig, LlamaConfig):
     own_embedding: bool = False
     sliding_window: int | None = None
     draft_vocab_size: int | None = None
+    trained_length: int | None = None
     base_model_name_or_path: str | None = None
     num_steps: int | None = None
     top_k: int | None = None

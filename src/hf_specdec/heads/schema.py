@@ -192,6 +192,7 @@ EAGLE: Mapping[str, Rule] = {
     "eos_token_id": Rule("a token id or a list", lambda value: TOKEN.holds(value) or list_of(TOKEN, 100).holds(value)),
     **dict.fromkeys(("bias", "qkv_bias", "qk_norm", "layernorms", "own_embedding"), TRUTH),
     "sliding_window": integer(1, MAX_POSITIONS),
+    "trained_length": integer(1, MAX_POSITIONS),
     "draft_vocab_size": integer(1, MAX_VOCABULARY),
     "num_steps": integer(1, MAX_STEPS),
     "top_k": integer(1, MAX_TOP_K),

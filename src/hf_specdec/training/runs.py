@@ -31,8 +31,8 @@ MAX_NUMBER = 1e30
 RUN_NAME = "run.json"
 """Name of the file in the output directory that holds the `run_facts` of the run."""
 
-IGNORED_FIELDS = ("recipe", "tau", "dtype", "transformers_version", "_name_or_path", "architectures",
-                  "base_model_name_or_path")  # fmt: skip
+IGNORED_FIELDS = ("recipe", "tau", "trained_length", "dtype", "transformers_version", "_name_or_path",
+                  "architectures", "base_model_name_or_path")  # fmt: skip
 """Fields of a head's config that `run_facts` leaves out; they may differ when a run resumes."""
 
 

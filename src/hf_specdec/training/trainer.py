@@ -254,8 +254,9 @@ def fit(
 ) -> Any:  # fmt: skip
     """Train an objective's head in place and return it; logs and checkpoints are in `arguments.output_dir`.
 
-    The head is converted to float32, and `recipe` and `tau` of its config are set. Unless `disable_tqdm` is set or
-    FSDP is used, an estimate of the run is printed first.
+    The head is converted to float32, and `recipe`, `tau` and (if it has one) `trained_length` of its config are set;
+    the latter stays that of an earlier run if that had longer texts. Unless `disable_tqdm` is set or FSDP is used, an
+    estimate of the run is printed first.
 
     Args:
         objective, target, data, arguments, held_out: See `HeadTrainer`. With `load_best_model_at_end` in the arguments
@@ -295,9 +296,7 @@ def fit(
     with closing(trainer.progress), lock:
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_state()
-    objective.head.config.recipe = _recipe(objective, len(trainer.train_dataset), trainer)
-    row = _evaluation(trainer)
-    objective.head.config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
+    _describe_run(objective, trainer)
     if not trainer.is_fsdp_enabled:
         return objective.head
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
@@ -306,6 +305,15 @@ def fit(
     if tensors:
         head.load_state_dict(tensors)
     return head
+
+
+def _describe_run(objective: Objective, trainer: HeadTrainer) -> None:
+    """Set `recipe`, `tau` and, if it has one, `trained_length` of the head's config."""
+    config, lengths, row = objective.head.config, trainer.train_dataset.lengths, _evaluation(trainer)
+    config.recipe = _recipe(objective, len(lengths), trainer)
+    config.tau = {HELD_OUT_TAU: round(row["eval_tau"], 2)} if row else None
+    if hasattr(config, "trained_length"):
+        config.trained_length = max(*lengths, config.trained_length or 0)
 
 
 def _evaluation(trainer: Trainer) -> dict[str, Any]:

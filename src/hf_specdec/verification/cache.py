@@ -233,6 +233,19 @@ class TreeCache(Cache):
         self.active = active
         self._rewind()
 
+    def keep(self, slots: Tensor) -> None:
+        """Move the committed tokens in some slots to the first ones, in place; discard all others.
+
+        Args:
+            slots: `[B, K]` slots in ascending order, the same number in every row; K tokens per row remain.
+        """
+        targets = torch.arange(slots.shape[1], dtype=torch.long, device=slots.device).expand_as(slots)
+        for buffer in self.buffers:
+            buffer.move(slots.to(buffer.keys.device), targets.to(buffer.keys.device))
+        self.lengths = [slots.shape[1]] * len(slots)
+        self._lengths = torch.full((len(slots),), slots.shape[1], dtype=torch.long, device=slots.device)
+        self._rewind()
+
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
         """Make each layer return the same keys as transformers' own cache until `commit_all`.
 

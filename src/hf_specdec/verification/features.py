@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.errors import DrafterMismatchError
 from hf_specdec.verification.model import find_backbone
+from hf_specdec.verification.window import ChosenStates
 
 LAST = -1
 """Index of the last hidden state, after the final norm: the input of lm_head."""
@@ -28,6 +29,7 @@ class Features:
     """
 
     states: Mapping[int, Tensor]  # [B, T, D] by layer
+    chosen: ChosenStates | None = None  # which T of a prompt's slots these are; None: all of them
 
     def of(self, layers: Sequence[int]) -> Tensor:
         """Concatenate the hidden states of layers to `[B, T, len(layers) * D]`, on the device of the last one."""
@@ -61,6 +63,7 @@ class FeatureTap:
             )
         self._layers = set(layers)
         self._thread = threading.get_ident()
+        self._chosen: ChosenStates | None = None
         self.clear()
 
     def __enter__(self) -> FeatureTap:
@@ -96,8 +99,18 @@ class FeatureTap:
             self._kept[layer].append(states[layer])
 
     def _keep(self, layer: int, hidden: Tensor) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        if self._chosen is not None and not self._chosen.states and hidden.shape[1] != self._chosen.first_width:
+            self._chosen = None  # virtual tokens (prompt tuning) precede the prompt
+        if self._chosen is None:
             self._kept[layer].append(hidden)
+        else:
+            self._chosen.add(layer, hidden)
+
+    def choose(self, chosen: ChosenStates) -> None:
+        """Keep only some slots of the prompt that is read next, until `take`; all if it has virtual tokens."""
+        self._chosen = chosen
 
     def clear(self) -> None:
         """Discard stored hidden states, such as those of additional forwards that a guidance processor has run."""
@@ -109,6 +122,9 @@ class FeatureTap:
 
     def take(self) -> Features:
         """Return the stored hidden states and discard them; those of several forwards (chunks) are concatenated."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            return Features(chosen.states, chosen)
         whole = {layer: kept[0] if len(kept) == 1 else torch.cat(kept, dim=1) for layer, kept in self._kept.items()}
         self.clear()
         return Features(whole)

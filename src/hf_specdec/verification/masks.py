@@ -56,10 +56,10 @@ class MaskLayout:
 
 @dataclass(frozen=True, slots=True)
 class PromptPadding:
-    """Padding of a batch of prompts."""
+    """Padding of a batch of prompts; in a draft head's cache, also the tokens that it has dropped (`window.py`)."""
 
     valid: Tensor  # [B, P] bool, True for tokens
-    counts: Tensor  # [B] padding slots
+    counts: Tensor  # [B] slot minus position of the tokens after the prompt: padding slots, less dropped tokens
     left: Tensor  # [B] padding slots before the first token
 
     @classmethod

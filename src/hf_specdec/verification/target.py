@@ -28,6 +28,7 @@ from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.features import Features, FeatureTap
 from hf_specdec.verification.masks import Positions, PromptPadding
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
+from hf_specdec.verification.window import ChosenStates, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Verification:
     """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1)."""
 
     logits: Tensor  # [B, N, V] in the model's dtype; for a prompt, of all P positions if requested
-    features: Features | None  # of the N nodes, or of all P positions of a prompt; None if no layer is tapped
+    features: Features | None  # of the N nodes, or of a prompt's positions; None if no layer is tapped
     hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless requested
     attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless requested
 
@@ -183,6 +184,7 @@ class Target(ABC):
         model_kwargs: dict[str, Any],
         *,
         prompt_logits: bool = False,
+        window: Window | None = None,
     ) -> Verification:
         """Process the prompt with transformers' own prefill (chunks, embeddings, images) and commit it in every row.
 
@@ -191,9 +193,11 @@ class Target(ABC):
             generation_config: Generation config of this call.
             model_kwargs: Inputs prepared by `generate()`, including our cache; `logits_to_keep` may be changed.
             prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
+            window: Keep only the features of these tokens of a prompt that is longer and continues no cache.
 
         Returns:
-            Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions if layers are tapped.
+            Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions, or of those within
+            the window, if layers are tapped.
 
         Raises:
             UnsupportedGenerationError: The attention mask covers more tokens than cache and prompt have.
@@ -206,10 +210,15 @@ class Target(ABC):
                 # with an int, some models (gemma4) skip prompt positions in upper layers; with a tensor they do not
                 model_kwargs["logits_to_keep"] = torch.tensor([-1], dtype=torch.long, device=input_ids.device)
         known = self.cache.start
+        embeds = model_kwargs.get("inputs_embeds")
         if self._tap is not None:
             self._tap.clear()
+            rows, width = (input_ids if embeds is None else embeds).shape[:2]
+            if window is not None and width > window.size and not known:
+                first = min(generation_config.prefill_chunk_size or width, width)
+                device = input_ids.device
+                self._tap.choose(ChosenStates(window, self.padding, rows, width, first, device))
         outputs = prefill(self.model, input_ids, generation_config, model_kwargs)
-        embeds = model_kwargs.get("inputs_embeds")
         self.cache.commit_all(outputs.logits.shape[0], (input_ids if embeds is None else embeds).shape[1])
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] < self.cache.start - known:

@@ -24,6 +24,7 @@ from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, 
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.target import Target, Verification
+from hf_specdec.verification.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +79,11 @@ class TreeTarget(Target):
         model_kwargs: dict[str, Any],
         *,
         prompt_logits: bool = False,
+        window: Window | None = None,
     ) -> Verification:
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
-        return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits)
+        return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits, window=window)
 
     def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
         """Keep one path per row, in place."""
