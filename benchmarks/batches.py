@@ -3,7 +3,8 @@
     python benchmarks/batches.py --prompts questions.jsonl --json benchmarks/results/batches_cpu_bf16.json
 
 Greedy, chat template, left padding; methods are interleaved per batch. Ratios are of medians over batches of tokens
-per second; tokens after a row's EOS are not counted.
+per second; tokens after a row's EOS are not counted. `+kernels` runs a method with the CPU kernels, otherwise it runs
+eagerly; `nothing` decodes plainly through this package's loop.
 """
 
 import argparse
@@ -14,9 +15,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from peers import NothingDrafter
 
 from hf_specdec import bench
 from hf_specdec.generation import loading
+
+
+def config_of(method):
+    """Return the value of `speculative=` for a method with or without the suffix `+kernels`."""
+    name, _, form = method.partition("+")
+    return {"method": name, "compile": form or "none"}
 
 
 def padded(tokenizer, questions, device):
@@ -39,30 +47,36 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--questions", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--longest-prompt", type=int, default=400, help="characters; long prompts measure the prefill")
-    parser.add_argument("--methods", nargs="+", default=["prompt_lookup", "eagle", "auto"])
+    parser.add_argument("--methods", nargs="+", default=["auto", "nothing+kernels", "auto+kernels"])
+    parser.add_argument("--head", type=Path, help="a head for `eagle` and `auto`")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
+    model, tokenizer = loading.load_model(None, options.head, torch.bfloat16)
+    model.add_drafter(NothingDrafter())
+    merged = [name for name in model.drafters if name != "nothing"]
+    merged = ["prompt_lookup", "token_recycling", *merged]
     questions = [q for q in bench.read_questions(options.prompts) if len(q.turns[0]) <= options.longest_prompt]
     step = max(1, len(questions) // options.questions)
     questions = questions[::step][: options.questions]
     eos = model.generation_config.eos_token_id
     results = []
     for size in options.sizes:
-        # fewer batches for larger sizes; every size has the same kinds of questions
-        batches = [questions[i : i + size] for i in range(0, min(len(questions), max(8, 3 * size)), size)]
-        speeds, taus, plain_steps = {}, {}, {}
+        batches = [questions[i : i + size] for i in range(0, len(questions), size)]
+        speeds, taus, plain_steps, arms = {}, {}, {}, {}
         for number, batch in enumerate([batches[0], *batches]):
             inputs = padded(tokenizer, batch, model.device)
             for method in (None, *options.methods):
+                config = None if method is None else config_of(method)
+                if method is not None and config["method"] == "auto":
+                    config["methods"] = merged
                 begin = time.perf_counter()
                 answer = model.generate(
-                    **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=method
+                    **inputs, max_new_tokens=options.max_new_tokens, do_sample=False, speculative=config
                 )
                 seconds = time.perf_counter() - begin
                 if number:  # the first batch is a warm-up
@@ -72,6 +86,7 @@ def main():
                         stats = model.last_speculation
                         taus.setdefault(method, []).append(stats.mean_accepted_length)
                         plain_steps.setdefault(method, []).append(stats.control.get("plain_steps", 0.0))
+                        arms.setdefault(method, []).append(stats.control.get("tokens_per_second"))
         plain = statistics.median(speeds[None])
         row = {"batch_size": size, "batches": len(batches), "plain_tokens_per_second": round(plain, 2)}
         for method in options.methods:
@@ -80,8 +95,11 @@ def main():
                 "ratio_per_batch": [round(a / b, 2) for a, b in zip(speeds[method], speeds[None], strict=True)],
                 "tau": round(statistics.mean(taus[method]), 2),
                 "plain_steps": round(statistics.mean(plain_steps[method]), 2),
+                "tokens_per_second": [round(speed, 2) for speed in speeds[method]],
+                "arms": arms[method],
             }
-        print(row, flush=True)
+        ratios = {name: (row[name]["ratio"], min(row[name]["ratio_per_batch"])) for name in options.methods}
+        print(size, f"plain {plain:.1f} tokens/s; median and worst ratio:", ratios, flush=True)
         results.append(row)
     record = {"environment": bench.environment(model), "max_new_tokens": options.max_new_tokens, "sizes": results}
     options.json.write_text(json.dumps(record, indent=1) + "\n")
