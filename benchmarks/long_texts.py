@@ -3,10 +3,10 @@
     python benchmarks/long_texts.py --prompts questions.jsonl --json benchmarks/results/long_texts_cpu_bf16.json
 
 A prompt is a text of passages (of `rag` and `summarization`), cut to the wanted number of tokens, and a question of
-`qa` at its end. Greedy, batch size 1, all rows interleaved per prompt in one process. `window` is `draft_window` in tokens, `all` a window that is
-longer than any text. Every finished prompt is written to the JSON file, and an interrupted run resumes. `milliseconds`
-is the median time of a draft but the first, in which the head reads the prompt (`first_draft_seconds`); `other_cores`
-counts the cores that other processes used.
+`qa` at its end. Greedy, batch size 1, all rows interleaved per prompt in one process. `window` is `draft_window` in
+tokens, `all` a window that is longer than any text. Every finished prompt is written to the JSON file, and an
+interrupted run resumes. `milliseconds` is the median time of a draft but the first, in which the head reads the prompt
+(`first_draft_seconds`); `other_cores` counts the cores that other processes used.
 """
 
 import argparse
