@@ -2,11 +2,11 @@
 
     python benchmarks/long_texts.py --prompts questions.jsonl --json benchmarks/results/long_texts_cpu_bf16.json
 
-A prompt is a text of other questions, cut to the wanted number of tokens, and a question at its end. Greedy, batch
-size 1, all rows interleaved per prompt in one process. `window` is `draft_window` in tokens, `all` a window that is
-longer than any text. Every finished prompt is written to the JSON file, and an interrupted run resumes. `milliseconds`
-is the median time of a draft but the first, in which the head reads the prompt (`first_draft_seconds`); `other_cores`
-counts the cores that other processes used.
+A prompt is a text of passages (of `rag` and `summarization`), cut to the wanted number of tokens, and a question of
+`qa` at its end. Greedy, batch size 1, all rows interleaved per prompt in one process. `window` is `draft_window` in
+tokens, `all` a window that is longer than any text. Every finished prompt is written to the JSON file, and an
+interrupted run resumes. `milliseconds` is the median time of a draft but the first, in which the head reads the prompt
+(`first_draft_seconds`); `other_cores` counts the cores that other processes used.
 """
 
 import argparse
@@ -27,19 +27,17 @@ from hf_specdec.generation import loading
 
 ALL = 2**20
 """A window longer than any prompt."""
-CATEGORIES = ("rag", "summarization", "qa")
-"""Categories of the questions: those with passages, and short ones."""
+PASSAGES = ("rag", "summarization")
+"""Categories of the texts before the question."""
 TIMES = ("milliseconds", "first_draft_seconds", "prefill_seconds", "plain_first_token_seconds")
 """Columns whose medians are shown."""
 
 
-def long_prompt(tokenizer, questions, number, length):
-    """Return a message of about `length` tokens in all: other questions from `number` on, then question `number`."""
-    question = questions[number].turns[0]
-    others = "\n\n".join(one.turns[0] for one in [*questions[number + 1 :], *questions[:number]])
+def long_prompt(tokenizer, passages, question, length):
+    """Return a message that makes a prompt of about `length` tokens: passages, then the question."""
     room = length - len(loading.encode(tokenizer, f"\n\n{question}", "cpu")["input_ids"][0])
-    text = tokenizer.decode(tokenizer(others, add_special_tokens=False)["input_ids"][: max(room, 0)])
-    return f"{text}\n\n{question}"
+    tokens = tokenizer("\n\n".join(passages), add_special_tokens=False)["input_ids"]
+    return f"{tokenizer.decode(tokens[:room])}\n\n{question}"
 
 
 def first_token_seconds(model, inputs):
@@ -85,20 +83,21 @@ def main():
     target, tokenizer = load_training_target(None, "bfloat16")
     model = SpeculativeGenerationMixin.attach(target)
     model.load_drafter(options.head, name="eagle")
-    questions = [
-        one for one in bench.read_questions(options.prompts) if one.category in ("rag", "summarization", "qa")
-    ]
+    questions = bench.read_questions(options.prompts)
+    passages = [one.turns[0] for one in questions if one.category in PASSAGES]
+    asked = [one.turns[0] for one in questions if one.category == "qa"][: options.count]
     record = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
     settings = {"max_new_tokens": options.max_new_tokens, "chunk": options.chunk, "compile": options.compile}
     if record["rows"] and record["settings"] != settings:
         raise SystemExit(f"{options.json} has other settings: {record['settings']}.")
     record |= {"environment": bench.environment(model), "settings": settings}
     done = {(row["length"], row["number"]) for row in record["rows"]}
-    for number in range(options.count):
+    for number, question in enumerate(asked):
+        first = number * len(passages) // len(asked)
         for length in options.lengths:
             if (length, number) in done:
                 continue
-            text = long_prompt(tokenizer, questions, number * len(questions) // options.count, length)
+            text = long_prompt(tokenizer, [*passages[first:], *passages[:first]], question, length)
             inputs = loading.encode(tokenizer, text, model.device)
             plain = round(first_token_seconds(model, inputs), 4)
             for window in (None, *options.windows):
