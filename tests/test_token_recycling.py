@@ -13,6 +13,7 @@ from torch import Tensor
 
 import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
+from hf_specdec.control.controller import FixedController
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.token_recycling import (
     RecycledCandidates,
@@ -20,8 +21,10 @@ from hf_specdec.drafters.token_recycling import (
     TokenRecyclingDrafter,
     _RecyclingSession,
 )
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.generation import plan
+from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.step import Step, StepSeconds
 from models import prompts
 
 CPU = torch.device("cpu")
@@ -297,3 +300,41 @@ def test_what_was_learned_outlives_every_bind(model: Any, how: str) -> None:
         assert same > 0.95, (how, name, same)
     known = learned["log_probs"] > -torch.inf
     assert bool((drafter.table.tensors()["log_probs"][known] > -torch.inf).all())
+
+
+def test_a_skimmed_step_is_followed_and_teaches_nothing() -> None:
+    model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    ids, mask = prompts(3)
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    seen: list[tuple[list[int], list[int], list[int]]] = []
+
+    class Plain(FixedController):
+        """Plain steps, which nobody drafts."""
+
+        def next(self) -> Budget:
+            return PLAIN_STEP
+
+        def observe(self, step: Step, seconds: StepSeconds) -> None:
+            session = sessions[-1]
+            seen.append((session._previous.tolist(), session._roots.tolist(), step.draft.tree.tokens[:, 0].tolist()))
+
+    sessions: list[Any] = []
+    start = TokenRecyclingDrafter.start
+
+    def watched(self: Any, *given: Any) -> Any:
+        sessions.append(start(self, *given))
+        return sessions[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "FixedController", Plain)
+        patch.setattr(TokenRecyclingDrafter, "start", watched)
+        config = {"method": "hybrid", "methods": ["token_recycling"], "adaptive": False}
+        found = model.generate(ids, speculative=config, **options)
+    assert torch.equal(found, model.generate(ids, **options))
+    answers = found[:, ids.shape[1] :].T.tolist()
+    assert len(seen) >= 28
+    for number, (previous, roots, drafted) in enumerate(seen):
+        assert previous == drafted == answers[number]
+        assert roots == answers[number + 1]
+    table = model._speculation.made["token_recycling"].table
+    assert int((table.keys >= 0).sum()) == 0

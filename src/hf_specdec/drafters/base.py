@@ -84,6 +84,13 @@ class DraftSession(ABC):
     def observe(self, step: Step) -> None:
         """Update the state after a step, whose verified tree may come from another drafter."""
 
+    def skim(self, step: Step) -> None:
+        """Update the state after a step that `hybrid` decided to be plain without a query; by default, `observe` it.
+
+        While plain decoding wins, learning costs time and gains little, so a session may learn less here.
+        """
+        self.observe(step)
+
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 

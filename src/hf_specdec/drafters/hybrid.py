@@ -167,6 +167,7 @@ class _HybridSession(DraftSession):
         self._tokens = [root for (root,) in read(context.roots[:, None])[0]] if sources else []
         self._candidates: dict[str, Sequence[Candidates]] = {}  # of this step: by source, one per row
         self._launches = context.launches
+        self._proposed = False  # whether this step was drafted, not decided to be plain by the controller
         self._queries = Queries(context.roots.device)
         on_cpu = context.roots.device.type == "cpu"
         self._learned = learned
@@ -175,6 +176,7 @@ class _HybridSession(DraftSession):
     # ------------------------------------------------------------------------------------------- proposing
 
     def propose(self, budget: Budget) -> Draft:
+        self._proposed = True
         if not self._policy.begin_step():
             return Draft.plain(self._roots)
         begin = time.perf_counter()
@@ -279,7 +281,9 @@ class _HybridSession(DraftSession):
         for row in self._active:
             self._count(row, emitted[row])
         for source in self._free:
-            source.session.observe(step)
+            learn = source.session.observe if self._proposed else source.session.skim
+            learn(step)
+        self._proposed = False
         accepted = sum(max(count - 1, 0) for count in step.acceptance.counts)
         num_emitted = sum(map(len, emitted))
         self._policy.observe(num_emitted, accepted, len(self._active), time.perf_counter() - begin)

@@ -244,6 +244,14 @@ class _RecyclingSession(LaunchingSession):
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):
     """Session with a table on the CPU, which can also list the candidates of each row."""
 
+    def skim(self, step: Step) -> None:
+        """Remember the last two tokens of each row; the table stays as it is."""
+        if max(step.acceptance.counts) != 1 or self._is_unread:
+            self.observe(step)
+            return
+        self._previous = torch.where(step.acceptance.num_kept > 0, self._roots, self._previous)
+        self._roots = step.acceptance.next_token
+
     @property
     def candidates(self) -> Sequence[Candidates]:
         pairs = zip(self._previous.tolist(), self._roots.tolist(), strict=True)
