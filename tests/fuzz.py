@@ -43,13 +43,13 @@ from hf_specdec import (
     UnsupportedGenerationError,
     UnsupportedModelError,
 )
+from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.verification.model import CACHE_FIELD
 
 MODELS = (
     "llama", "gemma3_text", "gpt2", "mistral", "gpt_neox", "llama4_text", "deepseek_v3", "gemma2", "gpt_oss",
     "bloom", "qwen3_next", "lfm2", "gpt_neo",  # chains over transformers' own cache
 )  # fmt: skip
-DRAFTERS = (*drafters.BY_NAME, "sometimes")
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 
 
@@ -99,6 +99,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Other ids for most of these characters; the rest is missing."""
+    order = random.Random(0).sample(range(zoo.VOCAB_SIZE), zoo.VOCAB_SIZE - 16)
+    core = Tokenizer(models.BPE({chr(32 + token): rank for rank, token in enumerate(order)}, []))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def foreign_assistant(model: Any, _answers: torch.Tensor, seed: int) -> DraftModelDrafter:
+    """An assistant with another tokenizer."""
+    assistant = drafters.assistant_for(model, seed)
+    return DraftModelDrafter(assistant, tokenizer=tokenizer(), assistant_tokenizer=other_tokenizer())
+
+
+BY_NAME = {**drafters.BY_NAME, "foreign": drafters.Row("foreign", "foreign", foreign_assistant, {"top_k": 2})}
+DRAFTERS = (*BY_NAME, "foreign", "sometimes")
+WINDOWED = ("eagle", "eagle_static", "eagle3", "mtp", "dflash", "dspark")
+"""Drafters whose heads take `draft_window`."""
+
+
+@functools.cache
 def attached(name: str) -> Any:
     """A tiny model with random heads of every kind."""
     return with_heads(name)
@@ -107,7 +128,7 @@ def attached(name: str) -> Any:
 def with_heads(name: str) -> Any:
     """The same, of one's own."""
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
-    for row in drafters.ROWS:
+    for row in BY_NAME.values():
         if not row.knows_answers:
             row.add(model)
     return model
@@ -319,13 +340,18 @@ def _several(made: Case, rng: random.Random) -> None:
 
 def _history(made: Case, rng: random.Random) -> None:
     """Earlier answers are merged with what the drafter proposes; cases of one model share them."""
-    row = drafters.BY_NAME[made.drafter]
+    row = BY_NAME[made.drafter]
     if row.fields or row.knows_answers:
         return
     method = row.method
     name = rng.choice([True, "somebody", "per_prompt"])
     made.speculative |= {"method": "auto", "methods": ["prompt_lookup", method][method == "prompt_lookup" :]}
     made.speculative |= {"history": name, "adaptive": rng.choice([None, False])}
+
+
+def _window(made: Case, rng: random.Random) -> None:
+    if made.drafter in WINDOWED:
+        made.speculative["draft_window"] = rng.choice([1, 3, 8, 16])
 
 
 def _ending_rows(made: Case, rng: random.Random) -> None:
@@ -337,7 +363,7 @@ def _ending_rows(made: Case, rng: random.Random) -> None:
 
 
 ADDITIONS = [
-    _history, _history, _ending_rows, _simple, _simple,
+    _history, _history, _ending_rows, _window, _window, _simple, _simple,
     _refusable, _guidance, _outputs, _outputs, _cache, _cache, _embeddings, _constraint, _chunks,
     _positions, _processor, _criterion, _stop_strings, _stream, _watermark, _several,
 ]  # fmt: skip
@@ -379,7 +405,7 @@ def check(made: Case) -> str:
         if "block_sequence_ids" in str(error):
             return "invalid"  # transformers 5.17's llama4 with a static cache
         raise AssertionError(f"plain generate raises {error!r}, the speculative call does not") from error
-    row = drafters.BY_NAME[made.drafter]
+    row = BY_NAME[made.drafter]
     sequences = plain if isinstance(plain, torch.Tensor) else plain.sequences
     prompt = 0 if made.options.get("drop_ids") else made.ids.shape[1]
     config = {**row.add(model, sequences[:, prompt:], made.seed), **made.speculative}
