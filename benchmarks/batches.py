@@ -101,8 +101,8 @@ def main():
         ratios = {name: (row[name]["ratio"], min(row[name]["ratio_per_batch"])) for name in options.methods}
         print(size, f"plain {plain:.1f} tokens/s; median and worst ratio:", ratios, flush=True)
         results.append(row)
-    record = {"environment": bench.environment(model), "max_new_tokens": options.max_new_tokens, "sizes": results}
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"environment": bench.environment(model), "max_new_tokens": options.max_new_tokens, "sizes": results}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
