@@ -15,6 +15,7 @@ from hf_specdec.control.constants import (
     CLEAR_GAIN,
     MAX_PLAIN_STEPS,
     PLAIN_TRIAL_STEPS,
+    RETRIAL_STEPS,
     STRETCH_STEPS,
 )
 
@@ -85,7 +86,7 @@ class Arms:
             known.pause, known.since_plain = min(2 * known.pause, MAX_PLAIN_STEPS), 0
         else:
             known.since_plain += 1
-            if self._steps < STRETCH_STEPS:
+            if self._steps < (RETRIAL_STEPS if known.pause > STRETCH_STEPS else STRETCH_STEPS):
                 return
         if self._seconds:
             known.learn(arm, self._progress / self._seconds)

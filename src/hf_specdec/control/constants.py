@@ -56,9 +56,12 @@ corrected. A width that is 10 % slower than the best one is tried every 30 steps
 STRETCH_STEPS = 8
 """Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting."""
 
+RETRIAL_STEPS = 4
+"""Steps of a stretch of drafting after it has lost."""
+
 MAX_PLAIN_STEPS = 64
-"""Longest pause of drafting, in steps, while plain decoding wins. One stretch of drafting that takes 30 % longer for
-each token then costs 3 %."""
+"""Longest pause of drafting, in steps, while plain decoding wins. A stretch of `RETRIAL_STEPS` that takes 30 % longer
+for each token then costs 2 %."""
 
 ARM_SMOOTHING = 0.15
 """Weight of the newest stretch in the moving average of an arm's gain."""
