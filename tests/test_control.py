@@ -303,6 +303,18 @@ def test_plain_decoding_is_tried_only_if_the_gain_is_small(drafting: float, shar
     assert abs(seen.count("plain") / len(seen) - share) < 0.01
 
 
+def test_calls_in_several_threads_do_not_decode_plainly_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls share what is known; both have read that a plain step is left, then both count it."""
+    gains = ArmGains()
+    gains.plain_steps = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Arms, "arm", "plain")
+        for arms in (Arms(gains), Arms(gains)):
+            arms.observe(1.0, 1.0, 1.0)
+    assert gains.plain_steps == 0
+    assert Arms(gains).arm == "drafting"
+
+
 def test_what_the_cost_model_overlooks_is_measured() -> None:
     """Plain steps are faster than the costs say, so drafting that seems to gain 10 % loses."""
     seen = run_arms(Arms(ArmGains()), 1 / 1.1, 4000, plain=0.7)

@@ -261,7 +261,7 @@ def test_clearing(attached: Any) -> None:
     history.add([1, 2])
     history.clear("a")
     assert (history.names, len(history), history.num_tokens) == (["b"], 2, 4)
-    with pytest.raises(InvalidConfigError, match="no history 'a'"):
+    with pytest.raises(InvalidConfigError, match="No history is called 'a'"):
         history.clear("a")
     history.clear()
     assert (history.names, len(history), history.num_tokens) == ([], 0, 0)

@@ -35,7 +35,7 @@ COMBINED = (AUTO, HYBRID)
 """Methods that combine several drafters."""
 
 PER_PROMPT = "per_prompt"
-"""Value of `history`: one history per prompt. It is no name: a history cannot have it."""
+"""Value of `history`: one history per prompt. No history can have this name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Arms:
         self._seconds += seconds
         self._steps += 1
         if arm == "plain":
-            known.plain_steps -= 1
+            known.plain_steps = max(known.plain_steps - 1, 0)  # another thread may share what is known
             if known.plain_steps:
                 return
             known.pause, known.since_plain = min(2 * known.pause, MAX_PLAIN_STEPS), 0

@@ -51,7 +51,7 @@ def measure_widest(weights: Iterable[Tensor]) -> None:
     """Time the kernel's products and torch's with some weights, once per process and dtype.
 
     Products with more rows than the kernel wins with use torch's `linear` from then on: oneDNN is faster on processors
-    with matrix units (AMX). Takes 0.1 to 0.3 s; does nothing if the weights are too small to tell.
+    with matrix units (AMX). Takes 0.1 to 0.3 s; skipped if the weights fit in the processor's caches.
 
     Args:
         weights: Weights `[N, K]` of one model.

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +89,20 @@ class AnswerHistory:
     @property
     def names(self) -> list[str]:
         """Names given by callers that have answers; without the history of all calls and those of prompts."""
-        return sorted(key.removeprefix(NAMED) for key in self._answers if key.startswith(NAMED))
+        with self._lock:
+            return sorted(key.removeprefix(NAMED) for key in self._answers if key.startswith(NAMED))
 
     def clear(self, name: str | None = None) -> None:
         """Drop all answers, or those of one name.
 
         Raises:
-            InvalidConfigError: There are no answers of this name.
+            InvalidConfigError: The name has no answers.
         """
         if name is not None:
             with self._lock:
                 key = NAMED + name
                 if key not in self._answers:
-                    raise InvalidConfigError(f"There is no history {name!r}.", f"Names: {self.names or 'none'}.")
+                    raise InvalidConfigError(f"No history is called {name!r}.", f"Names: {self.names or 'none'}.")
                 for number in list(self._answers[key].texts):
                     self._drop(number)
                 del self._answers[key]
@@ -120,7 +120,7 @@ class AnswerHistory:
             key: See `history_keys`.
             context: Token ids of the prompt; the last `CONTEXT_TOKENS` are stored, too.
         """
-        text = (*context[max(len(context) - CONTEXT_TOKENS, 0) :], *tokens)[-self.max_tokens :]
+        text = (*context[-CONTEXT_TOKENS:], *tokens)[-self.max_tokens :]
         if not tokens:
             return
         with self._lock:
@@ -259,8 +259,3 @@ def history_keys(history: bool | str | tuple[str, ...], prompts: Sequence[Sequen
         repeats = max(len(prompts) // len(history), 1)
         return [NAMED + name for name in history for _ in range(repeats)]
     return [SHARED if history is True else NAMED + str(history)] * len(prompts)
-
-
-def last_tokens(tokens: Sequence[int]) -> list[int]:
-    """Return the end of a prompt that is stored before an answer."""
-    return list(islice(tokens, max(len(tokens) - CONTEXT_TOKENS, 0), None))

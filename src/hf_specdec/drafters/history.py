@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.answer_history import AnswerHistory, history_keys, last_tokens
+from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, AnswerHistory, history_keys
 from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
 from hf_specdec.drafters.candidates import Candidate, Candidates, merge
 from hf_specdec.drafters.prompt_lookup import (
@@ -78,7 +78,7 @@ class _HistorySession(CandidateSession):
         roots = [root for (root,) in read(context.roots[:, None])[0]]
         self._keys, self._roots = history_keys(of, prompts), roots
         self._texts = [
-            AnswerMatches(history.find(key), (*last_tokens(prompt), root))
+            AnswerMatches(history.find(key), (*prompt[-CONTEXT_TOKENS:], root))
             for key, prompt, root in zip(self._keys, prompts, roots, strict=True)
         ]
 
@@ -156,10 +156,10 @@ class AnswerMatches(Candidates):
             total = automaton.count[state]
             rate = ONLY_ACCEPTANCE[sum(length > longest for longest in MATCH_CLASSES)]
             reliability = (total + PRIOR_WEIGHT * rate) / (total + PRIOR_WEIGHT)
-            followed = automaton.following[state]
+            followed = list(automaton.following[state].items())  # at once: another thread may add an answer
             if len(followed) > MAX_FOLLOWING:
                 break
-            counted = [(automaton.count[after], token) for token, after in followed.items()]
+            counted = [(automaton.count[after], token) for token, after in followed]
             for count, token in heapq.nlargest(MAX_CANDIDATES, counted):
                 if token >= 0 and token not in found and total:
                     found[token] = Candidate(token, factor * reliability * min(count / total, 1.0))
