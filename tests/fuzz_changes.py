@@ -169,7 +169,7 @@ def check(number: int) -> list[str]:
         made_so_far.append(change.__name__)
         case = fuzz.case(100_000 + 10 * number + turn)
         case.changed = model
-        row = drafters.BY_NAME[case.drafter]
+        row = fuzz.BY_NAME[case.drafter]
         if row.make is not None and not row.knows_answers and row.method not in model.drafters:
             case.drafter = "prompt_lookup"
         try:
