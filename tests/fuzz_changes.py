@@ -25,7 +25,6 @@ import torch
 import transformers
 from torch import nn
 
-import drafters
 import fuzz
 import zoo
 from hf_specdec import DrafterMismatchError, UnsupportedGenerationError, UnsupportedModelError

@@ -557,16 +557,16 @@ def test_auto_takes_graphs_where_the_device_has_them(llama: Any) -> None:
         llama._speculation.programs.clear()
 
 
-def test_merged_drafting_measures_what_graphs_cost(llama: Any) -> None:
+def test_merged_drafting_learns_what_graphs_cost(llama: Any) -> None:
     plain = plain_llama(1)
     for _ in range(2):
         assert generate(llama, 1, {"method": "auto", **CAPTURED}) == plain
     runner = runner_of(llama)
     assert runner.captured_keys()
     facts = llama._speculation.facts[0]
-    costs = current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
-    assert costs is current_costs(llama, facts, rows=1, widest=64, context=21, runner=runner)
-    assert costs is not current_costs(llama, facts, rows=1, widest=64, context=21)
+    costs = current_costs(llama, facts, rows=1, widest=64, runner=runner)
+    assert costs is current_costs(llama, facts, rows=1, widest=64, runner=runner)
+    assert costs is not current_costs(llama, facts, rows=1, widest=64)
 
 
 def test_recycled_tokens_are_learned_by_graphs_also_after_a_reset() -> None:

@@ -23,7 +23,7 @@ from hf_specdec.control.arms import ArmGains, Arms
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.tiers import TierController, tier_budget
-from hf_specdec.generation import plan
+from hf_specdec.generation import plan, state
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.probe import inspect_target
 from hf_specdec.verification.step import StepSeconds
@@ -170,6 +170,63 @@ def test_real_steps_correct_the_costs() -> None:
     assert len(known.table()) == 64
 
 
+def truth(width: int) -> float:
+    """An eager step of a processor on which trees cost more than expected."""
+    return 0.050 + 0.006 * width
+
+
+def test_costs_are_learned_from_the_first_steps() -> None:
+    """Whatever a step takes, after one of each of two widths the costs in between and beyond are near the truth."""
+    known = StepCosts.expected(torch.device("cpu"), rows=1, widest=64)
+    assert not known.is_plain_known
+    known.observe(1, truth(1))
+    assert known.is_plain_known
+    assert known.plain == truth(1)
+    assert known.table()[15] == pytest.approx(
+        truth(1) * (1 + 0.06 * 15), rel=0.01
+    )  # so far only the ratio is expected
+    known.observe(16, truth(16))
+    table = known.table()
+    assert known.plain == truth(1)
+    assert table[15] == pytest.approx(truth(16), rel=0.01)
+    for width in (2, 4, 8, 32, 64):
+        assert table[width - 1] == pytest.approx(truth(width), rel=0.25), width
+    for width in (2, 4, 8, 32, 64):
+        known.observe(width, truth(width))
+        assert known.table()[width - 1] == pytest.approx(truth(width), rel=0.05), width
+
+
+def test_a_slow_first_step_is_corrected_by_the_next_one() -> None:
+    known = StepCosts.expected(torch.device("cpu"), rows=1, widest=64)
+    known.observe(1, 1.8 * truth(1))
+    known.observe(1, truth(1))
+    assert known.plain == pytest.approx(truth(1))
+    known.observe(1, 1.5 * truth(1))
+    assert known.plain < 1.15 * truth(1)
+
+
+def test_expected_costs_count_all_rows() -> None:
+    known = StepCosts.expected(torch.device("cpu"), rows=8, widest=64)
+    assert known.max_width == 16
+    assert known.table()[15] / known.plain == pytest.approx((1 + 0.06 * 127) / (1 + 0.06 * 7))
+    device = StepCosts.expected(torch.device("meta"), rows=1, widest=64)
+    assert device.table()[63] / device.plain == pytest.approx(1.315)
+
+
+def test_a_first_call_runs_no_forward_but_its_steps(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    calls = []
+    monkeypatch.setattr(state, "measure_costs", None)
+    llama.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    plan.current_facts(llama)  # probes the model with the hook
+    calls.clear()
+    llama.generate(ids, speculative="auto", **options)
+    stats = llama.last_speculation
+    assert len(calls) == 1 + stats.num_target_forwards
+    assert stats.control["width_by_step"][0] == 1  # with which all others are compared
+
+
 def test_costs_are_measured_by_rows(llama: Any) -> None:
     facts = inspect_target(llama)
     for rows, widest in ((1, 12), (3, 64), (64, 64)):
@@ -203,7 +260,7 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
     known = SimpleNamespace(
-        plain=0.5, max_width=3, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(),
+        plain=0.5, max_width=3, is_plain_known=True, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(),
         plain_seconds=lambda _share: 0.5, observe=lambda *step: told.append(step),
     )  # fmt: skip
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ def llama() -> Any:
 
 def priced(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[int, float]) -> None:
     """A machine of which it is known what steps cost, and where real steps teach nothing else."""
-    monkeypatch.setattr(StepCosts, "measure", classmethod(lambda cls, *_, **__: cls(seconds)))
+    monkeypatch.setattr(StepCosts, "expected", classmethod(lambda cls, *_, **__: cls(seconds)))
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
 
 
@@ -300,12 +300,17 @@ def test_a_static_tree_is_a_source_like_any_other(llama: Any) -> None:
 
 
 def test_experience_and_costs_stay_with_the_model(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    state = llama.__dict__["_speculation"]
+    for _ in range(2):
+        answers(llama, "auto")
+    ((_, costs),) = state.costs
+    assert costs.is_plain_known
     with caplog.at_level("INFO", logger="hf_specdec.control.costs"):
-        for _ in range(2):
-            answers(llama, "auto")
+        llama.warmup({"method": "auto", "compile": "none"})  # measured ones take their place
     (record,) = caplog.records
     assert record.message.startswith("A step of LlamaForCausalLM with batch size 1")
-    state = llama.__dict__["_speculation"]
+    ((_, measured),) = state.costs
+    assert measured is not costs
     name, new = "token_recycling", LearnedStats()
     assert state.learned.trust(name) != new.trust(name)
     another = copy.deepcopy(llama)

@@ -260,7 +260,7 @@ def test_warmup_leaves_nothing_to_the_first_call(compiled: Any, monkeypatch: pyt
         raise AssertionError
 
     monkeypatch.setattr(model_programs, "make_runner", fail)
-    monkeypatch.setattr(state.StepCosts, "measure", fail)
+    monkeypatch.setattr(state.StepCosts, "expected", fail)
     compiled.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=4, do_sample=False, speculative=config)
 
 

@@ -332,7 +332,7 @@ def test_a_faded_schedule_learns_faster_and_keeps_its_costs() -> None:
 def test_a_head_for_the_old_weights_is_left_out(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that always knew the answer is queried in every step; after new weights, in fewer and fewer."""
     # steps of 2 ms at any width: noise of this machine must not decide
-    monkeypatch.setattr(StepCosts, "measure", lambda *_, **__: StepCosts({1: 0.002, 64: 0.002}))
+    monkeypatch.setattr(StepCosts, "expected", lambda *_, **__: StepCosts({1: 0.002, 64: 0.002}))
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
     options = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0}
     answers = model.generate(IDS, **options)[:, IDS.shape[1] :]

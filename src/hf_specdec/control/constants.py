@@ -15,24 +15,32 @@ from __future__ import annotations
 # ------------------------------------------------------------------------------------------- cost of a step
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Widths (nodes per row) for which a verify forward is timed, up to the largest width needed, which is timed as well;
-costs between them are interpolated."""
+"""Widths (nodes per row) whose cost is learned or measured, up to the largest width needed, which is added; costs
+between them are interpolated."""
+
+EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
+"""Seconds of one more node relative to a plain step of one row, assumed until steps have been timed. CPUs took 0.04 to
+0.1, the higher values for many nodes with the CPU kernels. GPUs take about as long for dozens of nodes as for one."""
+
+FIRST_STEPS = 3
+"""Steps of a width that count more than later ones: the first one counts fully, as does each that is faster than
+expected, because noise and first uses of a shape only make a step slower."""
 
 TIMED_ROUNDS = 5
 """Default number of timed forwards per tree size, used while no user waits (`search_tree`); the median is reported."""
 
 QUICK_ROUNDS = 3
-"""Timed forwards per width while a user waits; the fastest is used, because noise only makes a forward slower."""
+"""Timed forwards per width in `warmup()`; the fastest is used, because noise only makes a forward slower."""
 
 MEASURED_CONTEXT = 512
 """Maximum context, in tokens, of the forwards timed for `StepCosts`; real steps correct it for longer contexts."""
 
 MAX_MEASURED_NODES = 128
-"""Maximum nodes of all rows together in a forward timed for `StepCosts`; widths up to `MIN_MEASURED_WIDTH` may exceed
-it."""
+"""Maximum nodes of all rows together in a step whose cost `StepCosts` has; widths up to `MIN_MEASURED_WIDTH` may
+exceed it."""
 
 MIN_MEASURED_WIDTH = 4
-"""Width up to which forwards are timed for every batch size."""
+"""Width up to which costs are known for every batch size."""
 
 COST_SMOOTHING = 0.2
 """Weight of a real step in the moving (geometric) average of the cost of its width; more if the width was unused for

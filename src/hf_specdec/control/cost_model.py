@@ -33,8 +33,11 @@ class CostModelController:
         self._tokens, self._emitted, self._seconds = (defaultdict[Arm, float](float) for _ in range(3))
 
     def next(self) -> Budget:
-        """Return a plain step, or the limits with at most as many nodes as the widest tree with a measured cost."""
-        if self._arms.arm == "plain":
+        """Return a plain step, or the limits with at most as many nodes as the widest tree with a known cost.
+
+        The first step of all is plain, so that everything else can be compared with it.
+        """
+        if self._arms.arm == "plain" or not self._costs.is_plain_known:
             return PLAIN_STEP
         return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
 

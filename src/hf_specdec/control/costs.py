@@ -1,4 +1,4 @@
-"""Measure on this machine how long verify forwards take, by tree size, and how long one forward of a head takes."""
+"""Learn from real steps how long a step takes by its number of nodes, and time forwards for `warmup()` and trees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from math import exp, log2
+from math import exp, log, log2
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specdec.control.arms import ArmGains
 from hf_specdec.control.constants import (
     COST_SMOOTHING,
+    EXPECTED_NODE_COST,
+    FIRST_STEPS,
     MAX_MEASURED_NODES,
     MAX_SURPRISE,
     MEASURED_CONTEXT,
@@ -133,28 +135,52 @@ def _seconds_by_size(
     return {size: pick(seconds) for size, seconds in taken.items()}
 
 
-def _widest_measured(widest: int, rows: int) -> int:
+def _widest(widest: int, rows: int) -> int:
+    """Return the largest width with a cost."""
     return min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
 
 
-class StepCosts:
-    """Seconds of a step by its width (nodes per row), measured once and corrected by the times of real steps.
+def _widths(widest: int, rows: int) -> list[int]:
+    """Return the widths whose costs are known or learned, ascending."""
+    most = _widest(widest, rows)
+    return [*(width for width in MEASURED_WIDTHS if width < most), most]
 
-    Every measured width has a factor by which real steps differ from the measurement. A step corrects the factors of
-    measured widths near its own and of those not used for a long time; costs between measured widths are interpolated.
+
+class StepCosts:
+    """Seconds of a step by its width (nodes per row), learned from the times of real steps.
+
+    Some widths have a factor by which real steps differ from the seconds given at first. A step corrects the factors
+    of widths near its own and of those not used for a long time. Factors of widths that were never used are
+    interpolated between those that were, and so are costs between the widths.
 
     Args:
-        seconds: Measured seconds by number of nodes per row; the smallest is 1.
+        seconds: Seconds by number of nodes per row; the smallest is 1.
+        is_measured: Whether they were measured. If not, only their ratios count, until a step of each width is seen.
 
     Attributes:
         arms: How drafting and plain decoding compare at this batch size and in this execution mode.
     """
 
-    def __init__(self, seconds: Mapping[int, float]) -> None:
+    def __init__(self, seconds: Mapping[int, float], *, is_measured: bool = True) -> None:
         self.arms = ArmGains()
-        self._measured = dict(sorted(seconds.items()))
-        self._factors = dict.fromkeys(self._measured, 1.0)
-        self._unvisited = dict.fromkeys(self._measured, 0.0)  # steps since a step of about this width
+        self._given = dict(sorted(seconds.items()))
+        self._factors = dict.fromkeys(self._given, 1.0)
+        self._seen = dict.fromkeys(
+            self._given, float(FIRST_STEPS) if is_measured else 0.0
+        )  # steps of about this width
+        self._unvisited = dict.fromkeys(self._given, 0.0)  # steps since a step of about this width
+
+    @classmethod
+    def expected(cls, device: torch.device, *, rows: int, widest: int) -> StepCosts:
+        """Return costs of which only the expected ratios are known, see `EXPECTED_NODE_COST`; runs no forward.
+
+        Args:
+            device: The target's device.
+            rows: Batch size.
+            widest: Nodes per row of the largest tree.
+        """
+        slope = EXPECTED_NODE_COST["cpu" if device.type == "cpu" else "accelerator"]
+        return cls({width: 1 + slope * (rows * width - 1) for width in _widths(widest, rows)}, is_measured=False)
 
     @classmethod
     def measure(
@@ -171,9 +197,7 @@ class StepCosts:
             context: Tokens of the prompt; at most `MEASURED_CONTEXT` are used.
             runner: Compiled or captured forward; None: the model's own.
         """
-        most = _widest_measured(widest, rows)
-        widths = [*(width for width in MEASURED_WIDTHS if width < most), most]
-        context = max(1, min(context, MEASURED_CONTEXT))
+        widths, context = _widths(widest, rows), max(1, min(context, MEASURED_CONTEXT))
         begin = time.perf_counter()
         seconds = verify_seconds(
             model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner
@@ -185,58 +209,82 @@ class StepCosts:
         )  # fmt: skip
         return cls(seconds)
 
+    @property
+    def is_plain_known(self) -> bool:
+        """Whether a plain step was timed."""
+        return self._seen[1] > 0
+
     def covers(self, widest: int, rows: int) -> bool:
-        """Whether `measure` would time no wider trees for this number of rows and largest width."""
-        return self.max_width >= _widest_measured(widest, rows)
+        """Whether no wider trees are needed for this number of rows and largest width."""
+        return self.max_width >= _widest(widest, rows)
 
     @property
     def max_width(self) -> int:
-        """The largest measured width."""
-        return max(self._measured)
+        """The largest width with a cost."""
+        return max(self._given)
 
     @property
     def plain(self) -> float:
         """Seconds of a step that drafts nothing (width 1)."""
-        return self._measured[1] * self._factors[1]
+        return self._current()[1]
 
     def plain_seconds(self, share: float) -> float:
         """Return the seconds of a plain step of a fraction of the rows, see `table`."""
-        if share == 1:
-            return self.plain
-        return _at(
-            _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured}), share
-        )
+        return self.plain if share == 1 else _at(_interpolated(self._current()), share)
 
     def table(self, share: float = 1.0) -> tuple[float, ...]:
         """Return the seconds of a step with 1, 2, ... nodes per row, up to `max_width`.
 
-        Widths not used for a long time are assumed to be cheaper than measured, see `RETRY_STEPS`.
+        Widths not used for a long time are assumed to be cheaper than known, see `RETRY_STEPS`.
 
         Args:
             share: Fraction of the rows that take part; seconds are assumed to depend on the total number of nodes.
         """
-        whole = _interpolated({
-            width: seconds * self._factors[width] * exp(-self._unvisited[width] / RETRY_STEPS)
-            for width, seconds in self._measured.items()
-        })  # fmt: skip
+        whole = _interpolated(
+            {width: seconds * exp(-self._unvisited[width] / RETRY_STEPS) for width, seconds in self._current().items()}
+        )
         return whole if share == 1 else tuple(_at(whole, width * share) for width in range(1, len(whole) + 1))
 
     def observe(self, width: int, seconds: float, share: float = 1.0) -> None:
         """Correct the costs by the seconds that a real step took to verify, accept and commit.
 
-        Ignored if the step is wider than `max_width`, or with few of the rows narrower than any measured one.
+        Ignored if the step is wider than `max_width`, or with few of the rows narrower than any width with a cost.
         """
         width = round(width * share)
         if not 1 <= width <= self.max_width:
             return
-        expected = _interpolated({known: self._measured[known] * self._factors[known] for known in self._measured})
-        surprise = min(max(seconds / expected[width - 1], 1 / MAX_SURPRISE), MAX_SURPRISE)
-        for known in self._measured:
+        surprise = seconds / _interpolated(self._current())[width - 1]
+        if not any(self._seen.values()):  # only ratios were known
+            self._factors = dict.fromkeys(self._given, surprise)
+            surprise = 1.0
+        surprise = min(max(surprise, 1 / MAX_SURPRISE), MAX_SURPRISE)
+        for known, seen in self._seen.items():
             near = max(0.0, 1 - abs(log2(known / width)))  # 1 at the step's own width, 0 at half and double
             stale = 1 - exp(-self._unvisited[known] / STALE_STEPS)
-            weight = near * max(COST_SMOOTHING, stale) + (1 - near) * stale * COST_SMOOTHING
+            if near and not seen:  # this step gives it a factor
+                self._factors[known] = self._factor(known)
+            first = 0.0 if seen >= FIRST_STEPS else 1.0 if surprise < 1 else 1 / (1 + seen)
+            weight = near * max(COST_SMOOTHING, stale, first) + (1 - near) * stale * COST_SMOOTHING
             self._factors[known] *= surprise**weight
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
+        for known in self._seen:
+            self._seen[known] += max(0.0, 1 - abs(log2(known / width)))
+
+    def _current(self) -> dict[int, float]:
+        """Return the seconds by width, with the factors learned so far."""
+        return {width: seconds * self._factor(width) for width, seconds in self._given.items()}
+
+    def _factor(self, width: int) -> float:
+        """Return the factor of a width; if no step has had it, between those of the nearest widths that steps had."""
+        if self._seen[width]:
+            return self._factors[width]
+        below = max((known for known, seen in self._seen.items() if seen and known < width), default=None)
+        above = min((known for known, seen in self._seen.items() if seen and known > width), default=None)
+        if below is None or above is None:
+            nearest = below or above
+            return self._factors[nearest or width]
+        part = log2(width / below) / log2(above / below)
+        return exp((1 - part) * log(self._factors[below]) + part * log(self._factors[above]))
 
 
 def _at(seconds: Sequence[float], width: float) -> float:

@@ -37,7 +37,7 @@ class Needs:
         feature_layers: Numbers of the target's hidden states that it reads, as in transformers' `hidden_states`; -1 is
             the last one, after the final norm.
         prompt_logits: Whether it reads the logits `[B, P, V]` of all prompt positions.
-        step_costs: Whether it reads the measured seconds of a step by the number of nodes verified per row, to choose
+        step_costs: Whether it reads the seconds of a step by the number of nodes verified per row, to choose
             this number itself.
     """
 

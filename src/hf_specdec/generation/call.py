@@ -33,7 +33,7 @@ def prepare_call(
     options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
     check_token_ids(plan.config, input_ids.shape[1])
     options.check_synced(synced_gpus, target.needs_replay)
-    device, (rows, width) = input_ids.device, input_ids.shape
+    device, rows = input_ids.device, input_ids.shape[0]
     returns_dict = bool(generation_config.return_dict_in_generate)
     returns_cache = returns_dict or target.is_adopted
     transcript = Transcript(
@@ -53,7 +53,7 @@ def prepare_call(
     call = Call(
         target=target,
         drafter=plan.drafter,
-        controller=controller_of(plan, model, rows, width, synced_gpus=synced_gpus),
+        controller=controller_of(plan, model, rows, synced_gpus=synced_gpus),
         rule=plan.rule,
         config=plan.config,
         input_ids=input_ids,

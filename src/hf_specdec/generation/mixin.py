@@ -29,10 +29,8 @@ from hf_specdec.generation.histories import answer_history, check_names, remembe
 from hf_specdec.generation.model_programs import release_programs
 from hf_specdec.generation.plan import (
     Request,
-    is_distributed,
     plan_call,
     plan_of,
-    step_costs_of,
     warm_up,
     with_programs,
 )
@@ -289,8 +287,6 @@ class SpeculativeGenerationMixin:
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         check_names(plan.config, batch_size, rows)
         plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)
-        if plan.runner is not None:  # measure before this call takes the cache memory that the runner keeps
-            step_costs_of(plan, model, rows, max_cache_length, synced_gpus=is_distributed())
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)

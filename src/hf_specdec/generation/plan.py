@@ -18,7 +18,7 @@ from hf_specdec.acceptance.rules import AcceptanceRule, greedy
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, FixedController
 from hf_specdec.control.cost_model import CostModelController
-from hf_specdec.control.costs import StepCosts, verify_seconds
+from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import limits_of
@@ -29,7 +29,7 @@ from hf_specdec.generation import options
 from hf_specdec.generation.assisted import Assistant, assisted_drafters, check_no_assistant
 from hf_specdec.generation.histories import answer_history
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
-from hf_specdec.generation.state import current_costs, current_facts, rebind_if_changed, state_of
+from hf_specdec.generation.state import current_costs, current_facts, measure_costs, rebind_if_changed, state_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
@@ -185,7 +185,9 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     mode = GenerationMode.GREEDY_SEARCH
     plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
     plan = with_programs(plan, model, WARM_UP_TOKENS)
-    step_costs_of(plan, model, rows, context, synced_gpus=False)
+    if _learns_costs(plan, synced_gpus=False):
+        widest = plan.limits.num_nodes
+        measure_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=plan.runner)
     if plan.runner is not None:  # runs each size more than `CAPTURE_AFTER` times, so that its graph is captured
         verify_seconds(model, [1, plan.limits.num_nodes], context, plan.facts, rows=rows, runner=plan.runner)
         if execution_device(model).type in GRAPH_BACKENDS:
@@ -243,42 +245,34 @@ def _tiers(drafter: Drafter, config: SpeculativeConfig) -> AdaptiveConfig | None
     return AdaptiveConfig() if config.adaptive and not drafter.needs.step_costs else None
 
 
-def controller_of(plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool) -> Controller:
+def controller_of(plan: Plan, model: PreTrainedModel, rows: int, *, synced_gpus: bool) -> Controller:
     """Return the controller that sets the budget of every step.
 
     Args:
         plan: The call's plan.
         model: An attached model.
         rows: Batch size.
-        context: Tokens of the prompt.
         synced_gpus: Whether all ranks must run the same number of forwards.
     """
     tiers = _tiers(plan.drafter, plan.config)
     if tiers is not None:
         return TierController(tiers, plan.limits)
-    costs = step_costs_of(plan, model, rows, context, synced_gpus=synced_gpus)
-    if costs is not None:
+    if _learns_costs(plan, synced_gpus=synced_gpus):
+        costs = current_costs(model, plan.facts, rows=rows, widest=plan.limits.num_nodes, runner=plan.runner)
         return CostModelController(plan.limits, costs)
     if plan.drafter.needs.step_costs and plan.config.adaptive is not False:  # several processes
         return FixedController(plan.limits.within(Budget(SHARED_NODES, plan.limits.num_steps, plan.limits.top_k)))
     return FixedController(plan.limits)
 
 
-def step_costs_of(
-    plan: Plan, model: PreTrainedModel, rows: int, context: int, *, synced_gpus: bool
-) -> StepCosts | None:
-    """Return the costs of a step, measured if unknown; None if unused or if several processes generate together.
-
-    Args:
-        plan, model, rows, context, synced_gpus: See `controller_of`.
-    """
+def _learns_costs(plan: Plan, *, synced_gpus: bool) -> bool:
+    """Whether the drafter decides by the costs of steps; not if several processes, with other costs, join in."""
     if not plan.drafter.needs.step_costs or plan.config.adaptive is False or _tiers(plan.drafter, plan.config):
-        return None
+        return False
     if synced_gpus or is_distributed():
-        logger.info("Several processes generate together, whose measured costs differ: all steps use the same budget.")
-        return None
-    widest, runner = plan.limits.num_nodes, plan.runner
-    return current_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=runner)
+        logger.info("Several processes generate together, whose costs differ: all steps use the same budget.")
+        return False
+    return True
 
 
 def is_distributed() -> bool:

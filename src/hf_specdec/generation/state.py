@@ -25,6 +25,7 @@ from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
+from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
@@ -242,26 +243,48 @@ def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint
 
 
 def current_costs(
-    model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
+    model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, runner: Runner | None = None
 ) -> StepCosts:
-    """Return the costs of a step by its width (nodes per row); measure them if unknown.
+    """Return the costs of a step by its width (nodes per row): those known, or expected ones that steps correct.
 
     Args:
         model: An attached model.
         facts: The result of the probe.
         rows: Batch size.
         widest: Nodes of the largest tree.
-        context: Tokens of the prompt.
         runner: Compiled or captured forward; None: the model's own.
     """
-    state = state_of(model)
-    mode = next((mode for mode, kept in state.programs.items() if kept.runner is runner is not None), "none")
-    key = facts.fingerprint, rows, mode
+    state, key = state_of(model), _costs_key(model, facts, rows, runner)
     for known, costs in state.costs:
         if known == key and costs.covers(widest, rows):
             return costs
+    return _keep_costs(state, key, StepCosts.expected(execution_device(model), rows=rows, widest=widest))
+
+
+def measure_costs(
+    model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
+) -> None:
+    """Time steps of all widths, so that the first call need not learn what they cost.
+
+    Args:
+        model, facts, rows, widest, runner: See `current_costs`.
+        context: Tokens of the prompt.
+    """
     costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
-    state.costs = [(key, costs), *state.costs][:KEPT_COSTS]
+    _keep_costs(state_of(model), _costs_key(model, facts, rows, runner), costs)
+
+
+def _costs_key(
+    model: PreTrainedModel, facts: TargetFacts, rows: int, runner: Runner | None
+) -> tuple[Fingerprint, int, str]:
+    programs = state_of(model).programs
+    mode = next((mode for mode, kept in programs.items() if kept.runner is runner is not None), "none")
+    return facts.fingerprint, rows, mode
+
+
+def _keep_costs(state: SpeculationState, key: tuple[Fingerprint, int, str], costs: StepCosts) -> StepCosts:
+    others = [entry for entry in state.costs if entry[0] != key or entry[1].max_width > costs.max_width]
+    state.costs = [(key, costs), *others][:KEPT_COSTS]
     return costs
 
 
