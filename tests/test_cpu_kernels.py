@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import logging
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, linear, silu
 
-from hf_specdec.cpu import library, measuring, operations
+import zoo
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.cpu import background, library, measuring, operations
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.generation import model_programs
 from hf_specdec.verification.programs import CaptureError, make_program
 
 FEATURES = library.processor_features()
@@ -442,6 +446,38 @@ def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch
     forget()
     (tmp_path / "g++").unlink()
     assert library.load_library()[1]._name == built
+
+
+@pytest.mark.usefixtures("fresh")
+def test_auto_does_not_wait_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go on without kernels until the compiler has finished; `warmup()` waits."""
+    (tmp_path / "g++").rename(tmp_path / "cxx")
+    script(
+        tmp_path / "g++", f'[ "$1" = --version ] || until [ -e {tmp_path}/go ]; do :; done; exec {tmp_path}/cxx "$@"'
+    )
+    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    ids = torch.arange(9)[None]
+    for _ in range(2):
+        model.generate(ids, max_new_tokens=4, do_sample=False, speculative="auto")
+        assert not model._speculation.programs
+        assert not library.is_loaded()
+    (tmp_path / "go").touch()
+    model.warmup("auto")
+    assert library.is_loaded()
+    assert model._speculation.programs
+    background.wait_for_kernels()
+    assert background.are_kernels_ready()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_compiled_kernels_are_loaded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load_library()
+    forget()
+    assert background.are_kernels_ready()
+    monkeypatch.setenv(VARIABLE, "none")
+    assert background.are_kernels_ready()  # it is known at once that there are none
+    assert library.load_or_none() is None
 
 
 @pytest.mark.usefixtures("fresh")

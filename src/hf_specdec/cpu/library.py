@@ -136,18 +136,10 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
         NoKernelsError: The compiler fails, or there is none and nothing was built before.
         OSError: The directory cannot be written to.
     """
-    prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
-    if not compiler:
-        found = max(directory.glob(f"{prefix}-*.so"), key=lambda path: path.stat().st_mtime, default=None)
-        if found is None:
-            wanted = os.environ.get("CXX") or "g++ or clang++"
-            raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
-        return found
-    command = [*compiler, *OPTIONS, *instructions.options]
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    library = directory / f"{prefix}-{_hash([*command, version])}.so"
+    library = path_of(instructions, compiler, directory)
     if library.exists():
         return library
+    command = [*compiler, *OPTIONS, *instructions.options]
     directory.mkdir(parents=True, exist_ok=True)
     logger.info(
         "Compiling CPU kernels for %s with %s; this takes a few seconds, once.", instructions.name, compiler[0]
@@ -170,6 +162,27 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
     return library
 
 
+def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
+    """Return where `build` puts the library; without a compiler, the newest that any compiler has built.
+
+    Args:
+        instructions, compiler, directory: See `build`.
+
+    Raises:
+        NoKernelsError: There is no compiler, and nothing was built before.
+    """
+    prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
+    if compiler:
+        command = [*compiler, *OPTIONS, *instructions.options]
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+        return directory / f"{prefix}-{_hash([*command, version])}.so"
+    found = max(directory.glob(f"{prefix}-*.so"), key=lambda path: path.stat().st_mtime, default=None)
+    if found is None:
+        wanted = os.environ.get("CXX") or "g++ or clang++"
+        raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
+    return found
+
+
 def _hash(texts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
@@ -188,10 +201,7 @@ def open_library() -> tuple[InstructionSet, ctypes.CDLL]:
     Raises:
         NoKernelsError: There are none for this machine.
     """
-    instructions = choose_instruction_set(
-        processor_features(), platform.machine(), os.environ.get(VARIABLE, "").strip()
-    )
-    compiler = find_compiler()
+    instructions, compiler = _this_machine(), find_compiler()
     try:
         path = build(instructions, compiler, cache_directory())
         return instructions, _opened(path)
@@ -202,6 +212,10 @@ def open_library() -> tuple[InstructionSet, ctypes.CDLL]:
             return instructions, _opened(build(instructions, compiler, Path(working)))
     except OSError as error:
         raise NoKernelsError(f"they cannot be built or loaded ({error})") from error
+
+
+def _this_machine() -> InstructionSet:
+    return choose_instruction_set(processor_features(), platform.machine(), os.environ.get(VARIABLE, "").strip())
 
 
 def _opened(path: Path) -> ctypes.CDLL:
@@ -233,6 +247,16 @@ def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
     if isinstance(known, str):
         raise NoKernelsError(known)
     return known
+
+
+def loads_at_once() -> bool:
+    """Whether `load_library` would return, or fail, without compiling anything."""
+    if _loaded:
+        return True
+    try:
+        return path_of(_this_machine(), find_compiler(), cache_directory()).exists()
+    except (NoKernelsError, OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        return isinstance(error, NoKernelsError)
 
 
 def load_or_none() -> ctypes.CDLL | None:

@@ -314,6 +314,6 @@ class SpeculativeGenerationMixin:
             model_kwargs,
         )  # fmt: skip
         output = decode.speculate(call, transcript)
-        state_of(self).last = output.speculation
+        state_of(self).note_call(output.speculation, is_eager=plan.runner is None)
         remember_answers(model, call, transcript)
         return output if generation_config.return_dict_in_generate else output.sequences

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specdec.cpu.background import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.verification.captured_greedy import CapturedGreedy
@@ -18,13 +19,22 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, has_kernels, without_autocast
+from hf_specdec.verification.programs import (
+    CaptureError,
+    ExecutionMode,
+    has_kernels,
+    supports_kernels,
+    without_autocast,
+)
 from hf_specdec.verification.runners import Runner, WeightsVersion
 
 logger = logging.getLogger(__name__)
 
 PAYS_FROM_BYTES = 20 * 10**9
-"""Bytes of weights read by eager decoding (2 to 5 s on two cores) from which a program with CPU kernels pays."""
+"""Bytes of weights read by eager forwards (in 2 to 5 s on two cores) from which a program with CPU kernels pays."""
+
+EXPECTED_FORWARDS = 0.25
+"""Forwards per requested token: drafts are accepted, and answers end before the maximum number of new tokens."""
 
 COMPILING = threading.Lock()
 """Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
@@ -58,24 +68,26 @@ def current_program(
         return state.programs[mode].runner
 
 
-def kernels_pay(model: PreTrainedModel, new_tokens: int) -> bool:
-    """Whether a program with the CPU kernels saves more time in this and earlier calls than it takes to make.
+def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False) -> bool:
+    """Whether a program with the CPU kernels saves more time in this and later calls than it takes to make.
 
-    Plain decoding reads all weights once per token, at a few gigabytes per second; making a program takes a few
-    seconds. So it pays once the calls since the model was attached have requested tokens for which `PAYS_FROM_BYTES`
-    of weights are read. Answers may end earlier; then these seconds are lost.
+    An eager forward reads all weights, at a few gigabytes per second; making a program takes a few seconds. So it pays
+    once the forwards of earlier calls, and those expected of this one, read `PAYS_FROM_BYTES`. The kernels themselves
+    are compiled once per machine, in the background: until they are ready, calls go on without them.
 
     Args:
         model: An attached model.
-        new_tokens: Maximum number of new tokens of this call, which are added to those of earlier calls.
+        new_tokens: Maximum number of new tokens of this call.
+        waits: Whether the caller waits for a compiler.
     """
-    state, device = state_of(model), execution_device(model)
-    if device.type != "cpu":
+    device = execution_device(model)
+    if not supports_kernels(device, model.dtype):
         return False
-    if state.eager_bytes < PAYS_FROM_BYTES:
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        state.eager_bytes += weights * new_tokens
-    return state.eager_bytes >= PAYS_FROM_BYTES and has_kernels(device, model.dtype)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    forwards = state_of(model).eager_forwards + EXPECTED_FORWARDS * new_tokens
+    return (
+        weights * forwards >= PAYS_FROM_BYTES and (waits or are_kernels_ready()) and has_kernels(device, model.dtype)
+    )
 
 
 def release_programs(model: Any) -> None:

@@ -142,7 +142,7 @@ def plan_of(generation_config: GenerationConfig) -> Plan | None:
     return plan
 
 
-def with_programs(plan: Plan, model: PreTrainedModel, new_tokens: int) -> Plan:
+def with_programs(plan: Plan, model: PreTrainedModel, new_tokens: int, *, waits: bool = False) -> Plan:
     """Return the plan with compiled or captured forwards, as its config specifies and as far as they are possible.
 
     `compile="auto"` uses graphs, which are captured during generation, if the device supports them, and the kernels on
@@ -152,12 +152,13 @@ def with_programs(plan: Plan, model: PreTrainedModel, new_tokens: int) -> Plan:
         plan: The call's plan.
         model: An attached model.
         new_tokens: Maximum number of new tokens of this call.
+        waits: Whether to wait until the CPU kernels are compiled if `compile` is `"auto"`.
     """
     mode, device = plan.config.compile, execution_device(model)
     if mode == "auto":
         if device.type in GRAPH_BACKENDS:
             mode = "cuda_graph"
-        elif kernels_pay(model, new_tokens):
+        elif kernels_pay(model, new_tokens, waits=waits):
             mode = "kernels"
     if mode in ("none", "auto"):
         return plan
@@ -184,7 +185,7 @@ def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int
     """
     mode = GenerationMode.GREEDY_SEARCH
     plan = plan_call(model, Request(speculative), mode, model.generation_config, {"synced_gpus": False})
-    plan = with_programs(plan, model, WARM_UP_TOKENS)
+    plan = with_programs(plan, model, WARM_UP_TOKENS, waits=True)
     if _learns_costs(plan, synced_gpus=False):
         widest = plan.limits.num_nodes
         measure_costs(model, plan.facts, rows=rows, widest=widest, context=context, runner=plan.runner)

@@ -93,7 +93,7 @@ class SpeculationState:
         # what programs and compiled drafters were last compared with
         self.compared: tuple[Fingerprint, WeightsVersion] | None = None
         self.weights: WeightsVersion | None = None  # of the last call
-        self.eager_bytes = 0  # see `kernels_pay`
+        self.eager_forwards = 0  # of all calls, see `kernels_pay`
         self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
         # compiled drafters (None: nothing to compile), with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
@@ -159,6 +159,11 @@ class SpeculationState:
                 learning.fade()
         self.weights = now
 
+    def note_call(self, stats: SpeculationStats | None, *, is_eager: bool) -> None:
+        """Keep a call's statistics; count its forwards if the model's own modules ran them."""
+        self.last = stats
+        self.eager_forwards += stats.num_target_forwards if stats is not None and is_eager else 0
+
     def state_dict(self) -> Any:
         """Return a copy of what merged drafting and the drafters have learned from calls."""
         drafters = {**self.made, **self.drafters}
@@ -175,7 +180,7 @@ class SpeculationState:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
-                "weights": None, "has_noted_batching": False, "rule": None, "eager_bytes": 0,
+                "weights": None, "has_noted_batching": False, "rule": None, "eager_forwards": 0,
                 "history": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:

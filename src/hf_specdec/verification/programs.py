@@ -55,9 +55,14 @@ class CaptureError(Exception):
     """
 
 
+def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are CPU kernels for this device and dtype, if this machine can use them."""
+    return device.type == "cpu" and dtype in DTYPES
+
+
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the CPU kernels support this device and dtype; builds them if this is the first time."""
-    return device.type == "cpu" and dtype in DTYPES and load_or_none() is not None
+    """Whether the CPU kernels support this device and dtype; compiles them if this is the first time."""
+    return supports_kernels(device, dtype) and load_or_none() is not None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
