@@ -9,7 +9,12 @@ runs in a separate worker process (`benchmarks/workers/`) and environment, becau
 Workers are suspended between calls, because some keep a core busy for a while after an answer. If an environment
 cannot be created or a worker does not start, the reason is reported and the peer skipped. An interrupted run resumes.
 
-`nothing+kernels` is plain decoding through our loop with the CPU kernels.
+`nothing+kernels` is plain decoding through our loop with the CPU kernels, `auto_no_head` is `auto` without a head, with
+or without the suffix `+kernels`. The README's table and chart (`benchmarks/first_page.py`) are from
+
+    python benchmarks/peers.py --prompts questions.jsonl --per-category 8 --peers llama_cpp \
+        --methods transformers_prompt_lookup,auto_no_head,auto+none,nothing+kernels,auto_no_head+kernels,auto+kernels \
+        --json benchmarks/results/first_page_cpu_bf16.json
 
 | method | package | what it is |
 |---|---|---|
@@ -100,6 +105,14 @@ METHODS = {
     "vllm": ("vllm", {}),
     "vllm_eagle3": ("vllm", {"steps": 3}),
 }
+
+
+FREE = ["prompt_lookup", "token_recycling"]
+SETTINGS = {
+    "auto_no_head": {"method": "hybrid", "methods": FREE, "compile": "none"},
+    "auto_no_head+kernels": {"method": "hybrid", "methods": FREE, "compile": "kernels"},
+}
+"""Values of `speculative=` for methods that are not named by it."""
 
 
 class PeerError(Exception):
@@ -326,7 +339,7 @@ def run(model, tokenizer, workers, facts, options):
     rows = []
     for row in bench.measure(
         model, tokenizer, [question for question in questions if question.question_id not in known], methods,
-        max_new_tokens=options.max_new_tokens, rounds=options.rounds, settings={
+        max_new_tokens=options.max_new_tokens, rounds=options.rounds, settings=SETTINGS | {
             name: bench.External(worker.ask, lambda worker=worker: worker.processes)
             for name, worker in workers.items()
         },

@@ -1,0 +1,321 @@
+"""What the README shows: record the race, and draw race, bar chart and table from raw rows.
+
+    python benchmarks/first_page.py record   # benchmarks/results/race_cpu_bf16.json, on an idle machine
+    python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg
+    python benchmarks/first_page.py table    # the README's table
+
+The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/method.md`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import bench
+from hf_specdec.generation import loading
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PROMPT = "Write a Python class `Point` with the attributes x and y and the methods add and subtract."
+METHODS = {"plain": None, "auto": "auto"}
+
+SHOWN = {
+    "plain": "plain generate()",
+    "transformers_prompt_lookup": "transformers' lookup",
+    "auto_no_head": "auto, no head",
+    "auto+none": "auto",
+    "nothing+kernels": "plain, CPU kernels",
+    "auto_no_head+kernels": "auto, no head, CPU kernels",
+    "auto+kernels": "auto, CPU kernels",
+    "llama_cpp": "llama.cpp",
+}
+"""Methods of chart and table, in their order, and their names there."""
+
+
+# ------------------------------------------------------------------------------------------------- recording
+
+
+class Recorder(BaseStreamer):
+    """Keeps the seconds at which token ids arrive, since `begin`."""
+
+    def __init__(self):
+        self.arrived, self.begin, self._is_prompt = [], time.perf_counter(), True
+        self.steps = None  # tokens of the prefill and of each step; None: one each
+
+    def put(self, value):
+        if not self._is_prompt:
+            self.arrived.append((time.perf_counter() - self.begin, value.item()))
+        self._is_prompt = False
+
+    def end(self):
+        self.seconds = time.perf_counter() - self.begin
+
+
+def record(options):
+    """Answer the prompt several times, plainly and with `auto` in turn; write the run of median length of each."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
+    inputs = loading.encode_chat(tokenizer, [PROMPT], model.device)
+    model.warmup("auto", prompt_length=inputs["input_ids"].shape[1])
+    runs = {name: [] for name in METHODS}
+    for turn in range(options.rounds + 1):
+        for name, speculative in METHODS.items():
+            recorder = Recorder()
+            model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=recorder,
+                           speculative=speculative)  # fmt: skip
+            if speculative is not None:
+                recorder.steps = [1, *model.last_speculation.accepted_per_step[0]]
+            if turn:  # the first round warms up
+                runs[name].append(recorder)
+    chosen = {name: sorted(found, key=lambda run: run.seconds)[len(found) // 2] for name, found in runs.items()}
+    written = {
+        "environment": bench.environment(model), "prompt": PROMPT,
+        "seconds_of_all_runs": {name: [run.seconds for run in found] for name, found in runs.items()},
+        "runs": {name: {"seconds": run.seconds, "pieces": pieces(run, tokenizer)} for name, run in chosen.items()},
+    }  # fmt: skip
+    options.json.write_text(json.dumps(written, indent=1))
+    for name, found in runs.items():
+        print(f"{name}: {statistics.median(run.seconds for run in found):.2f} s")
+
+
+def pieces(run, tokenizer):
+    """Return `[seconds, number of tokens, text]` of every step of a run."""
+    found, ids, before = [], [], ""
+    for count in run.steps or [1] * len(run.arrived):
+        arrived = run.arrived[len(ids) : len(ids) + count]
+        ids += [token for _, token in arrived]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        found.append([arrived[-1][0], len(arrived), text[len(before) :]])
+        before = text
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the race
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a picture."""
+
+    background: str
+    panel: str
+    text: str
+    faint: str
+    accent: str
+    steps: tuple[str, ...]  # text of steps that emitted several tokens
+
+
+THEMES = {
+    "light": Theme(
+        "#ffffff", "#f6f8fa", "#1f2328", "#59636e", "#0a6640", ("#8a3b00", "#0550ae", "#6f1d8a", "#0a6640")
+    ),
+    "dark": Theme("#0d1117", "#161b22", "#e6edf3", "#9aa4af", "#56d364",
+                  ("#ffa657", "#79c0ff", "#d2a8ff", "#56d364")),
+}  # fmt: skip
+WIDTH, PANEL, COLUMNS, LINE, SIZE = 880, 424, 50, 18, 13
+ADVANCE = (PANEL - 32) / COLUMNS
+PAUSE = 3.0
+"""Seconds for which the finished race is shown before it begins again."""
+
+
+class Race:
+    """The race as an animated SVG, which shows the finished answers if animations are not supported.
+
+    Args:
+        recorded: What `record` wrote.
+        theme: Colours.
+    """
+
+    def __init__(self, recorded, theme):
+        self.recorded, self.theme = recorded, theme
+        self.total = max(run["seconds"] for run in recorded["runs"].values()) + PAUSE
+        self.lines = max(self._layout(run)[-1][1] + 1 for run in recorded["runs"].values())
+
+    def svg(self):
+        theme, height = self.theme, 96 + self.lines * LINE
+        plain, auto = (self.recorded["runs"][name] for name in METHODS)
+        environment = self.recorded["environment"]
+        device = environment["device"].replace("(R)", "")
+        caption = (
+            f"Recorded run: {environment['model'].split('/')[-1]}, {environment['dtype']}, {environment['cores']} "
+            f"cores ({device}). Words of one colour came in one step."
+        )
+        return "\n".join([
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" '
+            'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" role="img">',
+            f"<title>Plain generate() takes {plain['seconds']:.1f} s, speculative {auto['seconds']:.1f} s</title>",
+            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{theme.background}"/>',
+            *self._panel(8, "model.generate()", plain, coloured=False),
+            *self._panel(WIDTH - PANEL - 8, 'model.generate(speculative="auto")', auto, coloured=True),
+            f'<text x="16" y="{height - 12}" font-size="11" fill="{theme.faint}">{escape(caption)}</text>',
+            "</svg>",
+        ])  # fmt: skip
+
+    def _panel(self, left, title, run, *, coloured):
+        theme, bottom = self.theme, 48 + self.lines * LINE
+        yield f'<rect x="{left}" y="8" width="{PANEL}" height="{bottom}" rx="6" fill="{theme.panel}"/>'
+        style = f'x="{left + 16}" y="30" font-size="{SIZE}" font-weight="bold"'
+        yield f'<text {style} fill="{theme.text}">{escape(title)}</text>'
+        yield from self._clock(left + PANEL - 16, run)
+        several = 0
+        for step, line, column, text in self._layout(run):
+            seconds, tokens, _ = run["pieces"][step]
+            colour = theme.text
+            if coloured and tokens > 1:
+                several = sum(count > 1 for _, count, _ in run["pieces"][:step])
+                colour = theme.steps[several % len(theme.steps)]
+            yield (
+                f'<text x="{left + 16 + column * ADVANCE:.1f}" y="{58 + line * LINE}" font-size="{SIZE}" '
+                f'fill="{colour}" textLength="{len(text) * ADVANCE:.1f}" xml:space="preserve">'
+                f"{escape(text)}{self._from(seconds)}</text>"
+            )
+
+    def _clock(self, right, run):
+        """Yield a clock that stops at the end of the run, and then the speed."""
+        count = sum(tokens for _, tokens, _ in run["pieces"])
+        style = f'x="{right}" y="30" font-size="{SIZE}" text-anchor="end"'
+        for tick in range(int(run["seconds"] * 10) + 1):
+            begin, end = tick / 10, min((tick + 1) / 10, run["seconds"])
+            shown = (
+                f'<animate attributeName="opacity" values="0;1;0" keyTimes="0;{begin / self.total:.5f};'
+                f'{end / self.total:.5f}" calcMode="discrete" dur="{self.total:.2f}s" repeatCount="indefinite"/>'
+            )
+            yield f'<text {style} fill="{self.theme.faint}" opacity="0">{begin:.1f} s{shown}</text>'
+        final = f"{run['seconds']:.1f} s, {count / run['seconds']:.0f} tok/s"
+        shown = self._from(run["seconds"])
+        yield f'<text {style} fill="{self.theme.accent}" font-weight="bold">{final}{shown}</text>'
+
+    def _from(self, seconds):
+        """Return the animation that shows an element from this time on."""
+        return (
+            f'<animate attributeName="opacity" values="0;1" keyTimes="0;{seconds / self.total:.5f}" '
+            f'calcMode="discrete" dur="{self.total:.2f}s" repeatCount="indefinite"/>'
+        )
+
+    def _layout(self, run):
+        """Return `(step, line, column, text)` of all parts of the text; lines break at words."""
+        text = "".join(piece for _, _, piece in run["pieces"])
+        steps = [step for step, (_, _, piece) in enumerate(run["pieces"]) for _ in piece]
+        line, column, parts, begin = 0, 0, [], 0
+        while begin < len(text):
+            if text[begin] == "\n":
+                line, column, begin = line + 1, 0, begin + 1
+                continue
+            end = begin + 1
+            if text[begin] != " ":
+                while end < len(text) and text[end] not in " \n":
+                    end += 1
+            if column + end - begin > COLUMNS:
+                line, column = line + 1, 0
+            for place in range(begin, end):
+                if parts and parts[-1][:2] == [steps[place], line]:
+                    parts[-1][3] += text[place]
+                else:
+                    parts.append([steps[place], line, column, text[place]])
+                column += 1
+            begin = end
+        return [part for part in parts if part[3].strip()]
+
+
+# ------------------------------------------------------------------------------------------------- chart and table
+
+
+def rows_of(results):
+    """Return the table's rows of a results file: category (or "mean", "worst") to values by method.
+
+    A value is `(speed-up, tau)`: the mean of the questions' speed-ups over plain `generate()`, prompts included; the
+    row "mean" has the mean of the categories, "worst" the smallest speed-up of a question.
+    """
+    summary = {(row["category"], row["method"]): row for row in results["summary"]}
+    categories = [name for name in dict.fromkeys(row["category"] for row in results["summary"]) if name != "all"]
+    found = {
+        name: {method: (summary[name, method]["speed_up_mean"], summary[name, method]["tau"]) for method in SHOWN}
+        for name in categories
+    }
+    found["mean"] = {
+        method: (statistics.mean(found[name][method][0] for name in categories), summary["all", method]["tau"])
+        for method in SHOWN
+    }
+    found["worst"] = {method: (summary["all", method]["speed_up_worst"], None) for method in SHOWN}
+    return found
+
+
+def table(results):
+    """Return the README's table, without its header, as lines of Markdown."""
+    summary = {(row["category"], row["method"]): row for row in results["summary"]}
+    lines = []
+    for name, values in rows_of(results).items():
+        speed = summary.get((name, "plain"), {}).get("tokens_per_second")
+        cells = [f"{values[method][0]:.2f}x" for method in list(SHOWN)[1:]]
+        if name in ("mean", "worst"):
+            name = {"mean": "**mean of categories**", "worst": "worst question"}[name]
+            cells = [f"**{cell}**" for cell in cells] if "mean" in name else cells
+        lines.append(f"| {name} | " + " | ".join(["" if speed is None else f"{speed:.1f}", *cells]) + " |")
+    return lines
+
+
+def chart(results, theme, path):
+    """Draw the mean speed-ups as bars into a file."""
+    from matplotlib import pyplot
+
+    values = {SHOWN[method]: speed_up for method, (speed_up, _) in rows_of(results)["mean"].items()}
+    settings = {"svg.fonttype": "path", "svg.hashsalt": "hf-specdec", "font.size": 11, "text.color": theme.text,
+                "axes.labelcolor": theme.text, "xtick.color": theme.text, "ytick.color": theme.text}  # fmt: skip
+    with pyplot.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(8.8, 3.4), facecolor=theme.background)
+        axes.set_facecolor(theme.background)
+        ours = [name for name in values if name.startswith("auto")]
+        colours = [theme.steps[1] if name in ours else theme.faint for name in values]
+        bars = axes.barh(list(values), list(values.values()), color=colours, height=0.66)
+        axes.bar_label(bars, [f"{value:.2f}x" for value in values.values()], padding=4)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(values.values()))
+        axes.set_xlabel("tokens per second relative to plain generate(), prompts included")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(theme.faint)
+        axes.tick_params(axis="y", length=0)
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def draw(options):
+    """Draw all pictures in both themes."""
+    recorded, results = (json.loads(path.read_text()) for path in (options.race, options.results))
+    for name, theme in THEMES.items():
+        (options.docs / f"race-{name}.svg").write_text(Race(recorded, theme).svg() + "\n")
+        chart(results, theme, options.docs / f"speed-{name}.svg")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    recording = commands.add_parser("record", help="record the race")
+    recording.add_argument("--json", type=Path, default=RESULTS / "race_cpu_bf16.json")
+    recording.add_argument("--max-new-tokens", type=int, default=128)
+    recording.add_argument("--rounds", type=int, default=5)
+    recording.add_argument("--threads", type=int, default=torch.get_num_threads())
+    recording.set_defaults(run=record)
+    drawing = commands.add_parser("draw", help="draw race and bar chart")
+    drawing.add_argument("--race", type=Path, default=RESULTS / "race_cpu_bf16.json")
+    drawing.add_argument("--docs", type=Path, default=ROOT / "docs")
+    drawing.set_defaults(run=draw)
+    printing = commands.add_parser("table", help="print the table")
+    printing.set_defaults(run=lambda options: print("\n".join(table(json.loads(options.results.read_text())))))
+    for command in (drawing, printing):
+        command.add_argument("--results", type=Path, default=RESULTS / "first_page_cpu_bf16.json")
+    options = parser.parse_args(arguments)
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
