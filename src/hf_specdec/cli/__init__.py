@@ -11,7 +11,7 @@ import transformers
 import typer
 from safetensors import SafetensorError
 
-from hf_specdec.cli import bench, block_training, distilling, generation, heads, machine, training, trees
+from hf_specdec.cli import bench, block_training, distilling, generation, heads, machine, published, training, trees
 from hf_specdec.errors import SpeculativeDecodingError
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def options(
     """Lossless speculative decoding for Hugging Face transformers."""
 
 
-GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Convert heads"
+GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Find and convert heads"
 
 COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
     (generation.demo, GENERATE, ["hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"]),
@@ -53,6 +53,7 @@ COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
         "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",
     ]),
     (trees.tree, TRAIN, ["hf-specdec tree --model org/model --drafter head --data data --output head"]),
+    (published.find, HEADS, ["hf-specdec find meta-llama/Llama-3.1-8B-Instruct", "hf-specdec find"]),
     (heads.inspect, HEADS, ["hf-specdec inspect org/head"]),
     (heads.convert, HEADS, ["hf-specdec convert head out --format speculators"]),
 ]  # fmt: skip
