@@ -7,7 +7,7 @@
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
-# make bench  the tables of docs/benchmarks.md anew, into RESULTS; make peers  what its comparison with others needs
+# make bench  the tables of docs/benchmarks/results.md again, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test

@@ -147,6 +147,20 @@ def test_peft_models_attach_around_the_adapter() -> None:
     assert not torch.equal(base, plain)
 
 
+def test_generate_is_documented(llama: Any) -> None:
+    """`help(model.generate)`: types, values, errors and an example of `speculative`, then transformers' arguments."""
+    parameters = inspect.signature(llama.generate).parameters
+    plain = inspect.signature(GenerationMixin.generate).parameters
+    assert [*parameters] == [*[name for name in plain if name not in ("self", "kwargs")], "speculative", "kwargs"]
+    assert parameters["speculative"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert repr(parameters["speculative"].default) == "<generation_config.speculative>"
+    text = inspect.getdoc(llama.generate) or ""
+    theirs = (inspect.getdoc(GenerationMixin.generate) or "").splitlines()[0]
+    for part in ('"prompt_lookup"', "`SpeculativeConfig`", "Returns:", "Raises:", "UnsupportedGenerationError",
+                 "Example:", 'speculative="auto"', theirs):  # fmt: skip
+        assert part in text, part
+
+
 def test_transformers_hooks_have_the_signatures_we_extend() -> None:
     wanted = {
         "_sample": ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus",

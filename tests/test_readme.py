@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 
 import hf_specdec
 from drafters import random_head, random_heads
+from hf_specdec import cli
 from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,30 @@ def test_the_example_runs(
     assert "SpeculationStats(hybrid" in capsys.readouterr().out
     exec(code_block(README, "<!-- head example -->"), scope)
     assert scope["model"].last_speculation.method == "eagle"
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(
+    small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every Python block in turn, from the repository's root, with the packaged model; they print what is shown."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    assert page.count("```python\n") > 5
+    scope: dict[str, Any] = {}
+    for code, shown in re.findall(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", page, flags=re.DOTALL):
+        exec(code, scope)
+        assert capsys.readouterr().out == shown
+
+
+def test_the_commands_of_the_tutorial_exist() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    lines = re.findall(r"^hf-specdec (\w+) (.*)$", page, flags=re.MULTILINE)
+    assert {"doctor", "bench"} <= {name for name, _ in lines}
+    for name, arguments in lines:
+        options = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
 
 
 def test_the_package_page_has_whole_links() -> None:

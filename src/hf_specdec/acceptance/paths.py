@@ -25,15 +25,24 @@ class Acceptance:
 
     `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
     -1), except in lockstep: there it goes on like the others, with padding as its tokens if an EOS token is defined.
+
+    Args:
+        path: `[B, P]` long, node indices from the root, -1 beyond the path.
+        tokens: `[B, P]` long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond.
+        next_token: `[B]` long, the next root: the last emitted token, or the old root if none.
+        nodes: The path on the host, without padding.
+        emitted: The tokens on the host, without padding.
+        num_drafted: Nodes of each row's tree on the host, without root and padding.
+        launched: The tensors of `Launch` as rows on the host, if any.
     """
 
-    path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
-    tokens: Tensor  # [B, P] long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond
-    next_token: Tensor  # [B] long, the next root: the last emitted token, or the old root if none
-    nodes: tuple[tuple[int, ...], ...]  # the path on the host, without padding
-    emitted: tuple[tuple[int, ...], ...]  # the tokens on the host, without padding
-    num_drafted: tuple[int, ...]  # nodes of each row's tree on the host, without root and padding
-    launched: tuple[list[list[int]], ...] | None = None  # the tensors of `Launch` as rows on the host, if any
+    path: Tensor
+    tokens: Tensor
+    next_token: Tensor
+    nodes: tuple[tuple[int, ...], ...]
+    emitted: tuple[tuple[int, ...], ...]
+    num_drafted: tuple[int, ...]
+    launched: tuple[list[list[int]], ...] | None = None
 
     @property
     def num_kept(self) -> Tensor:

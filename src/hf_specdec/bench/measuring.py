@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.bench.machine import OtherProcesses, is_disturbed
+from hf_specdec.bench.machine import OtherProcesses
+from hf_specdec.bench.measurements import External, Measurement
 from hf_specdec.bench.methods import COMPILED, MAX_WARM_UPS, PEERS, call_options, check_compiled, compiled_graphs
 from hf_specdec.bench.questions import Question
 from hf_specdec.generation.loading import encode_chat
@@ -22,68 +22,6 @@ from hf_specdec.generation.state import state_of
 WARM_UP_TOKENS = 8
 SPARE_SLOTS = 64
 """Extra slots of a static KV cache for later turns: earlier answers, tokenised again, may be some tokens longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Timed answer of another program to one prompt."""
-
-    ids: list[int]  # new tokens of greedy decoding, including the EOS if generated
-    seconds: float
-    first_token_seconds: float
-    tau: float | None = None  # tokens per target forward; None if unknown
-
-
-@dataclass(frozen=True, slots=True)
-class External:
-    """Decoding method that runs in another program, such as an inference server."""
-
-    ask: Callable[[list[int], int], Reply]  # called with the prompt's ids and the maximum number of new tokens
-    processes: Callable[[], Sequence[psutil.Process]] = tuple  # of that program; not counted as other processes
-
-
-@dataclass(slots=True)
-class Measurement:
-    """Speed and output of one method on one question; tokens and seconds are sums over the question's turns."""
-
-    question_id: str
-    category: str
-    method: str
-    num_tokens: int  # new tokens, in the last round
-    seconds: list[float]  # one per round
-    ids_equal: bool  # whether every turn has the same token ids as plain decoding
-    first_difference: int | None  # index of the first token that differs from plain, in the first turn that differs
-    top_two_gap: float | None  # difference of the two highest logits at that index, after plain's tokens
-    tau: float  # mean over the turns; 1.0 if unknown, as for transformers' methods
-    stages: dict[str, float] = field(default_factory=dict)  # median seconds per stage
-    first_token_seconds: list[float] = field(default_factory=list)  # one per round, includes the prefill
-    others_cores: list[float | None] = field(default_factory=list)  # cores used by other processes, one per round
-    turns: int = 1
-    warm_up_seconds: float = 0.0  # of this method's untimed calls, compilation included
-    compiled_in_rounds: int = 0  # timed rounds in which something was compiled
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of the whole calls, from the median of the rounds' durations."""
-        return self.num_tokens / statistics.median(self.seconds)
-
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """Tokens per second after each turn's first token; None without such tokens or a positive time for them."""
-        rest = [total - first for total, first in zip(self.seconds, self.first_token_seconds, strict=False)]
-        if not rest or self.num_tokens <= self.turns or statistics.median(rest) <= 0:
-            return None
-        return (self.num_tokens - self.turns) / statistics.median(rest)
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds until a call's first token, median over rounds and mean over turns; None if unknown."""
-        return statistics.median(self.first_token_seconds) / self.turns if self.first_token_seconds else None
-
-    @property
-    def disturbed_rounds(self) -> int:
-        """Number of rounds in which other processes used much CPU time, see `is_disturbed`."""
-        return sum(map(is_disturbed, self.others_cores, self.seconds))
 
 
 def measure(

@@ -14,7 +14,13 @@ MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "ext
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Entry of a prompt file: the messages of a user in one conversation, with an id and a category."""
+    """Entry of a prompt file: the messages of a user in one conversation, with an id and a category.
+
+    Args:
+        question_id: Id, unique in the file.
+        category: Group in which results are summarised.
+        turns: Messages of the user, in order.
+    """
 
     question_id: str
     category: str

@@ -48,16 +48,26 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Inputs of a new session, which starts after the target has read the prompt and emitted one token per row."""
+    """Inputs of a new session, which starts after the target has read the prompt and emitted one token per row.
 
-    input_ids: Tensor  # [B, P] padding included; P = 0 if the prompt was given as embeddings
+    Args:
+        input_ids: `[B, P]`, padding included; P = 0 if the prompt was given as embeddings.
+        padding: The padding of the prompt; None if there is none.
+        roots: `[B]`, the emitted tokens, which are the roots of the first trees.
+        features: Features of the prompt, without tokens whose keys the user passed, or of the part within
+            `Drafter.feature_window`; None if not needed.
+        logits: Logits `[B, P, V]` of the prompt; None if not needed or if the prompt was read in chunks.
+        launches: Whether `DraftSession.launch` is called in every step.
+        step_costs: Measured seconds of a step by its number of nodes; None if not needed or unknown.
+    """
+
+    input_ids: Tensor
     padding: PromptPadding | None
-    roots: Tensor  # [B] the emitted tokens, which are the roots of the first trees
-    features: Features | None = None  # of the prompt, without tokens whose keys the user passed, or of the part
-    # within `Drafter.feature_window`; None if not needed
-    logits: Tensor | None = None  # [B, P, V]; None if not needed or if the prompt was read in chunks
-    launches: bool = False  # whether `DraftSession.launch` is called in every step
-    step_costs: StepCostFunction | None = None  # None if not needed or unknown
+    roots: Tensor
+    features: Features | None = None
+    logits: Tensor | None = None
+    launches: bool = False
+    step_costs: StepCostFunction | None = None
 
 
 class DraftSession(ABC):

@@ -9,18 +9,19 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
-from hf_specdec.errors import CacheCapacityError, DrafterMismatchError, InvalidConfigError
-from hf_specdec.generation import decode, options
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
+from hf_specdec.generation import decode, options, stored_default
 from hf_specdec.generation.assisted import Assistant
 from hf_specdec.generation.call import prepare_call
 from hf_specdec.generation.class_swap import swap_in, swap_out
@@ -34,8 +35,8 @@ from hf_specdec.generation.plan import (
     warm_up,
     with_programs,
 )
+from hf_specdec.generation.signature import STORED_DEFAULT, extends
 from hf_specdec.generation.state import SWAP, add_drafter, state_of
-from hf_specdec.generation.stored_default import check_batch_arguments, note_continuous_batching, storable
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.adopted_cache import seen_tokens
@@ -85,13 +86,45 @@ class SpeculativeGenerationMixin:
             swap_out(model, SpeculativeGenerationMixin)
         return model
 
-    @functools.wraps(GenerationMixin.generate)
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does, and register the call as running, so that other threads cannot detach.
+    @extends(GenerationMixin.generate)
+    def generate(
+        self, *args: Any,
+        speculative: str | SpeculativeConfig | Mapping[str, Any] | Literal[False] | None = STORED_DEFAULT,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Generate token ids as transformers does; with `speculative`, in fewer forwards.
 
-        `cache=` works with every supported version of transformers, which calls it `past_key_values` before 5.24.
-        With `speculative`, this package drafts with `assistant_model` and takes `assistant_tokenizer`.
+        In float32 greedy ids are those of plain `generate()`, and sampled tokens have the same distribution. In half
+        precision the output may differ after a near-tie between two tokens.
+
+        Args:
+            *args: Arguments of transformers' `generate()`; the first are `inputs` and `generation_config`.
+            speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a
+                `SpeculativeConfig`, or a dict of its fields, to set sizes as well. None or False: plain decoding. If
+                the argument is missing: `generation_config.speculative`, if that is set.
+            **kwargs: Further arguments of transformers' `generate()`, with the same meaning. With `speculative`, this
+                package drafts with `assistant_model`, which may have another tokenizer if `tokenizer` and
+                `assistant_tokenizer` are given. `cache` is `past_key_values`, its name before transformers 5.24.
+
+        Returns:
+            As in transformers: ids `[B, L]` of prompt and answer, or a `ModelOutput` with `return_dict_in_generate`,
+            which also has the `SpeculationStats` of the call as `speculation`.
+
+        Raises:
+            InvalidConfigError: Unknown field or invalid value of `speculative`.
+            DrafterMismatchError: No drafter has that name, its head or assistant is missing, or it does not fit.
+            UnsupportedGenerationError: An option cannot be combined with `speculative` (beam search, ...).
+            UnsupportedModelError: The model was changed and can no longer verify drafts.
+            CacheCapacityError: Prompt, answer and tree do not fit in `max_cache_length` or in memory.
+
+        Example:
+            ```python
+            ids = model.generate(**inputs, speculative="auto")
+            ids = model.generate(**inputs, speculative={"method": "prompt_lookup", "num_draft_tokens": 8})
+            ```
         """
+        if speculative is not STORED_DEFAULT:
+            kwargs["speculative"] = speculative
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
         if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
@@ -209,13 +242,13 @@ class SpeculativeGenerationMixin:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save as transformers does, including a default set as `generation_config.speculative`."""
-        with storable(self.generation_config):  # type: ignore[attr-defined]
+        with stored_default.storable(self.generation_config):  # type: ignore[attr-defined]
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does, without speculation; refuse `speculative=` and `assistant_model=`."""
-        check_batch_arguments(kwargs)
+        stored_default.check_batch_arguments(kwargs)
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.init_continuous_batching)
@@ -223,7 +256,7 @@ class SpeculativeGenerationMixin:
         self, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Create transformers' manager; log once that a default `speculative` has no effect."""
-        note_continuous_batching(self, generation_config)
+        stored_default.note_continuous_batching(self, generation_config)
         return super().init_continuous_batching(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------- generate()'s hooks
@@ -236,9 +269,7 @@ class SpeculativeGenerationMixin:
         speculative = kwargs.pop("speculative", None)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
         if not given:
-            speculative = getattr(prepared, "speculative", None)
-            if speculative is None:
-                speculative = getattr(self.generation_config, "speculative", None)  # type: ignore[attr-defined]
+            speculative = stored_default.stored_in(prepared, self.generation_config)  # type: ignore[attr-defined]
         if speculative is None or speculative is False:
             prepared.speculative = None
         else:
@@ -279,11 +310,7 @@ class SpeculativeGenerationMixin:
         if given is not None:
             layout = plan.facts.cache_layout
             needed += options.check_cache(given, generation_config, max_cache_length, layout, rows)
-        if limit is not None and limit < needed:
-            raise CacheCapacityError(
-                f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {limit}.",
-                "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
-            )
+        options.check_slots(needed, limit)
         options.check_chain(generation_config, plan.facts.chain_only_reason)
         check_names(plan.config, batch_size, rows)
         plan = with_programs(plan, model, generation_config.max_new_tokens or max_cache_length)

@@ -185,6 +185,19 @@ def check_inputs(model_kwargs: dict[str, Any], config: GenerationConfig) -> None
         )
 
 
+def check_slots(needed: int, limit: int | None) -> None:
+    """Check that prompt, answer and one tree fit in `max_cache_length`.
+
+    Raises:
+        CacheCapacityError: They do not.
+    """
+    if limit is not None and limit < needed:
+        raise CacheCapacityError(
+            f"Prompt, answer and tree need {needed} cache slots, max_cache_length is {limit}.",
+            "Raise it or leave it None, or reduce the prompt or max_new_tokens.",
+        )
+
+
 def check_cache(
     cache: Any, config: GenerationConfig, max_cache_length: int, layout: CacheLayout | None, rows: int
 ) -> int:

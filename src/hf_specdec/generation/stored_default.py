@@ -35,6 +35,12 @@ def storable(generation_config: Any) -> Iterator[None]:
         generation_config.speculative = speculative
 
 
+def stored_in(*configs: Any) -> Any:
+    """Return `speculative` of the first generation config that has one; None if none has."""
+    values = (getattr(config, "speculative", None) for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
 def check_batch_arguments(arguments: dict[str, Any]) -> None:
     """Remove `speculative` and `assistant_model` from the arguments of `generate_batch()`, which would ignore them.
 

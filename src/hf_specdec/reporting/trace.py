@@ -11,16 +11,26 @@ class TracedRow:
 
     All lists except `path` and `emitted` have one entry per tree node, the root first. `emitted[i]` follows node
     `path[i]`. A sequence that has ended emits nothing, or padding if all rows must emit equally many tokens.
+
+    Args:
+        tokens: Token ids of the nodes.
+        parents: Index of the parent of each node; -1 for the root and for padding.
+        draft_probs: Probability of each node given its parent, by the drafter; 1 for the root. None if unknown.
+        target_probs: The same by the target, before logits processors; 1 for root and padding.
+        choices: The target's most likely token after each node, before logits processors.
+        sources: Name of the drafter that proposed each node; of no meaning for root and padding.
+        path: The root, then the accepted nodes.
+        emitted: Accepted drafted tokens, then the correction or bonus token unless the row ended before it.
     """
 
     tokens: list[int]
-    parents: list[int]  # -1 for the root and for padding
-    draft_probs: list[float] | None  # by the drafter, given the parent; 1 for the root. None if unknown
-    target_probs: list[float]  # by the target, before logits processors; 1 for root and padding
-    choices: list[int]  # the target's most likely token after each node, before logits processors
-    sources: list[str]  # name of the drafter that proposed each node; of no meaning for root and padding
-    path: list[int]  # the root, then the accepted nodes
-    emitted: list[int]  # accepted drafted tokens, then the correction or bonus token unless the row ended before it
+    parents: list[int]
+    draft_probs: list[float] | None
+    target_probs: list[float]
+    choices: list[int]
+    sources: list[str]
+    path: list[int]
+    emitted: list[int]
 
     @property
     def num_drafted(self) -> int:
@@ -30,10 +40,18 @@ class TracedRow:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """Record of one decoding step, with its start and durations."""
+    """Record of one decoding step, with its start and durations.
+
+    Args:
+        rows: One record per sequence of the batch.
+        begin: Seconds from the start of the decoding loop, after the prefill, to the step.
+        draft_seconds: Duration of drafting, without the time that the drafter takes after the step to observe it.
+        verify_seconds: Duration of the target's forward.
+        rest_seconds: Duration of accepting and committing.
+    """
 
     rows: list[TracedRow]
-    begin: float  # seconds from the start of the decoding loop, after the prefill, to the step
-    draft_seconds: float  # without the time that the drafter takes after the step to observe it
+    begin: float
+    draft_seconds: float
     verify_seconds: float
-    rest_seconds: float  # accepting and committing
+    rest_seconds: float

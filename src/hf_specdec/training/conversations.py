@@ -24,12 +24,16 @@ from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, 
 class Conversation:
     """A conversation as token ids: prompts as the target read them and its answers, with a mask of the answers.
 
+    Args:
+        input_ids: Token ids, `[T]`.
+        loss_mask: `[T]`, True at answers.
+
     Raises:
         InvalidConfigError: `input_ids` and `loss_mask` differ in length.
     """
 
-    input_ids: tuple[int, ...]  # [T]
-    loss_mask: tuple[bool, ...]  # [T] True at answers
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.loss_mask):

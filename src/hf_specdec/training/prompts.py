@@ -14,10 +14,15 @@ from hf_specdec.training.data import Row, existing_path, read_rows, text_of, tur
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """User turns of one conversation, possibly none; the model invents those that are missing."""
+    """User turns of one conversation, possibly none; the model invents those that are missing.
+
+    Args:
+        turns: Messages of the user, in order.
+        source: Where the prompt comes from, such as a file name; stored with the answers.
+    """
 
     turns: tuple[str, ...]
-    source: str  # where the prompt comes from, such as a file name; stored with the answers
+    source: str
 
 
 INVENTED = "invented"

@@ -56,13 +56,21 @@ def _measurement_recipe(num_steps: int) -> EagleTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class TreeSearch:
-    """A static tree, with the measurements from which it was chosen."""
+    """A static tree, with the measurements from which it was chosen.
 
-    choices: tuple[Choice, ...]  # drafted nodes, most likely first
-    accuracies: Accuracies  # measured, by depth and rank
-    expected_tau: Mapping[int, float]  # tokens per target forward, by number of nodes, root included
-    verify_seconds: Mapping[int, float]  # measured, by number of nodes; empty if the number was given
-    draft_seconds: float = 0.0  # to draft this tree, measured; 0 if the number was given
+    Args:
+        choices: Drafted nodes, most likely first.
+        accuracies: Measured share of correct candidates, by depth and rank.
+        expected_tau: Expected tokens per target forward, by number of nodes, root included.
+        verify_seconds: Measured seconds of a verify forward, by number of nodes; empty if the number was given.
+        draft_seconds: Measured seconds of drafting this tree; 0 if the number was given.
+    """
+
+    choices: tuple[Choice, ...]
+    accuracies: Accuracies
+    expected_tau: Mapping[int, float]
+    verify_seconds: Mapping[int, float]
+    draft_seconds: float = 0.0
 
     @property
     def num_nodes(self) -> int:

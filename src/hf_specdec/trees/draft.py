@@ -59,11 +59,17 @@ PLAIN_STEP = Budget(num_nodes=1, num_steps=0, top_k=1)
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafted tree, with the probability and the drafter of each node if known."""
+    """A drafted tree, with the probability and the drafter of each node if known.
+
+    Args:
+        tree: The drafted tokens and their parents.
+        log_probs: `[B, N]`, log-probability that the drafter gives each node given its parent; None: unknown.
+        sources: Name of the drafter of each node of each row; None: the session's drafter.
+    """
 
     tree: TokenTree
-    log_probs: Tensor | None = None  # [B, N] by the drafter, of each node given its parent; None: unknown
-    sources: tuple[tuple[str, ...], ...] | None = None  # drafter of each node of each row; None: the session's drafter
+    log_probs: Tensor | None = None
+    sources: tuple[tuple[str, ...], ...] | None = None
 
     @classmethod
     def plain(cls, roots: Tensor) -> Draft:

@@ -32,13 +32,19 @@ class TokenTree:
     """Candidate continuations of the root, one tree per row. Parents precede their children.
 
     Example: root A with children B and C, and B with child D: `tokens [[A, B, C, D]]`, `parents [-1, 0, 0, 1]`.
+
+    Args:
+        tokens: `[B, N]` long, the token ids; column 0 is the root.
+        parents: `[N]` or `[B, N]` long, the index of each parent; -1 at the root and at padding.
+        draft_probs: `[B, N, V]` distribution from which the children of each node were drawn, without replacement;
+            None for a deterministic draft.
+        max_depth: Upper bound of the depth, known on the host; None: N - 1.
     """
 
-    tokens: Tensor  # [B, N] long; column 0 is the root
-    parents: Tensor  # [N] or [B, N] long; -1 at the root and at padding
-    # [B, N, V] distribution from which each node's children were drawn without replacement; None: deterministic draft
+    tokens: Tensor
+    parents: Tensor
     draft_probs: Tensor | None = None
-    max_depth: int | None = None  # upper bound of the depth, known on the host; None: N - 1
+    max_depth: int | None = None
 
     @property
     def num_nodes(self) -> int:

@@ -12,16 +12,28 @@ from hf_specdec.verification.target import Verification
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Draft, verification and acceptance of one step."""
+    """Draft, verification and acceptance of one step.
 
-    draft: Draft  # as verified: a chain if the target does not support trees
+    Args:
+        draft: The draft as verified: a chain if the target does not support trees.
+        verification: The target's logits and features at the nodes of the draft.
+        acceptance: The kept path and the emitted tokens.
+    """
+
+    draft: Draft
     verification: Verification
     acceptance: Acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadStep:
-    """A step whose accepted paths were chosen on the device and have not been read by the host."""
+    """A step whose accepted paths were chosen on the device and have not been read by the host.
+
+    Args:
+        draft: As in `Step`.
+        verification: As in `Step`.
+        acceptance: The chosen paths, on the device.
+    """
 
     draft: Draft
     verification: Verification
@@ -30,10 +42,18 @@ class UnreadStep:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Wall-clock seconds of one step, measured on the host."""
+    """Wall-clock seconds of one step, measured on the host.
 
-    draft: float  # including the session's update after the step
+    Args:
+        draft: Drafting, including the session's update after the step.
+        verify: The target's forward.
+        rest: Acceptance and commit.
+        active_share: Rows that the forward computed, as a fraction of the batch.
+        usual: False if the step included one-time work: graph capture, compilation or reallocation.
+    """
+
+    draft: float
     verify: float
-    rest: float  # acceptance and commit
-    active_share: float = 1.0  # rows that the forward computed, as a fraction of the batch
-    usual: bool = True  # False if the step included one-time work: graph capture, compilation or reallocation
+    rest: float
+    active_share: float = 1.0
+    usual: bool = True

@@ -33,12 +33,19 @@ from hf_specdec.verification.window import ChosenStates, Window
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1)."""
+    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1).
 
-    logits: Tensor  # [B, N, V] in the model's dtype; for a prompt, of all P positions if requested
-    features: Features | None  # of the N nodes, or of a prompt's positions; None if no layer is tapped
-    hidden_states: tuple[Tensor, ...] | None = None  # per layer [B, N or P, D]; None unless requested
-    attentions: tuple[Tensor | None, ...] | None = None  # per layer [B, H, N or P, slots]; None unless requested
+    Args:
+        logits: `[B, N, V]` in the model's dtype; for a prompt, of all P positions if requested.
+        features: Features of the N nodes, or of a prompt's positions; None if no layer is tapped.
+        hidden_states: `[B, N or P, D]` per layer; None unless requested.
+        attentions: `[B, H, N or P, slots]` per layer; None unless requested.
+    """
+
+    logits: Tensor
+    features: Features | None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
 
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")

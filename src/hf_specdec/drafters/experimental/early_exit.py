@@ -1,6 +1,6 @@
 """Early exit: draft with some of the target's layers, its final norm, its lm_head and its key-value cache.
 
-Experimental because it was slower in the benchmarks: 0.43x the speed of plain decoding (docs/benchmarks.md).
+Experimental because it was slower in the benchmarks: 0.43x the speed of plain decoding (docs/benchmarks/history.md).
 
 Sources: LayerSkip (https://arxiv.org/abs/2404.16710) for the first layers, Draft & Verify
 (https://arxiv.org/abs/2309.08168) and SWIFT (https://arxiv.org/abs/2410.06916) for skipped layers. Whole layers are

@@ -1,7 +1,7 @@
 """Last-logits drafting: draft the runners-up of the last emitted token as candidates for the token after it.
 
 Experimental because the gain is small: 1.07x the speed of plain decoding on average over 12 questions, and slower on 5
-of them (docs/benchmarks.md).
+of them (docs/benchmarks/history.md).
 
 Source: Liu et al., "LogitSpec" (https://arxiv.org/abs/2507.01449): the logits that chose the root often give the token
 after it a high rank. Their best tokens except the root, the *runners-up*, become its children; drafters merged with

@@ -1,7 +1,7 @@
 """Lookahead decoding: a window of guesses generates n-grams, and those that start with the last token are drafted.
 
 Experimental because it gains less than n-grams of the text alone: 1.25x the speed of plain decoding on average over 12
-questions, and slower on 3 of them (0.86x on the worst); `prompt_lookup` is at 1.67x (docs/benchmarks.md).
+questions, and slower on 3 of them (0.86x on the worst); `prompt_lookup` is at 1.67x (docs/benchmarks/history.md).
 
 Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
 (https://arxiv.org/abs/2402.02057). The window has levels and columns of tokens that the model corrects in every step

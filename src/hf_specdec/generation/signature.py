@@ -1,0 +1,50 @@
+"""The documented signature of `generate()`: transformers' parameters and ours, for `help(model.generate)`."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class _Unset(enum.Enum):
+    """Type of `STORED_DEFAULT`, which no other value has."""
+
+    STORED_DEFAULT = "generation_config.speculative"
+
+    def __repr__(self) -> str:
+        return "<generation_config.speculative>"
+
+
+STORED_DEFAULT: Any = _Unset.STORED_DEFAULT
+"""Default of `speculative=`: the value stored in the generation config, or None if there is none."""
+
+
+def extends(original: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Decorator for a method that passes its arguments on: document it with the original's parameters and text, too.
+
+    The method's own keyword-only parameters follow those of the original. Its docstring comes first.
+
+    Example: `f(self, *args, new=None, **kwargs)` that extends `f(self, old, **kwargs)` has the signature
+    `(self, old, *, new=None, **kwargs)`.
+    """
+
+    def decorate(method: Method) -> Method:
+        own = inspect.signature(method).parameters.values()
+        added = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+        names = {parameter.name for parameter in added}
+        given = [p for p in inspect.signature(original).parameters.values() if p.name not in names]
+        rest = [parameter for parameter in given if parameter.kind is parameter.VAR_KEYWORD]
+        kept = [parameter for parameter in given if parameter not in rest]
+        documented = inspect.signature(original).replace(parameters=[*kept, *added, *rest])
+        text = inspect.cleandoc(method.__doc__ or "")
+        functools.update_wrapper(method, original, updated=())
+        method.__doc__ = f"{text}\n\nAll other arguments are those of transformers:\n\n{inspect.getdoc(original)}"
+        method.__signature__ = documented  # type: ignore[attr-defined]
+        return method
+
+    return decorate
