@@ -154,13 +154,12 @@ def _boxes(row: TracedRow, parents: Mapping[int, int], tokenizer: Any) -> tuple[
 
 def _text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Return the width of a text in points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
+    from matplotlib import font_manager, textpath
 
     if not text:
         return 0.0
-    font = FontProperties(weight="bold" if bold else "normal", size=size)
-    return float(TextPath((0, 0), text, prop=font).get_extents().x1)
+    font = font_manager.FontProperties(weight="bold" if bold else "normal", size=size)
+    return float(textpath.TextPath((0, 0), text, prop=font).get_extents().x1)
 
 
 def _probabilities(row: TracedRow, node: int) -> str:
@@ -183,7 +182,7 @@ def _edge(parent: _Box, child: _Box) -> tuple[list[float], list[float]]:
 
 def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, colors: Colors) -> None:
     """Draw a node of a step's tree: a box with the token, and probabilities below it; accepted nodes are filled."""
-    from matplotlib.patches import FancyBboxPatch
+    from matplotlib import patches
 
     kept, chosen, numbers = node in row.path, node == TARGET, _probabilities(row, node)
     corner, style = (box.left, box.middle - BOX_HEIGHT / 2), "round,pad=0,rounding_size=4"
@@ -191,7 +190,7 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, col
         (colors.ink if chosen else colors.background, "none", 1.0), (color if kept else "none", "none", 0.16),
         ("none", color, 1.0 if kept or chosen else 0.6),
     ):  # fmt: skip
-        axes.add_patch(FancyBboxPatch(
+        axes.add_patch(patches.FancyBboxPatch(
             corner, box.width, BOX_HEIGHT, style, facecolor=face, edgecolor=edge, alpha=alpha,
             linewidth=1.6 if kept else 0.9, zorder=3,
         ))  # fmt: skip
@@ -206,14 +205,15 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, col
 
 def _explain(axes: Axes, row: TracedRow, height: float, colored: Mapping[str, str], colors: Colors) -> None:
     """Add title, legend and the meaning of the numbers to the plot of a step."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+    from matplotlib import lines, patches
 
-    handles: list[Any] = [Line2D([], [], color=color, linewidth=3, label=source) for source, color in colored.items()]
+    handles: list[Any] = [
+        lines.Line2D([], [], color=color, linewidth=3, label=source) for source, color in colored.items()
+    ]
     if len(row.path) > 1:
-        handles.append(Patch(facecolor=colors.muted + "40", edgecolor=colors.muted, label="accepted"))
+        handles.append(patches.Patch(facecolor=colors.muted + "40", edgecolor=colors.muted, label="accepted"))
     if row.path:
-        handles.append(Patch(facecolor=colors.ink, label=CHOSEN))
+        handles.append(patches.Patch(facecolor=colors.ink, label=CHOSEN))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(PADDING, height + HEADER - 18),
                 bbox_transform=axes.transData, ncols=len(handles) or 1, borderaxespad=0.0, borderpad=0.0)  # fmt: skip
     title = f"{row.num_drafted} drafted, {max(len(row.emitted) - 1, 0)} accepted"
