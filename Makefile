@@ -106,7 +106,7 @@ bench: $(VENV)/.installed
 	$(SCRIPT)/heads.py $(SHIPPED) --prompts $(PROMPTS) --nodes 12 16 32 --json $(RESULTS)/heads.json
 	$(SCRIPT)/heads.py $(SHIPPED) --prompts benchmarks/unseen_prompts.jsonl --per-category 20 --json $(RESULTS)/heads_unseen.json
 	$(SCRIPT)/lossy.py --prompts $(PROMPTS) --json $(RESULTS)/lossy.json
-	$(SCRIPT)/stream.py --json $(RESULTS)/stream.json --plot $(RESULTS)/stream.png
+	$(SCRIPT)/stream.py --json $(RESULTS)/stream.json --plot $(RESULTS)/stream
 
 # an environment for every package and engine that `benchmarks/peers.py` measures, under .venv-peers
 PEERS ?= all

@@ -1,6 +1,8 @@
 """Show how `auto` adapts to a text that changes its kind every 200 tokens, and compare it with fixed methods.
 
-    python benchmarks/stream.py --json benchmarks/results/stream_cpu_bf16.json --plot docs/stream.png
+    python benchmarks/stream.py --json benchmarks/results/stream_cpu_bf16.json --plot docs/stream
+
+writes docs/stream-light.png and docs/stream-dark.png; with --redraw, from an existing JSON file, without measuring.
 
 The answer is fixed: a logits processor allows only the next token of a script, while target and head run as usual. The
 script is a copy of the prompt, then an answer of the model to a question, then noise; all three twice.
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from matplotlib import pyplot
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.generation import loading
+from hf_specdec.reporting.palette import SMALL_TEXT, drawing
+from hf_specdec.viz import save_plot
 
 PART = 200
 FIXED = {
@@ -59,8 +62,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, help="path without -light.png and -dark.png")
+    parser.add_argument("--redraw", action="store_true")
     options = parser.parse_args()
+    if options.redraw:
+        plot(json.loads(options.json.read_text()), options.plot)
+        return
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, tokenizer = loading.load_model(None, loading.default_head(None), torch.bfloat16)
@@ -108,17 +115,22 @@ def plot(controls, path):
         widths.append(width)
         accepted.append(count)
         reached += count
-    figure, axes = pyplot.subplots(figsize=(9, 3.2))
-    axes.step(tokens, widths, where="post", label="nodes verified", linewidth=0.9)
-    axes.plot(tokens, accepted, ".", markersize=3, label="tokens kept")
-    for part in range(7):
-        axes.axvline(part * PART, color="grey", linewidth=0.5)
-    for part, name in enumerate(("copy", "prose", "noise") * 2):
-        axes.text((part + 0.5) * PART, axes.get_ylim()[1], name, ha="center", va="bottom")
-    axes.set_xlabel("token")
-    axes.set_yscale("symlog", base=2, linthresh=1)
-    axes.legend(loc="upper right", fontsize=8)
-    figure.savefig(path, bbox_inches="tight", dpi=110)
+    for theme in ("light", "dark"):
+        with drawing(theme) as (pyplot, colors):
+            _, axes = pyplot.subplots(figsize=(9, 3.2))
+            axes.step(tokens, widths, where="post", label="nodes verified in a step", linewidth=0.9)
+            axes.plot(tokens, accepted, ".", markersize=4, label="tokens emitted by a step")
+            axes.set_yscale("log", base=2)
+            axes.set_ylim(0.9, 2 * max(widths))
+            axes.yaxis.set_major_formatter("{x:.0f}")
+            axes.set_xlim(0, PART * 6)
+            for part in range(1, 6):
+                axes.axvline(part * PART, color=colors.muted, linewidth=0.5)
+            for part, name in enumerate(("copy", "prose", "noise") * 2):
+                axes.text((part + 0.5) * PART, 1.5 * max(widths), name, ha="center", va="center", fontsize=SMALL_TEXT)
+            axes.set_xlabel("token of the answer")
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+        save_plot(axes, path.with_name(f"{path.name}-{theme}.png"))
 
 
 if __name__ == "__main__":

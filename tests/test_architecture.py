@@ -121,6 +121,7 @@ def test_imports_stand_at_the_top() -> None:
     }
     assert deferred == {
         ("reporting.palette", "matplotlib"),
+        ("viz.trees", "matplotlib"),
         ("bench.report", "matplotlib.figure"),
         ("training.data", None),
         ("cli.runs", "hf_specdec"),  # the packages of training, which no other command needs

@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import typer
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.cli import demo
+from hf_specdec.cli.race import Race, colored_pieces
+from hf_specdec.reporting.palette import PALETTE
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,7 @@ def test_demo_shows_speeds_tau_and_equality(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_demo_times_both_answers_with_a_streamer_or_both_without(
-    llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stream: bool
+    llama: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     generate, used = llama.generate, []
 
@@ -61,9 +67,91 @@ def test_demo_times_both_answers_with_a_streamer_or_both_without(
         return generate(**options)
 
     monkeypatch.setattr(llama, "generate", noted)
-    result = demo.run(llama, zoo.chat_tokenizer(), "w05 w06", method="prompt_lookup", max_new_tokens=12, stream=stream)
-    assert [streamer is not None for streamer in used[-2:]] == [stream, stream]
-    assert capsys.readouterr().out.split() == (result.text.split() if stream else [])
+    tokenizer, written = zoo.chat_tokenizer(), list[str]()
+    answers = {"plain": demo.Answer(tokenizer), "speculative": demo.Answer(tokenizer, write=written.append)}
+    settings: dict[str, Any] = {"method": "prompt_lookup", "max_new_tokens": 12}
+    result = demo.run(llama, tokenizer, "w05 w06", **settings, **(answers if stream else {}))
+    assert used == (list(answers.values()) if stream else [None, None])
+    if not stream:
+        return
+    plain, speculative = answers.values()
+    assert "".join(written) == result.text
+    assert [count for _, count in plain.pieces] == [1] * 12
+    assert [count for _, count in speculative.pieces] == [1, *result.speculation.accepted_per_step[0]]
+    assert plain.ids == speculative.ids
+    assert (plain.end_time or 0) <= (speculative.begin or 0)  # one after the other
+    assert 0 < plain.seconds < 60
+
+
+def test_demo_races_in_a_terminal(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("hf_specdec.cli.status.Progress.start", lambda _: None)
+    head = model_path / "head"
+    prompt = "w5 w6 w7 w5 w6 w7 w5 w6"
+    assert run(monkeypatch, "demo", "--model", model_path, "--drafter", head, "--prompt", prompt,
+               "--max-new-tokens", 20) == 0  # fmt: skip
+    shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    for part in ("plain generate()", 'speculative="auto"', "20 tokens · ", "the same token ids", "Weights in float32",
+                 f"hf-specdec generate --interactive --model {model_path} --drafter {head}",
+                 f"hf-specdec doctor {model_path} --drafter {head}"):  # fmt: skip
+        assert part in shown
+    assert re.search("as fast: |slower here: ", shown)
+
+
+def drawn(race: Race, console: Console) -> tuple[str, ...]:
+    with console.capture() as captured:
+        console.print(race.render())
+    return tuple(re.sub("\x1b\\[[0-9;]*m", "", captured.get()).splitlines())
+
+
+def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
+    tokenizer = zoo.chat_tokenizer()
+    plain, speculative = demo.Answer(tokenizer), demo.Answer(tokenizer)
+    console = Console(width=80, height=24, force_terminal=True, color_system="truecolor")
+    race = Race(console, plain, speculative, "auto")
+    assert "waiting" in drawn(race, console)[-1]
+    assert "runs after the" in drawn(race, console)[1]
+    plain.start()
+    assert "reading the prompt" in drawn(race, console)[1]
+    for tokens in ([5, 6], [5], [6], [7]):  # the first is the prompt
+        plain.put(torch.tensor([tokens]))
+    assert "3 tokens" in drawn(race, console)[-1]
+    assert drawn(race, console)[-1].endswith("waiting ────────────────────────────╯")
+    plain.end()
+    speculative.start()
+    for tokens in ([5, 6], [5], [6], [7]):
+        speculative.put(torch.tensor([tokens]))
+        if len(speculative.ids) != 2:
+            speculative.end_step()
+    assert [count for _, count in speculative.pieces] == [1, 2]
+    frozen = plain.seconds
+    assert f"{frozen:.1f} s · 3 tokens" in drawn(race, console)[-1]
+    assert plain.seconds == frozen
+    texts = [colored_pieces(answer.pieces, colored=color) for answer, color in ((plain, False), (speculative, True))]
+    assert texts[0].plain == texts[1].plain == tokenizer.decode([5, 6, 7])
+    assert [(str(span.style), texts[1].plain[span.start : span.end]) for span in texts[1].spans] == [
+        (PALETTE[0], speculative.pieces[1][0])
+    ]
+    narrow = Console(width=40, height=24, force_terminal=True)
+    assert len(drawn(Race(narrow, plain, speculative, "auto"), narrow)) == 8  # one above the other
+
+
+def test_a_long_answer_scrolls_in_its_panel_until_it_is_complete() -> None:
+    tokenizer = zoo.chat_tokenizer()
+    console = Console(width=80, height=20, force_terminal=True)
+    answers = demo.Answer(tokenizer), demo.Answer(tokenizer)
+    race = Race(console, *answers, "auto")
+    for answer in answers:
+        answer.start()
+        for token in [[1], *[[5 + number % 9] for number in range(300)]]:
+            answer.put(torch.tensor([token]))
+    assert len(drawn(race, console)) <= console.height
+    for answer in answers:
+        answer.end()
+    assert len(drawn(race, console)) > console.height
 
 
 def test_demo_json(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +181,14 @@ def test_generate_streams(
     assert run(monkeypatch, "generate", "w5 w6", "--model", model_path, "--max-new-tokens", 6) == 0
     streams = capsys.readouterr()
     assert len(streams.out.split()) == 6
-    assert "tau" in streams.err
+    summary = (
+        r"\[6 tokens, [0-9.]+ s, [0-9.]+ tokens/s, tau [0-9.]+ \([0-9]+ target forwards\), method hybrid, weights"
+    )
+    assert re.match(summary, streams.err)
+    assert (
+        run(monkeypatch, "generate", "w5 w6", "--model", model_path, "--method", "plain", "--max-new-tokens", 6) == 0
+    )
+    assert re.match(r"\[6 tokens, [0-9.]+ s, [0-9.]+ tokens/s, method plain, weights in", capsys.readouterr().err)
 
 
 def test_generate_shows_its_steps_in_colours(
@@ -253,6 +348,19 @@ def test_every_command_has_help(
     assert "--model" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_cuts_nothing(columns: int) -> None:
+    """An option or a word that does not fit would end in an ellipsis."""
+    commands = [[], *([name] for name in typer.main.get_command(cli.app).commands)]  # type: ignore[attr-defined]
+    for command in [*commands, ["train", "medusa"], ["train", "eagle"], ["train", "dflash"]]:
+        shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": str(columns)}).output
+        assert "Usage" in shown
+        assert "…" not in shown, command
+        text = [line for line in shown.splitlines() if "  hf-specdec " not in line]  # examples are to be copied
+        assert max(map(len, text)) <= columns
+        assert "[bold]" not in shown
+
+
 def test_a_head_takes_the_place_of_another_whole(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +392,7 @@ def test_commands_name_the_dtype_and_the_version(
     assert run(monkeypatch, "generate", "w5", "--model", model_path, "--max-new-tokens", 1) == 0
     shown = capsys.readouterr().err
     assert "weights in float32" in shown  # the checkpoint's own
-    assert "tau -," in shown
+    assert "tau - (" in shown
 
 
 def test_a_command_without_arguments_shows_its_help_and_nothing_else(

@@ -15,6 +15,7 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
 from hf_specdec.bench.diagnosis import REPORTED_WIDTHS, Diagnosis, diagnose
 from hf_specdec.cli import machine
+from hf_specdec.cpu.library import NoKernelsError
 from test_cli import run
 
 
@@ -48,8 +49,21 @@ def test_doctor_tells_what_pays(
     text = capsys.readouterr().out
     assert "LlamaForCausalLM, weights in float32: verifies trees" in text
     assert "prompt_lookup" in text
+    assert machine.compile_hint("cpu") in text
     assert run(monkeypatch, "doctor", "/nowhere/at/all") == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_doctor_names_the_compiled_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--methods auto,auto+cuda_graph" in machine.compile_hint("cuda")
+    monkeypatch.setattr(machine, "_kernels", lambda: "avx2")
+    assert 'compile="kernels" runs forwards with CPU kernels (avx2)' in machine.compile_hint("cpu")
+    monkeypatch.setattr(machine, "_kernels", lambda: NoKernelsError("none"))
+    monkeypatch.setattr(machine, "_compiler", lambda: "/usr/bin/g++")
+    assert "auto+inductor" in machine.compile_hint("cpu")
+    monkeypatch.setattr(machine, "_compiler", lambda: None)
+    assert "no C++ compiler (g++ or clang++) is found" in machine.compile_hint("cpu")
+    assert machine.compile_hint("mps").startswith("No compiled mode")
 
 
 def test_a_model_of_chains_and_one_of_neither() -> None:

@@ -11,8 +11,8 @@ import matplotlib
 import pytest
 
 import drafters
-from hf_specdec import viz
-from hf_specdec.reporting.palette import INK, PALETTE
+from hf_specdec import InvalidConfigError, viz
+from hf_specdec.reporting.palette import PALETTE, SMALL_TEXT, THEMES, Theme
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from models import prompts
@@ -96,29 +96,111 @@ def texts(axes: Any) -> str:
     return " ".join(text.get_text() for text in [*axes.texts, axes.title, axes._right_title])
 
 
-def test_every_picture_of_a_generation(llama: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def stats(llama: Any) -> SpeculationStats:
     ids, _ = prompts(1)
     config = {**drafters.BY_NAME["eagle3"].add(llama), "trace": True, "num_steps": 3, "num_draft_tokens": 9}
     llama.generate(ids, max_new_tokens=30, do_sample=False, speculative=config)
-    stats = llama.last_speculation
-    tree = viz.plot_step(stats.trace[1])
+    found: SpeculationStats = llama.last_speculation
+    return found
+
+
+def pictures(stats: SpeculationStats, **theme: Any) -> dict[str, Any]:
+    log = [{"step": step, "loss": 1 / step, "top1_accuracy_1": 0.5} for step in range(1, 4)]
+    return {
+        "step": viz.plot_step(stats.trace[1], **theme), "widths": viz.plot_widths(stats.trace, **theme),
+        "timeline": viz.plot_timeline(stats.trace, **theme), "stats": stats.plot(**theme),
+        "acceptance": viz.plot_acceptance({"eagle": stats, "again": stats}, **theme),
+        "costs": viz.plot_costs({"eager": (0.02, 0.03), "compiled": (0.01, 0.012)}, **theme),
+        "tree": viz.plot_tree([(0,), (1,), (11,), (0, 0), (0, 1)], {(0,): 0.9, (0, 0): 0.5}, **theme),
+        "run": viz.plot_run([*log, {"step": 3, "eval_tau": 2.0}], **theme)[0],
+    }  # fmt: skip
+
+
+def test_every_picture_of_a_generation(stats: SpeculationStats, tmp_path: Path) -> None:
+    drawn = pictures(stats)
+    tree = drawn["step"]
     (row,) = stats.trace[1].rows
     assert all(str(token) in texts(tree) for token in [*row.tokens, row.emitted[-1]])
     assert f"{row.num_drafted} drafted, {len(row.emitted) - 1} accepted" in texts(tree)
     assert tree.get_legend().get_texts()[0].get_text() == "eagle"
-    widths = viz.plot_widths(stats.trace)
-    heights = [bar.get_height() for bar in widths.containers[0]]
+    heights = [bar.get_height() for bar in drawn["widths"].containers[0]]
     assert heights == [step.rows[0].num_drafted for step in stats.trace]
-    drawn = {
-        "tree": tree, "widths": widths, "timeline": viz.plot_timeline(stats.trace), "stats": stats.plot(),
-        "acceptance": viz.plot_acceptance({"eagle": stats, "again": stats}),
-        "costs": viz.plot_costs({"eager": (0.02, 0.03), "compiled": (0.01, 0.012)}),
-    }  # fmt: skip
     for name, axes in drawn.items():
-        assert axes.figure.get_facecolor()[3] == 0.0  # no background: a dark page stays dark
         viz.save_plot(axes, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 2000
-    assert matplotlib.rcParams["text.color"] != INK  # nobody else's pictures change
+        assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., 3].min() == 1.0  # opaque
+    assert matplotlib.rcParams["text.color"] == "black"  # the style of other pictures does not change
+    with pytest.raises(InvalidConfigError, match="'light', 'dark'"):
+        viz.plot_widths(stats.trace, theme="blue")  # type: ignore[arg-type]
+
+
+def luminance(color: Any) -> float:
+    channels = matplotlib.colors.to_rgb(color)
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: Any, second: Any) -> float:
+    """As WCAG defines it."""
+    darker, lighter = sorted((luminance(first), luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def over(color: Any, below: tuple[float, ...], alpha: float) -> tuple[float, ...]:
+    """A transparent colour in front of another."""
+    return tuple(alpha * a + (1 - alpha) * b for a, b in zip(matplotlib.colors.to_rgb(color), below, strict=True))
+
+
+def check_text(text: Any, figure: Any) -> None:
+    """Size and contrast of a text to what is drawn behind its centre."""
+    below = matplotlib.colors.to_rgb(figure.get_facecolor())
+    box = text.get_window_extent()
+    middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+    for patch in sorted(figure.findobj(matplotlib.patches.Patch), key=lambda patch: patch.get_zorder()):
+        face = patch.get_facecolor()
+        if patch.get_visible() and face[3] and patch.get_window_extent().contains(*middle):
+            below = over(face[:3], below, face[3])
+    shown = over(text.get_color(), below, 1.0 if text.get_alpha() is None else text.get_alpha())
+    assert contrast(shown, below) >= 4.5, text
+    assert text.get_fontsize() >= SMALL_TEXT, text
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_is_large_and_dark_enough_and_integers_are_integers(stats: SpeculationStats, theme: Theme) -> None:
+    for name, axes in pictures(stats, theme=theme).items():
+        figure = axes.figure
+        figure.canvas.draw()
+        assert matplotlib.colors.to_hex(figure.get_facecolor()) == THEMES[theme].background.lower()
+        seen = [
+            text for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text.get_text().strip()
+        ]
+        assert len(seen) > 3, name
+        for text in seen:
+            check_text(text, figure)
+        # milliseconds, losses and shares are not integers
+        counted = {"widths": "xy", "stats": "xy", "acceptance": "x", "costs": "x", "tree": "x", "run": "x"}
+        for letter in counted.get(name, ""):
+            labels = [label.get_text() for label in getattr(axes, f"get_{letter}ticklabels")()]
+            assert all(re.fullmatch("[−-]?[0-9]+", label) for label in labels), (name, labels)
+        matplotlib.pyplot.close(figure)
+    assert all(contrast(color, THEMES[theme].background) >= 3 for color in THEMES[theme].data)
+
+
+def test_edges_of_a_step_meet_the_borders_of_boxes(stats: SpeculationStats) -> None:
+    for step in stats.trace[:3]:
+        axes = viz.plot_step(step)
+        boxes = [patch for patch in axes.patches if patch.get_alpha() is not None]
+        left, right = (
+            {(box.get_x() + share * box.get_width(), box.get_y() + box.get_height() / 2) for box in boxes}
+            for share in (0, 1)
+        )
+        assert len(axes.lines) == step.rows[0].num_drafted + 1
+        for line in axes.lines:
+            first, *_, last = zip(*line.get_data(), strict=True)
+            assert first in right
+            assert last in left
+        matplotlib.pyplot.close(axes.figure)
 
 
 def test_a_step_that_drafted_nothing_and_a_row_that_has_ended() -> None:
@@ -129,17 +211,10 @@ def test_a_step_that_drafted_nothing_and_a_row_that_has_ended() -> None:
     assert viz.plot_widths([]).get_xlabel() == "step"
 
 
-def luminance(color: str) -> float:
-    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("color", [INK, *PALETTE])
+@pytest.mark.parametrize("color", PALETTE)
 def test_colours_are_seen_on_white_and_on_black(color: str) -> None:
-    """Contrast as WCAG counts it."""
-    assert 1.05 / (luminance(color) + 0.05) > 2.5
-    assert (luminance(color) + 0.05) / 0.05 > 4.0
+    assert contrast(color, "white") > 2.5
+    assert contrast(color, "black") > 4.0
 
 
 def test_the_table_of_a_notebook() -> None:

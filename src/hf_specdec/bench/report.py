@@ -10,7 +10,7 @@ from typing import Any
 from hf_specdec.atomic import whole_file
 from hf_specdec.bench.machine import DISTURBING_SHARE
 from hf_specdec.bench.measurements import Measurement
-from hf_specdec.reporting.palette import INK, plot_style
+from hf_specdec.reporting.palette import SMALL_TEXT, Theme, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 """Reported percentiles: the suffix of their names in a summary, and the `share` for `percentile`."""
@@ -100,7 +100,7 @@ def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
     return found
 
 
-def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(summary: Sequence[dict[str, Any]], path: Path, *, theme: Theme = "light") -> None:
     """Save a bar chart of each method's median speed-up over `plain` by category, with error bars from p20 to p80.
 
     Needs matplotlib.
@@ -108,6 +108,7 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
     Args:
         summary: Output of `summarise`.
         path: File to write or replace; its suffix selects the format, PNG if it has none.
+        theme: `"light"` or `"dark"`.
     """
     from matplotlib.figure import Figure  # optional dependency; without pyplot, which would open windows
 
@@ -115,7 +116,7 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
     methods = [method for method in dict.fromkeys(row["method"] for row in summary) if method != "plain"]
     cells = {(row["category"], row["method"]): row for row in summary}
     width = 0.8 / max(len(methods), 1)
-    with plot_style():
+    with plot_style(theme) as colors:
         figure = Figure(figsize=(max(6.0, 1.5 + 0.35 * len(categories) * (len(methods) + 1)), 4.0))
         axes = figure.subplots()
         for number, method in enumerate(methods):
@@ -127,10 +128,10 @@ def plot(summary: Sequence[dict[str, Any]], path: Path) -> None:
             ]
             positions = [index + (number - (len(methods) - 1) / 2) * width for index in range(len(categories))]
             axes.bar(positions, middle, 0.9 * width, yerr=lines, error_kw={"linewidth": 0.8}, label=method)
-        axes.axhline(1.0, color=INK, linewidth=0.8)
+        axes.axhline(1.0, color=colors.ink, linewidth=0.8)
         axes.set_xticks(range(len(categories)), categories)
         axes.set_ylabel("tokens/s, ratio to plain generate()")
         if methods:
-            axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            axes.legend(fontsize=SMALL_TEXT, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         with whole_file(path) as partial:
             figure.savefig(partial, format=path.suffix.removeprefix(".") or "png", bbox_inches="tight", dpi=110)

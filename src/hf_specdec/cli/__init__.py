@@ -12,6 +12,7 @@ import typer
 from safetensors import SafetensorError
 
 from hf_specdec.cli import bench, block_training, distilling, generation, heads, machine, published, training, trees
+from hf_specdec.cli.layout import Command
 from hf_specdec.errors import SpeculativeDecodingError
 
 app = typer.Typer(
@@ -61,9 +62,9 @@ COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
 
 for _command, _panel, _examples in COMMANDS:
     _lines = "\n\n".join(f"  {example}" for example in _examples)
-    app.command(rich_help_panel=_panel, epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
+    app.command(cls=Command, rich_help_panel=_panel, epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
 training.train.command(
-    epilog=training.EXAMPLE.replace("KIND", "dflash") + " --draft-vocab-size 8192 --markov-rank 32"
+    cls=Command, epilog=training.EXAMPLE.replace("KIND", "dflash") + " --draft-vocab-size 8192 --markov-rank 32"
 )(block_training.dflash)
 app.add_typer(training.train, name="train", rich_help_panel=TRAIN)
 

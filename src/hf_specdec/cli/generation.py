@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 from transformers import TextStreamer
 
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli import demo as demonstration
+from hf_specdec.cli.demo import Answer
 from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite
+from hf_specdec.cli.race import Race, conclude
+from hf_specdec.cli.status import working
 from hf_specdec.drafters.registry import method_named
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation.loading import default_head, encode, encode_chat, load_model
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.reporting.stats import SpeculationStats, shown_tau
 from hf_specdec.viz.text import colored_text
 
 ASSISTANT_METHOD = "draft_model"
@@ -28,7 +35,9 @@ ASSISTANT_METHOD = "draft_model"
 def demo(
     model: Model = None,
     drafter: Head = None,
-    prompt: Annotated[str, typer.Option(help="Prompt to answer.")] = demonstration.PROMPT,
+    prompt: Annotated[
+        str, typer.Option(help="Prompt to answer.", show_default="a paragraph to correct")
+    ] = demonstration.PROMPT,
     method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup.")] = "auto",
     max_new_tokens: NewTokens = 128,
     dtype: Precision = "float32",
@@ -37,16 +46,30 @@ def demo(
     """Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids."""
     _check_prompt(prompt)
     head = head_for([method], model, drafter)
-    console = Console()
-    lm, tokenizer = load_model(model, head, dtype)
+    console = Console(highlight=False)
+    with working("Loading the model", shown=not as_json):
+        lm, tokenizer = load_model(model, head, dtype)
     if not as_json:
-        console.print(f"[bold]{prompt}[/bold]")
-    result = demonstration.run(lm, tokenizer, prompt, method=method, max_new_tokens=max_new_tokens, stream=not as_json)
+        console.print(Text(prompt, style="bold"))
+        console.print()
+    settings: dict[str, Any] = {"method": method, "max_new_tokens": max_new_tokens}
+    demonstration.prepare(lm, tokenizer, prompt, **settings, shown=not as_json)
     if as_json:
+        result = demonstration.run(lm, tokenizer, prompt, **settings)
         typer.echo(json.dumps({**result.to_dict(), "dtype": dtype_of(lm)}))
-    else:
+        return
+    if not console.is_terminal:
+        plain, speculative = Answer(tokenizer), Answer(tokenizer, write=partial(typer.echo, nl=False))
+        result = demonstration.run(lm, tokenizer, prompt, **settings, plain=plain, speculative=speculative)
+        typer.echo()
         demonstration.report(result, console)
-        console.print(f"weights in {dtype_of(lm)}", highlight=False)
+        console.print(f"weights in {dtype_of(lm)}")
+        return
+    answers = Answer(tokenizer), Answer(tokenizer)
+    with Race(console, *answers, method).live():
+        result = demonstration.run(lm, tokenizer, prompt, **settings, plain=answers[0], speculative=answers[1])
+    given = [word for name, value in (("--model", model), ("--drafter", drafter)) if value for word in (name, value)]
+    conclude(result, answers, dtype_of(lm), given, console)
 
 
 def generate(
@@ -81,7 +104,8 @@ def generate(
     if not (interactive and prompt is None):
         _check_prompt(prompt or "")
     head = head_for([method], model, drafter)
-    lm, tokenizer = load_model(model, head, dtype)
+    with working("Loading the model", shown=not as_json):
+        lm, tokenizer = load_model(model, head, dtype)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "speculative": None}
     if temperature > 0:
         options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -94,22 +118,41 @@ def generate(
         return
     inputs = encode(tokenizer, prompt or "", lm.device)
     streamer = None if as_json or colors else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+    begin = time.perf_counter()
+    with working("Generating", shown=colors):
+        ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+    seconds = time.perf_counter() - begin
     stats = None if method == "plain" else lm.last_speculation
     if as_json:
         text = tokenizer.decode(ids, skip_special_tokens=True)
         typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(lm),
                                "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
-    elif stats is not None:
-        if colors:
-            typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
-        typer.echo(f"{stats!r}, weights in {dtype_of(lm)}", err=True)
+        return
+    if colors and stats is not None:
+        typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
+    typer.echo(summary(len(ids), seconds, stats, dtype_of(lm)), err=True)
+
+
+def summary(num_tokens: int, seconds: float, stats: SpeculationStats | None, dtype: str) -> str:
+    """Return one line on a call of `generate()`: tokens, seconds, tokens/s, tau, method and dtype of the weights.
+
+    Args:
+        num_tokens: Tokens of the answer.
+        seconds: Time of the whole call, preparation such as compilation included.
+        stats: Statistics of the call; None if it was plain.
+        dtype: Dtype of the weights.
+    """
+    speed = num_tokens / seconds
+    method = "method plain"
+    if stats is not None:
+        method = f"tau {shown_tau(stats.mean_accepted_length)}, method {stats.method}"
+    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {method}, {dtype}]"
 
 
 def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
     """Answer messages from stdin as one conversation until the input ends.
 
-    Answers are streamed to stdout; after each speculative answer, its statistics are printed on stderr.
+    Answers are streamed to stdout; after each answer, a summary is printed on stderr.
 
     Args:
         model: The target.
@@ -130,10 +173,12 @@ def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, 
             continue
         inputs = encode_chat(tokenizer, [*messages, message], model.device)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        begin = time.perf_counter()
         ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+        seconds = time.perf_counter() - begin
         messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
-        if options["speculative"] is not None:
-            typer.echo(repr(model.last_speculation), err=True)
+        stats = None if options["speculative"] is None else model.last_speculation
+        typer.echo(summary(len(ids), seconds, stats, dtype_of(model)), err=True)
 
 
 def _check_output_options(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:

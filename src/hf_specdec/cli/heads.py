@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 import typer
@@ -60,7 +60,9 @@ def inspect(
 def convert(
     head: Source,
     output: Annotated[Path, typer.Argument(help="New or empty directory to write to.")],
-    format: Annotated[FormatName, typer.Option(help="Layout to write.")] = "hf-specdec",
+    format: Annotated[
+        FormatName, typer.Option(metavar="LAYOUT", help=f"Layout to write: {', '.join(get_args(FormatName))}.")
+    ] = "hf-specdec",
     revision: Revision = None,
     target: Annotated[str | None, typer.Option(help="Hub id of the target to store in the head's config.")] = None,
     hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list (freq_*.pt) of the tokens to draft.")] = None,

@@ -18,6 +18,7 @@ from hf_specdec.bench.diagnosis import diagnose
 from hf_specdec.bench.machine import versions
 from hf_specdec.cli.generation import dtype_of, head_for
 from hf_specdec.cli.options import Head, Json, NewTokens, Precision
+from hf_specdec.cli.status import working
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import PACKAGE, load_model
@@ -35,7 +36,7 @@ def env(as_json: Json = False) -> None:
         **versions(device or torch.device("cpu")),
         **{name: _version(name) for name in PACKAGES},
         "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
-        'compile="kernels"': _kernels(),
+        'compile="kernels"': _kernels_or_reason(),
         'compile="inductor"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) found",
         'compile="cuda_graph"': "yes"
         if device is not None and device.type in GRAPH_BACKENDS
@@ -57,12 +58,17 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _kernels() -> str:
+def _kernels() -> str | NoKernelsError:
     """Return the instruction set of the CPU kernels, or why there are none; they are built if they were not yet."""
     try:
         return load_library()[0].name
     except NoKernelsError as error:
-        return f"no: {error}"
+        return error
+
+
+def _kernels_or_reason() -> str:
+    kernels = _kernels()
+    return f"no: {kernels}" if isinstance(kernels, NoKernelsError) else kernels
 
 
 def _compiler() -> str | None:
@@ -81,9 +87,11 @@ def doctor(
 ) -> None:
     """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
     head = head_for(["auto"], model, drafter)
-    lm, tokenizer = load_model(model, head, dtype)
+    with working("Loading the model", shown=not as_json):
+        lm, tokenizer = load_model(model, head, dtype)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
-    found = diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
+    with working("Timing forwards and methods on three prompts", shown=not as_json):
+        found = diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
         return
@@ -101,3 +109,21 @@ def doctor(
         typer.echo("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
     else:
         typer.echo(f"Fastest here: speculative={found.best!r}.")
+    typer.echo(compile_hint(lm.device.type))
+
+
+def compile_hint(device: str) -> str:
+    """Return what compiled modes there are on a type of device, and how to measure them."""
+    if device in GRAPH_BACKENDS:
+        found, suffix = 'compile="cuda_graph" captures forwards as graphs', "cuda_graph"
+    elif device == "cpu" and not isinstance(kernels := _kernels(), NoKernelsError):
+        found, suffix = f'compile="kernels" runs forwards with CPU kernels ({kernels})', "kernels"
+    elif device == "cpu" and _compiler() is not None:
+        found, suffix = 'compile="inductor" compiles forwards with PyTorch', "inductor"
+    else:
+        reason = ", because no C++ compiler (g++ or clang++) is found" if device == "cpu" else ""
+        return f"No compiled mode is available on this device{reason}; see docs/compile.md."
+    return (
+        f'Compiled modes: {found}; compile="auto", the default, decides by itself. To measure it, append +{suffix} '
+        f"to a method: hf-specdec bench --prompts FILE.jsonl --methods auto,auto+{suffix}"
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_specdec.cli.layout import Command
 from hf_specdec.cli.new_heads import (
     check_new_head_fields,
     load_initial_head,
@@ -77,7 +78,7 @@ EXAMPLE = (
 train = typer.Typer(help="Train a draft head for a model on the model's own answers.", no_args_is_help=True)
 
 
-@train.command(epilog=EXAMPLE.replace("KIND", "medusa"))
+@train.command(cls=Command, epilog=EXAMPLE.replace("KIND", "medusa"))
 def medusa(
     data: Data,
     output: Output,
@@ -166,7 +167,7 @@ def _train_jointly(
         tokenizer.save_pretrained(folder)
 
 
-@train.command(epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
+@train.command(cls=Command, epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
 def eagle(
     data: Data,
     output: Output,

@@ -1,58 +1,101 @@
-"""Colours and matplotlib style of all plots, readable on light and dark pages; matplotlib is imported when used."""
+"""Colours and matplotlib style of all plots, in a light and a dark theme; matplotlib is imported when used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_specdec.errors import InvalidConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
+Theme = Literal["light", "dark"]
+
 PALETTE = ("#3D8FD9", "#E08A1E", "#2CA089", "#D6568C", "#8E7CC3", "#9A9A2E")
-"""Colours of data, distinct with red-green colour blindness; contrast of at least 2.5 to white and 4 to black."""
-INK = "#808080"
-"""Colour of text and axes."""
+"""Colours of text and bars on pages and terminals whose background is not known: HTML and ANSI output."""
+
+SMALL_TEXT = 8.0
+"""Size of the smallest text in a plot, in points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Colors:
+    """Colours of a theme. Text has a contrast of at least 4.5 to the background, data of at least 3 (WCAG)."""
+
+    background: str
+    ink: str  # text, axes and the target's own token
+    muted: str  # less important text and lines
+    data: tuple[str, ...]  # distinct with red-green colour blindness
+
+
+THEMES: dict[Theme, Colors] = {
+    "light": Colors(
+        background="#FFFFFF", ink="#1F2328", muted="#59636E",
+        data=("#1F6FBF", "#C25E00", "#14806B", "#B8326D", "#6B57B0", "#76761A"),
+    ),
+    "dark": Colors(
+        background="#0D1117", ink="#E6EDF3", muted="#9198A1",
+        data=("#58A6F0", "#F0A03C", "#3DBFA6", "#F078AC", "#AC9AE6", "#C2C24A"),
+    ),
+}  # fmt: skip
+
+
+def colors_of(theme: Theme) -> Colors:
+    """Return the colours of a theme.
+
+    Raises:
+        InvalidConfigError: There is no such theme.
+    """
+    if theme not in THEMES:
+        raise InvalidConfigError(f"There is no theme {theme!r}.", f"Use one of {', '.join(map(repr, THEMES))}.")
+    return THEMES[theme]
 
 
 @contextmanager
-def plot_style() -> Iterator[None]:
-    """Context manager that applies the package's style to plots made in its block."""
+def plot_style(theme: Theme = "light") -> Iterator[Colors]:
+    """Context manager that applies the package's style to plots made in its block, and yields the theme's colours."""
+    colors = colors_of(theme)
     from matplotlib import interactive, is_interactive, rc_context, rcsetup
 
     settings = {
-        "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": rcsetup.cycler(color=PALETTE),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), colors.background),
+        "savefig.facecolor": "auto", "legend.frameon": False,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": rcsetup.cycler(color=colors.data),
         "font.size": 9.0, "axes.titlesize": 10.0,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color",
-                         "ytick.color", "legend.labelcolor"), INK),
+                         "ytick.color", "legend.labelcolor"), colors.ink),
     }  # fmt: skip
     with rc_context(settings):
-        yield
+        yield colors
         # the first figure makes a notebook's backend interactive; rc_context would undo that and hide later figures
         was_interactive = is_interactive()
     interactive(was_interactive)
 
 
 @contextmanager
-def drawing() -> Iterator[Any]:
-    """Context manager that yields `matplotlib.pyplot` and applies the package's style in its block.
+def drawing(theme: Theme = "light") -> Iterator[tuple[Any, Colors]]:
+    """Context manager that yields `matplotlib.pyplot` and the theme's colours, and applies its style in its block.
 
     Raises:
         ImportError: matplotlib is not installed.
+        InvalidConfigError: There is no such theme.
     """
+    colors_of(theme)
     from matplotlib import pyplot
 
-    with plot_style():
-        yield pyplot
+    with plot_style(theme) as colors:
+        yield pyplot, colors
 
 
 def save_plot(axes: Axes | Sequence[Axes], path: str | Path) -> None:
     """Save the figure that contains the given axes to a file, and close the figure."""
-    with drawing() as pyplot:
+    with drawing() as (pyplot, _):
         first: Any = axes if hasattr(axes, "figure") else axes[0]
         first.figure.savefig(path, dpi=120, bbox_inches="tight")
         pyplot.close(first.figure)

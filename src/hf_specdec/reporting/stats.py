@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_specdec.reporting.palette import PALETTE, drawing
+from hf_specdec.reporting.palette import PALETTE, Theme, drawing
 from hf_specdec.reporting.trace import TracedStep
 
 if TYPE_CHECKING:
@@ -152,18 +152,22 @@ class SpeculationStats:
         )
         return f"<table><caption>{html.escape(self.method)}</caption>{body}</table>"
 
-    def plot(self) -> Axes:
+    def plot(self, *, theme: Theme = "light") -> Axes:
         """Plot a histogram of the tokens per target forward. Needs matplotlib (`pip install hf-specdec[notebooks]`).
+
+        Args:
+            theme: `"light"` or `"dark"`.
 
         Returns:
             The matplotlib axes.
         """
         steps = [length for row in self.accepted_per_step for length in row]
-        with drawing() as pyplot:
+        with drawing(theme) as (pyplot, _):
             axes: Axes = pyplot.figure(figsize=(5, 3)).gca()
             axes.hist(steps, bins=[edge - 0.5 for edge in range(1, max(steps, default=1) + 2)], rwidth=0.9)
             axes.set_xlabel("tokens per target forward")
             axes.set_ylabel("forwards")
+            axes.locator_params(axis="both", integer=True, min_n_ticks=1)
             axes.set_title(f"{self.method}: tau = {shown_tau(self.mean_accepted_length)}")
         return axes
 

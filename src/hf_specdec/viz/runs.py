@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.reporting.palette import drawing
+from hf_specdec.reporting.palette import Theme, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
+def plot_run(log_history: Sequence[Mapping[str, Any]], *, theme: Theme = "light") -> Sequence[Axes]:
     """Plot loss, top-1 accuracy by draft depth, and tau on held-out data against the steps of a training run.
 
     Tau is the mean number of tokens emitted per target forward.
 
     Args:
         log_history: The list `log_history` in the Trainer's `trainer_state.json`.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         Two matplotlib axes, or three if tau was measured on held-out data.
     """
     rows = [row for row in log_history if "loss" in row]
     measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
-    with drawing() as pyplot:
+    with drawing(theme) as (pyplot, _):
         figure, (left, right, *more) = pyplot.subplots(1, 2 + bool(measured), figsize=(10 + 5 * bool(measured), 3.5))
         _plot_smoothed(left, [(row["step"], float(row["loss"])) for row in rows])
         left.set_ylabel("loss")
@@ -41,6 +42,7 @@ def plot_run(log_history: Sequence[Mapping[str, Any]]) -> Sequence[Axes]:
         all_axes: Sequence[Axes] = (left, right, *more)
         for axes in all_axes:
             axes.set_xlabel("step")
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         figure.tight_layout()
     return all_axes
 
@@ -59,21 +61,23 @@ def _plot_smoothed(axes: Axes, points: Sequence[tuple[int, float]], label: str |
         axes.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
 
 
-def plot_costs(costs: Mapping[str, Sequence[float]]) -> Axes:
+def plot_costs(costs: Mapping[str, Sequence[float]], *, theme: Theme = "light") -> Axes:
     """Plot the duration of a step in milliseconds by the number of verified nodes.
 
     Args:
         costs: By name of the curve: the seconds of a step that verifies 1, 2, ... nodes.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
     """
-    with drawing() as pyplot:
+    with drawing(theme) as (pyplot, _):
         axes: Axes = pyplot.figure(figsize=(6, 3.2)).gca()
         for name, seconds in costs.items():
             axes.plot(range(1, len(seconds) + 1), [1000 * second for second in seconds], label=name)
         axes.set_xlabel("nodes verified in one step")
         axes.set_ylabel("milliseconds")
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.set_ylim(bottom=0)
         axes.legend()
     return axes

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hf_specdec.reporting.palette import INK, PALETTE, drawing
+from hf_specdec.reporting.palette import SMALL_TEXT, Theme, drawing
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.reporting.trace import TracedStep
 
@@ -14,18 +14,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STAGES = ("draft", "verify", "rest")
+NUMBER_WIDTH = 0.025
+"""Width of a number of two digits, as a fraction of the width of the timeline."""
 
 
-def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
+def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "light") -> Axes:
     """Plot bars of the share of steps that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
 
     Args:
         stats: Statistics of generations (`model.last_speculation`), by name for the legend.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
     """
-    with drawing() as pyplot:
+    with drawing(theme) as (pyplot, _):
         axes: Axes = pyplot.figure(figsize=(6, 3)).gca()
         width = 0.8 / max(len(stats), 1)
         for number, (name, one) in enumerate(stats.items()):
@@ -34,46 +37,54 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats]) -> Axes:
             axes.bar(places, shares, width, label=f"{name}: tau {one.mean_accepted_length:.2f}")
         axes.set_xlabel("drafted tokens")
         axes.set_ylabel("share of steps that accepted them")
-        axes.set_xticks(range(1, 1 + max((len(one.acceptance_by_depth) for one in stats.values()), default=0)))
+        axes.set_xlim(0.5, max([1, *(len(one.acceptance_by_depth) for one in stats.values())]) + 0.5)
         axes.set_ylim(0, 1)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.legend()
     return axes
 
 
-def plot_timeline(trace: Sequence[TracedStep]) -> Axes:
+def plot_timeline(trace: Sequence[TracedStep], *, theme: Theme = "light") -> Axes:
     """Plot when each step drafted, verified, and accepted and committed ("rest").
 
-    The number above a step is how many tokens it emitted in the first row of the batch.
+    The number above a step is how many tokens it emitted in the first row of the batch; it is left out if it would
+    overlap the number before it.
 
     Args:
         trace: Steps of a generation (`model.last_speculation.trace`). On an accelerator, the work of a stage may
             finish during a later stage.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
     """
-    with drawing() as pyplot:
+    with drawing(theme) as (pyplot, colors):
         axes: Axes = pyplot.figure(figsize=(9, 2.2)).gca()
         for lane, stage in enumerate(STAGES):
             spans = []
             for step in trace:
                 begin = step.begin + sum(getattr(step, f"{before}_seconds") for before in STAGES[:lane])
                 spans.append((1000 * begin, 1000 * getattr(step, f"{stage}_seconds")))
-            axes.broken_barh(spans, (len(STAGES) - lane - 0.9, 0.8), color=PALETTE[lane], label=stage)
+            axes.broken_barh(spans, (len(STAGES) - lane - 0.9, 0.8), color=colors.data[lane], label=stage)
+        narrowest, last = NUMBER_WIDTH * 1000 * (trace[-1].begin if trace else 0.0), -1.0
         for step in trace:
-            axes.annotate(str(len(step.rows[0].emitted)), (1000 * step.begin, len(STAGES) + 0.05), fontsize=7)
+            begin = 1000 * step.begin
+            if last < 0 or begin - last >= narrowest:
+                axes.annotate(str(len(step.rows[0].emitted)), (begin, len(STAGES) + 0.05), fontsize=SMALL_TEXT)
+                last = begin
         axes.set_yticks([len(STAGES) - lane - 0.5 for lane in range(len(STAGES))], STAGES)
         axes.set_ylim(0, len(STAGES) + 0.5)
         axes.set_xlabel("milliseconds after the prefill; numbers are tokens emitted by a step")
     return axes
 
 
-def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
+def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "light") -> Axes:
     """Plot for each step the number of drafted nodes, by drafter (upwards), and of accepted nodes (downwards).
 
     Args:
         trace: Steps of a generation (`model.last_speculation.trace`).
         row: Index of the sequence in the batch.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
@@ -82,18 +93,18 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0) -> Axes:
     counts = [Counter(name for name, parent in zip(one.sources, one.parents, strict=True) if parent >= 0)
               for one in rows]  # fmt: skip
     places = range(1, len(rows) + 1)
-    with drawing() as pyplot:
+    with drawing(theme) as (pyplot, colors):
         axes: Axes = pyplot.figure(figsize=(9, 2.6)).gca()
         bottom = [0] * len(rows)
         for number, name in enumerate(sorted({name for count in counts for name in count})):
             heights = [count[name] for count in counts]
-            axes.bar(places, heights, 0.85, bottom, color=PALETTE[number % len(PALETTE)], label=name)
+            axes.bar(places, heights, 0.85, bottom, color=colors.data[number % len(colors.data)], label=name)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-        axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=INK, label="accepted")
-        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=colors.muted, label="accepted")
+        axes.axhline(0, color=colors.ink, linewidth=0.8)
         axes.yaxis.set_major_formatter(lambda value, _place: f"{abs(value):g}")
         axes.set_xlim(0.3, max(len(rows), 12) + 0.7)
-        axes.locator_params(axis="both", integer=True)
+        axes.locator_params(axis="both", integer=True, min_n_ticks=1)
         axes.set_xlabel("step")
         axes.set_ylabel("tokens")
         axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

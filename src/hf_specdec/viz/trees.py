@@ -1,11 +1,15 @@
-"""Plots of token trees, root on the left: a static tree, and the tree that a step drafted and verified."""
+"""Plots of token trees, root on the left: a static tree, and the tree that a step drafted and verified.
+
+A step's tree is drawn in boxes. Its axes fill the figure, and one unit is one point, so that edges meet the boxes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_specdec.reporting.palette import INK, PALETTE, drawing
+from hf_specdec.reporting.palette import SMALL_TEXT, Colors, Theme, drawing
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from hf_specdec.trees.tree import ROOT_PARENT
 from hf_specdec.validation import Choice
@@ -16,21 +20,32 @@ if TYPE_CHECKING:
 
 Node = TypeVar("Node", bound=Hashable)
 
-INCHES_PER_LEVEL, INCHES_PER_LEAF = 1.5, 0.34
-"""Width per level and height per leaf of the plot of a step's tree, in inches."""
-LABEL = 0.6
-"""Width of a node's label, as a fraction of the distance between two levels."""
+POINTS_PER_INCH = 72.0
 TARGET = -1
 """Key, among node indices, of an additional plotted node: the token that the target chose after the accepted path."""
+TOKEN_TEXT = 9.0
+"""Size of a token's text, in points."""
+BOX_HEIGHT, ROW_HEIGHT, PADDING, GAP = 25.0, 32.0, 6.0, 34.0
+"""Height of a node's box, distance of two leaves, space beside a box's text, and between two levels, in points."""
+HEADER, FOOTER, NARROWEST = 44.0, 24.0, 430.0
+"""Height of the lines above and below a step's tree, and its minimum width, in points."""
+LONGEST = 16
+"""Characters of a token's text in a box."""
+CHOSEN = "the model's own token"
+NODE_MARKER = 150.0
+"""Area of a node of a static tree, in square points: room for a rank of two digits."""
 
 
-def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None) -> Axes:
+def plot_tree(
+    choices: Sequence[Choice], acceptance: Mapping[Choice, float] | None = None, *, theme: Theme = "light"
+) -> Axes:
     """Plot a static tree, with thicker lines to nodes that are more likely to be accepted.
 
     Args:
         choices: Path of each drafted node, as ranks from the root on: `(0, 2)` is the third-best child of the root's
             best child. The parent of every node must be included.
         acceptance: Acceptance probability of each path, 0 if missing; None draws equal lines.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
@@ -39,95 +54,173 @@ def plot_tree(choices: Sequence[Choice], acceptance: Mapping[Choice, float] | No
     for path in sorted(choices):
         children.setdefault(path[:-1], []).append(path)
     heights, leaves = _heights((), children)
-    with drawing() as pyplot:
-        axes: Axes = pyplot.figure(figsize=(7, max(2.0, 0.2 * leaves))).gca()
+    with drawing(theme) as (pyplot, colors):
+        axes: Axes = pyplot.figure(figsize=(7, max(2.0, 0.22 * leaves + 0.9))).gca()
         for path, height in heights.items():
             if path:
                 weight = 1.0 if acceptance is None else max(acceptance.get(path, 0.0), 0.02)
                 ends = [len(path) - 1, len(path)], [heights[path[:-1]], height]
-                axes.plot(*ends, color=PALETTE[0], linewidth=0.5 + 4 * weight, alpha=0.3 + 0.7 * weight)
-                axes.text(len(path) + 0.03, height, str(path[-1]), fontsize=7, va="center")
+                axes.plot(*ends, color=colors.data[0], linewidth=0.5 + 4 * weight, alpha=0.3 + 0.7 * weight, zorder=1)
+                axes.text(len(path), height, str(path[-1]), fontsize=SMALL_TEXT, ha="center", va="center_baseline")
+        places = [len(path) for path in heights], list(heights.values())
+        axes.scatter(*places, s=NODE_MARKER, color=colors.background, edgecolors=colors.data[0], zorder=2)
         axes.set_xlabel("depth")
-        axes.locator_params(axis="x", integer=True)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.margins(0.05, 0.6 / max(leaves, 2))
         axes.set_title(f"{len(choices) + 1} nodes, {max(map(len, choices), default=0)} deep; numbers are ranks")
     return axes
 
 
-def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0) -> Axes:
+def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: Theme = "light") -> Axes:
     """Plot the tree of a step, with accepted nodes filled, and lines coloured by drafter.
 
     A line is thicker if the drafter gave the token a higher probability (if known). Below each drafted token are its
-    probabilities according to drafter (if known) and target. The boxed token was chosen by the target after the
-    accepted path: a correction, or a bonus token if that path ends at a leaf. A row that had ended has no box.
+    probabilities according to drafter (if known) and target. The dark box holds the token that the target chose after
+    the accepted path: a correction, or a bonus token if that path ends at a leaf. A row that had ended has none.
 
     Args:
         step: A step of a generation (an item of `model.last_speculation.trace`).
         tokenizer: Decodes the tokens to show; None shows their ids.
         row: Index of the sequence in the batch.
+        theme: `"light"` or `"dark"`.
 
     Returns:
         The matplotlib axes.
     """
     traced = step.rows[row]
     nodes = [node for node, parent in enumerate(traced.parents) if node == 0 or parent != ROOT_PARENT]
-    children: dict[int, list[int]] = {}
-    depths = {0: 0}
-    for node in nodes[1:]:
-        children.setdefault(traced.parents[node], []).append(node)
-        depths[node] = depths[traced.parents[node]] + 1
+    parents = {node: traced.parents[node] for node in nodes[1:]}
     if traced.path:
-        children.setdefault(traced.path[-1], []).append(TARGET)
-        depths[TARGET] = depths[traced.path[-1]] + 1
-    heights, leaves = _heights(0, children)
-    places = {node: (float(depths[node]), height) for node, height in heights.items()}
+        parents[TARGET] = traced.path[-1]
+    boxes, width, height = _boxes(traced, parents, tokenizer)
     sources = list(dict.fromkeys(traced.sources[node] for node in nodes[1:]))
-    colors = {source: PALETTE[number % len(PALETTE)] for number, source in enumerate(sources)}
-    deepest = max(depths.values())
-    with drawing() as pyplot:
-        size = 1.2 + INCHES_PER_LEVEL * deepest, 0.8 + INCHES_PER_LEAF * leaves
-        axes: Axes = pyplot.figure(figsize=size).gca()
-        for node in nodes:
-            if node:
-                confidence = 0.5 if traced.draft_probs is None else traced.draft_probs[node]
-                axes.plot(*_edge(places[traced.parents[node]], places[node]), color=colors[traced.sources[node]],
-                          linewidth=0.6 + 3.4 * confidence, alpha=0.95 if node in traced.path else 0.45)  # fmt: skip
-            _draw_node(axes, traced, node, places[node], INK if node == 0 else colors[traced.sources[node]], tokenizer)
-        if traced.path:
-            axes.plot(*_edge(places[traced.path[-1]], places[TARGET]), color=INK, linewidth=1, linestyle="--")
-            axes.annotate(shown(tokenizer, traced.emitted[-1]), places[TARGET], (4, 0), textcoords="offset points",
-                          fontsize=8, fontweight="bold", va="center",
-                          bbox={"boxstyle": "round,pad=0.25", "facecolor": "none", "edgecolor": INK})  # fmt: skip
-        for source in sources:
-            axes.plot([], [], color=colors[source], linewidth=3, label=source)
-        if sources:
-            axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(sources), borderaxespad=0.2)
-        accepted = max(len(traced.emitted) - 1, 0)
-        axes.set_title(f"{traced.num_drafted} drafted, {accepted} accepted", loc="right")
-        axes.set_xlim(-0.1, deepest + LABEL)
-        axes.set_ylim(min(heights.values()) - 0.6, max(heights.values()) + 0.6)
+    with drawing(theme) as (pyplot, colors):
+        size = width / POINTS_PER_INCH, (height + HEADER + FOOTER) / POINTS_PER_INCH
+        axes: Axes = pyplot.figure(figsize=size).add_axes((0, 0, 1, 1))
+        axes.set_xlim(0, width)
+        axes.set_ylim(-FOOTER, height + HEADER)
         axes.set_axis_off()
+        colored = {source: colors.data[number % len(colors.data)] for number, source in enumerate(sources)}
+        for node, parent in parents.items():
+            known = traced.draft_probs is not None and node != TARGET
+            confidence = traced.draft_probs[node] if known and traced.draft_probs else 0.2
+            kept = node == TARGET or node in traced.path
+            axes.plot(*_edge(boxes[parent], boxes[node]), linestyle="--" if node == TARGET else "-",
+                      color=colors.ink if node == TARGET else colored[traced.sources[node]],
+                      linewidth=0.8 + 3.2 * confidence, alpha=1.0 if kept else 0.6, solid_capstyle="butt")  # fmt: skip
+        for node, box in boxes.items():
+            color = colored[traced.sources[node]] if node in parents and node != TARGET else colors.ink
+            _draw_node(axes, traced, node, box, color, colors)
+        _explain(axes, traced, height, colored, colors)
     return axes
 
 
-def _edge(parent: tuple[float, float], child: tuple[float, float]) -> tuple[list[float], list[float]]:
-    """Return the x and the y coordinates of the line from the end of the parent's label to the child."""
-    return [parent[0] + LABEL, child[0]], [parent[1], child[1]]
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Place of a node in a plot, in points, and its text."""
+
+    left: float
+    middle: float  # y coordinate
+    width: float
+    text: str
 
 
-def _draw_node(axes: Axes, row: TracedRow, node: int, place: tuple[float, float], color: str, tokenizer: Any) -> None:
-    """Draw a node of a step's tree: a dot, filled if accepted, with the token above and probabilities below the line.
+def _boxes(row: TracedRow, parents: Mapping[int, int], tokenizer: Any) -> tuple[dict[int, _Box], float, float]:
+    """Return each node's box, and width and height of the whole; a level is as wide as its widest box."""
+    children: dict[int, list[int]] = {}
+    depths = {0: 0}
+    for node, parent in parents.items():
+        children.setdefault(parent, []).append(node)
+    texts = {node: shown(tokenizer, row.emitted[-1] if node == TARGET else row.tokens[node], LONGEST)
+             for node in (0, *parents)}  # fmt: skip
+    heights, leaves = _heights(0, children)
+    for node in heights:  # parents come after their children
+        chain = [node]
+        while chain[-1]:
+            chain.append(parents[chain[-1]])
+        depths[node] = len(chain) - 1
+    widths = {node: max(_text_width(text, TOKEN_TEXT, bold=True),
+                        _text_width(_probabilities(row, node), SMALL_TEXT)) + 2 * PADDING
+              for node, text in texts.items()}  # fmt: skip
+    lefts = [PADDING]
+    for depth in range(max(depths.values()) + 1):
+        lefts.append(lefts[-1] + GAP + max(widths[node] for node in depths if depths[node] == depth))
+    boxes = {node: _Box(lefts[depths[node]], (heights[node] + leaves + 0.5) * ROW_HEIGHT, widths[node], texts[node])
+             for node in texts}  # fmt: skip
+    return boxes, max(lefts[-1] - GAP + PADDING, NARROWEST), leaves * ROW_HEIGHT
 
-    The root has no probabilities.
+
+def _text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Return the width of a text in points."""
+    from matplotlib import font_manager, textpath
+
+    if not text:
+        return 0.0
+    font = font_manager.FontProperties(weight="bold" if bold else "normal", size=size)
+    return float(textpath.TextPath((0, 0), text, prop=font).get_extents().x1)
+
+
+def _probabilities(row: TracedRow, node: int) -> str:
+    """Return the probabilities of a drafted node, by its drafter (if known) and by the target."""
+    if node in (0, TARGET):
+        return ""
+    draft_prob = "" if row.draft_probs is None else f"{row.draft_probs[node]:.2f} / "
+    return f"{draft_prob}{row.target_probs[node]:.2f}"
+
+
+def _edge(parent: _Box, child: _Box) -> tuple[list[float], list[float]]:
+    """Return the x and the y coordinates of the line from the right border of a box to the left border of another.
+
+    The line is level up to the end of the level of the parent, so that it crosses no other box.
     """
-    kept = node in row.path
-    axes.plot(*place, marker="o", markersize=5, color=color, fillstyle="full" if kept else "none")
-    axes.annotate(shown(tokenizer, row.tokens[node]), place, (5, 1), textcoords="offset points", fontsize=8,
-                  fontweight="bold" if kept else "normal", va="bottom")  # fmt: skip
-    if node:
-        draft_prob = "" if row.draft_probs is None else f"{row.draft_probs[node]:.2f} / "
-        axes.annotate(f"{draft_prob}{row.target_probs[node]:.2f}", place, (5, -1), textcoords="offset points",
-                      fontsize=6, va="top")  # fmt: skip
+    start, end = parent.left + parent.width, child.left
+    bend = max(start, end - GAP)
+    return [start, bend, end], [parent.middle, parent.middle, child.middle]
+
+
+def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, colors: Colors) -> None:
+    """Draw a node of a step's tree: a box with the token, and probabilities below it; accepted nodes are filled."""
+    from matplotlib import patches
+
+    kept, chosen, numbers = node in row.path, node == TARGET, _probabilities(row, node)
+    corner, style = (box.left, box.middle - BOX_HEIGHT / 2), "round,pad=0,rounding_size=4"
+    for face, edge, alpha in (
+        (colors.ink if chosen else colors.background, "none", 1.0), (color if kept else "none", "none", 0.16),
+        ("none", color, 1.0 if kept or chosen else 0.6),
+    ):  # fmt: skip
+        axes.add_patch(patches.FancyBboxPatch(
+            corner, box.width, BOX_HEIGHT, style, facecolor=face, edgecolor=edge, alpha=alpha,
+            linewidth=1.6 if kept else 0.9, zorder=3,
+        ))  # fmt: skip
+    written = colors.background if chosen else colors.ink if kept else colors.muted
+    middle = box.left + box.width / 2
+    axes.text(middle, box.middle + (6.5 if numbers else 0.0), box.text, fontsize=TOKEN_TEXT, color=written, zorder=4,
+              fontweight="bold" if kept or chosen else "normal", ha="center", va="center_baseline")  # fmt: skip
+    if numbers:
+        axes.text(middle, box.middle - 6.0, numbers, fontsize=SMALL_TEXT, color=written, zorder=4,
+                  ha="center", va="center_baseline")  # fmt: skip
+
+
+def _explain(axes: Axes, row: TracedRow, height: float, colored: Mapping[str, str], colors: Colors) -> None:
+    """Add title, legend and the meaning of the numbers to the plot of a step."""
+    from matplotlib import lines, patches
+
+    handles: list[Any] = [
+        lines.Line2D([], [], color=color, linewidth=3, label=source) for source, color in colored.items()
+    ]
+    if len(row.path) > 1:
+        handles.append(patches.Patch(facecolor=colors.muted + "40", edgecolor=colors.muted, label="accepted"))
+    if row.path:
+        handles.append(patches.Patch(facecolor=colors.ink, label=CHOSEN))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(PADDING, height + HEADER - 18),
+                bbox_transform=axes.transData, ncols=len(handles) or 1, borderaxespad=0.0, borderpad=0.0)  # fmt: skip
+    title = f"{row.num_drafted} drafted, {max(len(row.emitted) - 1, 0)} accepted"
+    axes.text(PADDING, height + HEADER - 4, title, fontsize=11, fontweight="bold", va="top")
+    if colored:
+        by = "the model" if row.draft_probs is None else "the drafter / by the model"
+        axes.text(PADDING, 4 - FOOTER, f"numbers: probability by {by}", fontsize=SMALL_TEXT, color=colors.muted)
 
 
 def _heights(root: Node, children: Mapping[Node, Sequence[Node]]) -> tuple[dict[Node, float], int]:
