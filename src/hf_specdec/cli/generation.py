@@ -119,7 +119,8 @@ def generate(
     inputs = encode(tokenizer, prompt or "", lm.device)
     streamer = None if as_json or colors else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
-    ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+    with working("Generating", shown=colors):
+        ids = lm.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
     seconds = time.perf_counter() - begin
     stats = None if method == "plain" else lm.last_speculation
     if as_json:
@@ -144,9 +145,8 @@ def summary(num_tokens: int, seconds: float, stats: SpeculationStats | None, dty
     speed = num_tokens / seconds
     method = "method plain"
     if stats is not None:
-        tau = shown_tau(stats.mean_accepted_length)
-        method = f"tau {tau} ({stats.num_target_forwards} target forwards), method {stats.method}"
-    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {method}, weights in {dtype}]"
+        method = f"tau {shown_tau(stats.mean_accepted_length)}, method {stats.method}"
+    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {method}, {dtype}]"
 
 
 def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
