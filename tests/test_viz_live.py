@@ -83,6 +83,14 @@ def test_a_notebook_gets_a_slider_with_a_page_per_step() -> None:
     assert base64.b64decode(shown["image/png"]) == images[0]  # for pages that show no widgets
 
 
+def test_earlier_ipywidgets_change_the_page_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("ipywidgets.Stack")
+    (_, slider), (text, image) = (part.children for part in stepper._box([b"1", b"2"], ["one", "two"]).children)
+    assert (text.value, image.value) == ("one", b"1")
+    slider.value = 2
+    assert (text.value, image.value) == ("two", b"2")
+
+
 def test_a_kernel_without_ipywidgets_gets_the_picture(kernel: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ipywidgets" else find(name))

@@ -127,17 +127,30 @@ def _text_until(trace: Sequence[TracedStep], step: int, tokenizer: Any, row: int
 
 
 def _box(images: Sequence[bytes], texts: Sequence[str]) -> Any:
-    """Return widgets: play button and slider, and the pages that they select; linked in the browser."""
+    """Return widgets: play button and slider, and the text and image of the step that they select.
+
+    With ipywidgets 8 they are linked in the browser, so that they also work in a saved page; earlier versions, which
+    Colab has, need the kernel.
+    """
     import ipywidgets
 
-    pages = [
-        ipywidgets.VBox([ipywidgets.HTML(text), ipywidgets.Image(value=image, format="png")])
-        for image, text in zip(images, texts, strict=True)
-    ]
-    slider = ipywidgets.IntSlider(value=1, min=1, max=len(pages), description="step")
-    play = ipywidgets.Play(value=1, min=1, max=len(pages), interval=PLAY_MILLISECONDS)
-    # page 0 is never shown: steps are counted from 1
-    stack = ipywidgets.Stack([ipywidgets.HTML(), *pages], selected_index=1)
+    def page(number: int) -> Any:
+        image = ipywidgets.Image(value=images[number], format="png")
+        return ipywidgets.VBox([ipywidgets.HTML(texts[number]), image])
+
+    slider = ipywidgets.IntSlider(value=1, min=1, max=len(images), description="step")
+    play = ipywidgets.Play(value=1, min=1, max=len(images), interval=PLAY_MILLISECONDS)
     ipywidgets.jslink((play, "value"), (slider, "value"))
-    ipywidgets.jslink((slider, "value"), (stack, "selected_index"))
-    return ipywidgets.VBox([ipywidgets.HBox([play, slider]), stack])
+    if hasattr(ipywidgets, "Stack"):
+        # page 0 is never shown: steps are counted from 1
+        shown = ipywidgets.Stack([ipywidgets.HTML(), *map(page, range(len(images)))], selected_index=1)
+        ipywidgets.jslink((slider, "value"), (shown, "selected_index"))
+    else:
+        shown = page(0)
+
+        def show(change: Any) -> None:
+            text, image = shown.children
+            text.value, image.value = texts[change["new"] - 1], images[change["new"] - 1]
+
+        slider.observe(show, "value")
+    return ipywidgets.VBox([ipywidgets.HBox([play, slider]), shown])
