@@ -7,6 +7,7 @@ import importlib.util
 import io
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -160,7 +161,7 @@ def test_a_race_is_replayed_by_css_and_readable_without() -> None:
     runs = streamed("a <b> c", [1] * 7, "plain"), streamed("a <b> c", [1, 4, 2], "auto")
     race = viz.race(*runs, speed=2.0)
     page = race._repr_html_()
-    assert page.count("<th>") == 2
+    assert page.count("<th ") == 2
     assert page.count("<span") == 7 + 3
     assert f"animation-delay:{runs[1].pieces[-1].seconds / 2:.2f}s;border-bottom" in page
     assert "opacity" not in page.split("</style>")[1]  # without the sheet nothing is hidden
@@ -176,3 +177,13 @@ def test_a_race_needs_finished_runs(arguments: dict[str, Any]) -> None:
         runs.append(viz.LiveStreamer(Letters(), "late"))
     with pytest.raises(ValueError, match="needs finished runs"):
         viz.race(*runs, **arguments)
+
+
+def test_the_example_of_the_docs_runs(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "pictures.md").read_text()
+    code = page[page.index("## Live") :].split("```python\n", 1)[1].split("```", 1)[0]
+    tokenizer = types.SimpleNamespace(decode=lambda tokens, **_: " ".join(map(str, tokens)))
+    scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": prompts(1)[0]}, "tokenizer": tokenizer}
+    exec(code, scope)
+    assert [run.num_tokens for run in scope["runs"]] == [64, 64]
+    assert capsys.readouterr().out.count("tau") == 2

@@ -14,11 +14,12 @@ STYLE = """<style>
 @keyframes specdec-grow {from {width: 0}}
 .specdec-race span, .specdec-race b.end {animation: specdec-appear 1ms backwards}
 .specdec-race i {display: block; height: 0.5em; border-radius: 2px; animation: specdec-grow linear backwards}
-.specdec-race td, .specdec-race th {text-align: left; vertical-align: top; width: 50%}
-.specdec-race td {white-space: pre-wrap; line-height: 1.6}
 @media (prefers-reduced-motion: reduce) {.specdec-race * {animation: none !important}}
 </style>"""
 """Only this sheet hides text before its time: a page that removes it shows the final state."""
+
+CELL = "text-align:left;vertical-align:top;width:50%;line-height:1.6"
+"""Style of the table's cells; notebooks align them to the right otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,17 @@ class Race:
 
     def _repr_html_(self) -> str:
         longest = max(run.seconds for run in self.runs)
-        heads = "".join(f"<th>{html.escape(run.name)}</th>" for run in self.runs)
+        colors = [PALETTE[number % len(PALETTE)] for number in range(len(self.runs))]
+        heads = "".join(f'<th style="{CELL}">{html.escape(run.name)}</th>' for run in self.runs)
         bars = "".join(
-            f'<td><i style="width:{100 * run.seconds / longest:.0f}%;background:{PALETTE[number % len(PALETTE)]};'
+            f'<td style="{CELL}"><i style="width:{100 * run.seconds / longest:.0f}%;background:{color};'
             f'animation-duration:{run.seconds / self.speed:.2f}s"></i>{self._end(run)}</td>'
-            for number, run in enumerate(self.runs)
+            for run, color in zip(self.runs, colors, strict=True)
         )
-        texts = "".join(f"<td>{self._text(run, PALETTE[n % len(PALETTE)])}</td>" for n, run in enumerate(self.runs))
+        texts = "".join(
+            f'<td style="{CELL};white-space:pre-wrap">{self._text(run, color)}</td>'
+            for run, color in zip(self.runs, colors, strict=True)
+        )
         rows = f"<tr>{heads}</tr><tr>{bars}</tr><tr>{texts}</tr>"
         pace = "in real time" if self.speed == 1 else f"at {self.speed:g} times the recorded speed"
         return (f'{STYLE}<details open class="specdec-race"><summary>Replayed {pace}; close and open to see it '

@@ -135,7 +135,7 @@ def _box(images: Sequence[bytes], texts: Sequence[str]) -> Any:
     import ipywidgets
 
     def page(number: int) -> Any:
-        image = ipywidgets.Image(value=images[number], format="png")
+        image = ipywidgets.Image(value=images[number], format="png", layout={"max_width": "100%", "height": "auto"})
         return ipywidgets.VBox([ipywidgets.HTML(texts[number]), image])
 
     slider = ipywidgets.IntSlider(value=1, min=1, max=len(images), description="step")
