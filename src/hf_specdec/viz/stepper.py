@@ -83,7 +83,7 @@ def _image(step: TracedStep, number: int, total: int, tokenizer: Any, row: int) 
     with drawing() as pyplot:
         axes.annotate(f"step {number} of {total}", (0, 0), xycoords="figure fraction", xytext=(4, 4),
                       textcoords="offset points", fontsize=8)  # fmt: skip
-        axes.figure.savefig(content, format="png", dpi=DPI)
+        axes.figure.savefig(content, format="png", dpi=DPI, bbox_inches="tight")
         pyplot.close(axes.figure)
     return _compressed(content.getvalue())
 
