@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
 
-def executed(path: Path, timeout: int = 600, changes: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
+def executed(path: Path, timeout: int = 3600, changes: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
     """The notebook with the outputs of a fresh run; changes are made in its code before."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
