@@ -131,6 +131,8 @@ def test_imports_stand_at_the_top() -> None:
         ("training.connections", None),
         ("training.connections", "anyio.from_thread"),
         ("training.medusa2", "peft"),
+        ("viz.stepper", "PIL"),  # comes with matplotlib
+        ("viz.stepper", None),
     }
 
 

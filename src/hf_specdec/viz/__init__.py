@@ -1,18 +1,24 @@
-"""Plots of draft trees, decoding steps, training runs and step costs; coloured text.
+"""Plots of draft trees, decoding steps, training runs and step costs; coloured text, live output and a race.
 
-All except coloured text need matplotlib (`pip install hf-specdec[notebooks]`). For functions that take a trace or one
+Plots and `step_through` need matplotlib (`pip install hf-specdec[notebooks]`). For functions that take a trace or one
 of its steps, call `model.generate(..., speculative={"method": ..., "trace": True})`; the trace, a list of steps, is
 then in `model.last_speculation.trace`.
 """
 
 from hf_specdec.reporting.palette import save_plot
+from hf_specdec.viz.live import LiveStreamer
+from hf_specdec.viz.replay import Race, race
 from hf_specdec.viz.runs import plot_costs, plot_run
+from hf_specdec.viz.stepper import StepThrough, step_through
 from hf_specdec.viz.steps import plot_acceptance, plot_timeline, plot_widths
 from hf_specdec.viz.text import ColoredText, colored_text
 from hf_specdec.viz.trees import plot_step, plot_tree
 
 __all__ = [
     "ColoredText",
+    "LiveStreamer",
+    "Race",
+    "StepThrough",
     "colored_text",
     "plot_acceptance",
     "plot_costs",
@@ -21,5 +27,7 @@ __all__ = [
     "plot_timeline",
     "plot_tree",
     "plot_widths",
+    "race",
     "save_plot",
+    "step_through",
 ]
