@@ -80,7 +80,7 @@ def _image(step: TracedStep, number: int, total: int, tokenizer: Any, row: int) 
     """Return the plot of a step as PNG bytes."""
     axes: Any = plot_step(step, tokenizer, row=row)
     content = io.BytesIO()
-    with drawing() as pyplot:
+    with drawing() as (pyplot, _):
         axes.annotate(f"step {number} of {total}", (0, 0), xycoords="figure fraction", xytext=(4, 4),
                       textcoords="offset points", fontsize=8)  # fmt: skip
         axes.figure.savefig(content, format="png", dpi=DPI, bbox_inches="tight")
