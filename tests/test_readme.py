@@ -70,12 +70,15 @@ def test_the_package_page_has_whole_links() -> None:
     page = importlib.metadata.metadata("hf-specdec").get_payload()
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) > 10
+    links += (pictures := re.findall(r' (?:src|srcset)="([^"]+)"', page))
+    assert len(pictures) == 4
     assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 
 def test_links_and_files_exist() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r' (?:src|srcset)="([^"]+)"', text):
             assert link.startswith("https://") or (page.parent / link).exists(), (page.name, link)
     house = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"`(\w+\.py|\w+/)`", house[house.index("| package |") :]):
