@@ -7,6 +7,7 @@ import gc
 import inspect
 import pickle
 import threading
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,30 @@ def test_streamers_get_what_plain_gives_them(llama: Any, batch_size: int) -> Non
         llama.generate(ids, streamer=stream, speculative=speculative, **options)
     assert streams[0].received == streams[1].received
     assert streams[1].ended == 1
+
+
+class StepRecorder(Recorder):
+    """Also notes how many tokens had come when each step ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def end_step(self) -> None:
+        self.counts.append(sum(map(len, self.received)))
+
+
+def test_streamers_hear_where_steps_end(llama: Any) -> None:
+    with_oracle(llama)
+    stream = StepRecorder()
+    llama.generate(IDS, streamer=stream, speculative="oracle", **GREEDY)
+    prompt, first = IDS.numel(), 1
+    steps = llama.last_speculation.accepted_per_step[0]
+    assert stream.counts == list(accumulate(steps, initial=prompt + first))
+    assert max(steps) > 1
+    plain = StepRecorder()
+    llama.generate(IDS, streamer=plain, **GREEDY)
+    assert plain.counts == []  # transformers' own loop: every token is a step
 
 
 class Raises(LogitsProcessor):

@@ -267,7 +267,10 @@ class Transcript:
         return tuple(self.scores) if self._keep_scores else None
 
     def stream(self, streamer: BaseStreamer | None) -> None:
-        """Stream new columns that all unfinished rows have reached, one `put([B])` each; finished rows are padded."""
+        """Stream new columns that all unfinished rows have reached, one `put([B])` each; finished rows are padded.
+
+        If the streamer has a method `end_step`, it is called after the columns of each step and of the prefill.
+        """
         if streamer is None:
             return
         if all(self.finished):
@@ -283,6 +286,9 @@ class Transcript:
                 )
             )
         self._num_streamed = max(self._num_streamed, reached)
+        end_step = getattr(streamer, "end_step", None)
+        if end_step is not None:
+            end_step()
 
     def sequences(self) -> Tensor:
         """Return prompts and answers `[B, P + T]`; shorter rows are padded."""
