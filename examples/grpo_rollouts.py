@@ -16,7 +16,6 @@ Expected output, with one such line per step; the first rollout includes the one
 """
 
 import argparse
-import sys
 import time
 
 import torch
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import INSTALL, packaged_model
+from hf_specdec.generation.loading import HUB_ID, packaged_model
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
 TOPICS = ("a train timetable", "a cake recipe", "the planets", "a football table", "a weather report", "a receipt")
@@ -63,9 +62,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--output", default="grpo", help="folder of the trainer")
     options = parser.parse_args()
-    name = options.model or packaged_model()
-    if name is None:
-        sys.exit(f"The packaged model is not installed. Run: {INSTALL}")
+    name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
     model.generation_config.speculative = SPECULATIVE

@@ -27,6 +27,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 MISTAKES = (
     SpeculativeDecodingError,
@@ -57,12 +58,14 @@ REQUEST = ContextVar("REQUEST")
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--drafter")
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--method", default="auto", help="value of `speculative=`")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    server, _ = start(options.model, options.drafter, options.method, options.port)
+    name = str(options.model or packaged_model() or HUB_ID)
+    head = options.drafter or default_head(options.model)
+    server, _ = start(name, head, options.method, options.port)
     try:
         server._thread.join()
     except KeyboardInterrupt:

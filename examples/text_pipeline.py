@@ -8,19 +8,24 @@ import argparse
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+
+QUESTIONS = ["Write a haiku about the sea.", "What is 12 times 12? Show each step."]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="+")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
+    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(options.model))
-    if options.drafter:
-        model.load_drafter(options.drafter)
-    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(options.model))
+    name = options.model or packaged_model() or HUB_ID
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name))
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
+    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(name))
     for question in options.questions:
         chat = [{"role": "user", "content": question}]
         (found,) = ask(chat, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto")
