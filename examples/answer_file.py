@@ -1,9 +1,16 @@
 """Answer every line of a JSON-lines file, in batches, and continue an interrupted run.
 
+    python examples/answer_file.py prompts.jsonl answers.jsonl
     python examples/answer_file.py prompts.jsonl answers.jsonl --model org/model --drafter org/head --batch-size 4
 
 Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
 over the batch, in tokens per forward and row.
+
+Expected output for a file of two prompts, and a row of `answers.jsonl`:
+
+    2 of 2, tau 1.12
+
+    {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...", "tau": 1.12}
 """
 
 import argparse

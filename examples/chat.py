@@ -1,9 +1,22 @@
 """Chat in the terminal, with streaming, one cache for the whole conversation, and tau after every answer.
 
+    python examples/chat.py
     python examples/chat.py --model org/model --drafter org/head
 
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
 turns, the whole conversation is read again. An empty line ends the chat.
+
+Expected output (answers and tau may differ with the machine, because the packaged model runs in bf16):
+
+    > Write a Python function that returns the mean of a list of numbers.
+    ```python
+    def calculate_mean(numbers):
+        return sum(numbers) / len(numbers) if numbers else None
+    ```
+
+    This function uses the built-in `sum` function to calculate the sum of the list of numbers, ...
+        [tau 2.19, ... tokens/s]
+    >
 """
 
 import argparse

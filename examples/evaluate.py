@@ -1,7 +1,8 @@
 """Run lm-evaluation-harness with speculation: the same scores in less time.
 
     pip install lm-eval
-    python examples/evaluate.py org/model --drafter org/head --tasks gsm8k --limit 20
+    python examples/evaluate.py --tasks gsm8k --limit 20
+    python examples/evaluate.py --model org/model --drafter org/head --tasks gsm8k --limit 20
 
 Generative tasks run twice, without and with speculation. The harness needs no change, because
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.

@@ -28,7 +28,7 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 DOCUMENT = Path(__file__).parents[1] / "LICENSE"
-QUESTION = "Quote the conditions for redistribution."
+QUESTION = "Summarize this license."
 
 
 class FirstToken(BaseStreamer):
@@ -96,7 +96,7 @@ def main():
     if head:
         model.load_drafter(head)
 
-    message = f"{options.document.read_text()}\n\n{options.question}"
+    message = f"{options.question}\n\n{options.document.read_text()}"
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)

@@ -1,10 +1,26 @@
 """Generate JSON of a given schema with speculation, constrained by a logits processor of xgrammar.
 
     pip install xgrammar
-    python examples/structured_output.py --model org/model --drafter org/head "Describe a cat as JSON."
+    python examples/structured_output.py
+    python examples/structured_output.py --model org/model --drafter org/head "Describe a dog as JSON."
 
 A grammar processor is stateful, so it is called exactly as in plain `generate()`: once per token of the answer, in
 order, and never on a rejected draft. The answer equals plain `generate()`'s.
+
+Expected output:
+
+    {
+      "name": "Felix",
+      "colours": [
+        "red",
+        "black",
+        "white",
+        "brown"
+      ],
+      "legs": 3
+    }
+    the same ids: True
+    SpeculationStats(hybrid: 37 tokens in 34 target forwards, tau 1.06, ... tokens/s; ...)
 """
 
 import argparse

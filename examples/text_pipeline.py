@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
-QUESTIONS = ["Write a haiku about the sea.", "What is 12 times 12? Show each step."]
+QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 
 
 def main():

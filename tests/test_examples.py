@@ -296,7 +296,7 @@ def test_a_long_document(
     assert re.fullmatch("auto: " + measured.replace("{tau}", r", tau \d\.\d\d"), lines[3])
     assert lines[4] == "the same ids: True"
     text = (tmp_path / "document.txt").read_text()
-    assert lines[5].strip() == plain(saved, [f"{text}\n\nw05 w06"], 24)[0]
+    assert lines[5].strip() == plain(saved, [f"w05 w06\n\n{text}"], 24)[0]
 
 
 # ------------------------------------------------------------------------------------------------- a page in a browser
