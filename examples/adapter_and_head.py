@@ -1,9 +1,18 @@
 """Use a LoRA adapter together with a head that was trained for the model without it.
 
+    python examples/adapter_and_head.py --adapter you/adapter-for-smollm2 "Name the primary colours."
     python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "Why is it blue?"
 
 Prints tau with and without the adapter; the head usually drafts slightly worse with it. If the difference matters,
 train a head on the adapted model's own answers.
+
+Expected output, with an adapter that is not trained yet:
+
+    The primary colours are:
+    - Red (R)
+    ...
+    with the adapter: tau 2.25
+    without: tau 2.25
 """
 
 import argparse

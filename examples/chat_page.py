@@ -8,11 +8,11 @@ together have a common background; single tokens have none. Below each answer ar
 the latest token, and its tokens per forward. Untick "Speculative decoding" and ask again: the answer is the same
 (in half precision up to near-ties), one token per forward.
 
-Expected output in the terminal, and on the page below each answer:
+Expected output in the terminal, and below the answer to the question that the page starts with:
 
     * Running on local URL:  http://127.0.0.1:7860
 
-    ... tokens/s, 2.39 tokens per forward, 129 tokens
+    ... tokens/s, 2.34 tokens per forward, 228 tokens
 """
 
 import argparse

@@ -1,10 +1,15 @@
 """Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
 
+    python examples/distil_train_publish.py --prompts prompts.txt --work work
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
 All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
 The same as commands: `hf-specdec distill`, `train eagle`, `tree`. See docs/training.md for their options and for the
 amount of data that a head needs.
+
+Progress bars show the stages. Output in form at the end:
+
+    a static tree of ... nodes is expected to accept ... tokens per forward, ...x plain decoding here
 """
 
 import argparse

@@ -7,6 +7,12 @@
 Generative tasks run twice, without and with speculation. The harness needs no change, because
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
 `--include-path` is a directory with your own task files (YAML).
+
+Output in form, with the scores of the task:
+
+    plain: gsm8k exact_match ..., ... s
+    auto: gsm8k exact_match ..., ... s
+    equal answers: ... of ...
 """
 
 import argparse

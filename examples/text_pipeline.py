@@ -1,6 +1,17 @@
 """Use speculation with transformers' `pipeline`.
 
-python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
+    python examples/text_pipeline.py
+    python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
+
+Expected output (tau depends on the measured costs):
+
+    ```python
+    def calculate_mean(numbers):
+        return sum(numbers) / len(numbers) if numbers else None
+    ...
+        [tau 2.31]
+    The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
+        [tau 1.56]
 """
 
 import argparse

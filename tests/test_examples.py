@@ -273,7 +273,7 @@ def test_a_quantised_target(
     run("quantized", monkeypatch, "w05 w06 w07", "--model", saved, "--drafter", saved.parent / "head",
         "--backend", backend, "--max-new-tokens", 24)  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
-    less, full = map(int, re.fullmatch(r"weights: (\d+) KiB instead of (\d+) KiB", lines[0]).groups())
+    less, full = map(float, re.fullmatch(r"weights: ([\d.]+) MiB instead of ([\d.]+) MiB", lines[0]).groups())
     assert less < full
     assert lines[1].startswith("plain: ")
     assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])
