@@ -17,7 +17,7 @@ Expected output (tau depends on the measured costs; the memory of the second lin
 
     LICENSE: 2011 tokens
     weights: 513 MiB
-    plain: first token after ... s, then ... tokens/s, peak memory 1092 MiB
+    plain: first token after ... s, then ... tokens/s, peak memory 1113 MiB
     auto: first token after ... s, then ... tokens/s, tau 3.85, peak memory 1266 MiB
     the same ids: True
     This License does not grant permission to use the trade names, trademarks, service marks, or product names of ...
