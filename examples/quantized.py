@@ -16,7 +16,7 @@ Expected output (the answer is the quantised model's; tau depends on the measure
 
     weights: 210.0 MiB instead of 513.1 MiB
     plain: ... tokens/s
-    auto: ... tokens/s, tau 2.49
+    auto: ... tokens/s, tau 1.95
     the same ids: True
     ```python
     def calculate_mean(numbers):
