@@ -8,7 +8,8 @@ The reward is the share of digits in the answer. To compare the times, every rol
 speculation; training uses the speculative one. The last line compares one rollout of a single row in float32: both
 ways give the same tokens for the same seed.
 
-Expected output, with one such line per step and the trainer's log; the first rollout includes the one-time probe and measurement of costs:
+Expected output, with one line per rollout and the trainer's log before the rewards; the first rollout includes the
+one-time probe and measurement of costs:
 
     rollout: plain ... s, speculative ... s, tau ...
     rewards: ...
