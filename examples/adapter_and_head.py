@@ -1,9 +1,18 @@
 """Use a LoRA adapter together with a head that was trained for the model without it.
 
+    python examples/adapter_and_head.py --adapter you/adapter-for-smollm2 "Name the primary colours."
     python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "Why is it blue?"
 
 Prints tau with and without the adapter; the head usually drafts slightly worse with it. If the difference matters,
 train a head on the adapted model's own answers.
+
+Expected output, with an adapter that is not trained yet:
+
+    The primary colours are:
+    - Red (R)
+    ...
+    with the adapter: tau 2.25
+    without: tau 2.25
 """
 
 import argparse
@@ -12,22 +21,27 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt")
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--adapter", required=True)
-    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = AutoModelForCausalLM.from_pretrained(options.model)
+    head = options.drafter or default_head(options.model)
+    if head is None:
+        parser.error("give the head of this model: --drafter")
+    name = options.model or packaged_model() or HUB_ID
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    base = AutoModelForCausalLM.from_pretrained(name)
     model = SpeculativeGenerationMixin.attach(PeftModel.from_pretrained(base, options.adapter))
-    name = model.load_drafter(options.drafter).method
+    method = model.load_drafter(head).method
     inputs = tokenizer(options.prompt, return_tensors="pt")
-    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": name}
+    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": method}
     ids = model.generate(**inputs, **settings)
     print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     print(f"with the adapter: tau {model.last_speculation.mean_accepted_length:.2f}")

@@ -1,9 +1,22 @@
 """Chat in the terminal, with streaming, one cache for the whole conversation, and tau after every answer.
 
+    python examples/chat.py
     python examples/chat.py --model org/model --drafter org/head
 
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
 turns, the whole conversation is read again. An empty line ends the chat.
+
+Expected output (answers and tau may differ with the machine, because the packaged model runs in bf16):
+
+    > Write a Python function that returns the mean of a list of numbers.
+    ```python
+    def calculate_mean(numbers):
+        return sum(numbers) / len(numbers) if numbers else None
+    ```
+
+    This function uses the built-in `sum` function to calculate the sum of the list of numbers, ...
+        [tau 2.19, ... tokens/s]
+    >
 """
 
 import argparse
@@ -12,20 +25,23 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype))
+    name = options.model or packaged_model() or HUB_ID
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    if options.drafter:
-        model.load_drafter(options.drafter)
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
     messages, cache, read = [], DynamicCache(config=model.config), []
     while message := input("> ").strip():
         messages.append({"role": "user", "content": message})

@@ -1,10 +1,15 @@
 """Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
 
+    python examples/distil_train_publish.py --prompts prompts.txt --work work
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
 All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
 The same as commands: `hf-specdec distill`, `train eagle`, `tree`. See docs/training.md for their options and for the
 amount of data that a head needs.
+
+Progress bars show the stages. Output in form at the end:
+
+    a static tree of ... nodes is expected to accept ... tokens per forward, ...x plain decoding here
 """
 
 import argparse
@@ -14,12 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import training
+from hf_specdec.generation.loading import HUB_ID, packaged_model
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", required=True, help=".txt with one prompt per line, or JSON lines")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--publish", help="Hub repository to upload the head to")
@@ -27,8 +33,9 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    name = options.model or packaged_model() or HUB_ID
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     settings = training.DistillConfig(max_new_tokens=options.max_new_tokens, temperatures=(0.0, 0.0, 0.7))
@@ -39,7 +46,7 @@ def main():
     talks, held_out = training.hold_out(talks, min(len(talks) // 20 + 1, 64))
 
     config = Eagle3Config.for_target(model.config, draft_vocab_size=options.draft_vocab_size)
-    config.base_model_name_or_path = options.model
+    config.base_model_name_or_path = options.model or HUB_ID
     head = Eagle3Head(config)
     head.set_hot_token_ids(training.most_frequent_tokens(talks, options.draft_vocab_size))
     training.start_from_target(head, model)

@@ -1,11 +1,18 @@
 """Run lm-evaluation-harness with speculation: the same scores in less time.
 
     pip install lm-eval
-    python examples/evaluate.py org/model --drafter org/head --tasks gsm8k --limit 20
+    python examples/evaluate.py --tasks gsm8k --limit 20
+    python examples/evaluate.py --model org/model --drafter org/head --tasks gsm8k --limit 20
 
 Generative tasks run twice, without and with speculation. The harness needs no change, because
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
 `--include-path` is a directory with your own task files (YAML).
+
+Output in form, with the scores of the task:
+
+    plain: gsm8k exact_match ..., ... s
+    auto: gsm8k exact_match ..., ... s
+    equal answers: ... of ...
 """
 
 import argparse
@@ -20,12 +27,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--drafter")
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--tasks", required=True, help="comma-separated")
     parser.add_argument("--include-path")
     parser.add_argument("--limit", type=int, help="questions per task")
@@ -35,11 +43,13 @@ def main():
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     transformers_logging.set_verbosity_error()
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    name = options.model or packaged_model() or HUB_ID
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, options.dtype))
     model = SpeculativeGenerationMixin.attach(model)
-    if options.drafter:
-        model.load_drafter(options.drafter)
-    harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(options.model), batch_size=1)
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
+    harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(name), batch_size=1)
     tasks = TaskManager(include_path=options.include_path)
     answers = []
     for method in (None, options.method):

@@ -8,7 +8,8 @@ The reward is the share of digits in the answer. To compare the times, every rol
 speculation; training uses the speculative one. The last line compares one rollout of a single row in float32: both
 ways give the same tokens for the same seed.
 
-Expected output, with one such line per step; the first rollout includes the one-time probe and measurement of costs:
+Expected output, with one line per rollout and the trainer's log before the rewards; the first rollout includes the
+one-time probe and measurement of costs:
 
     rollout: plain ... s, speculative ... s, tau ...
     rewards: ...
@@ -16,7 +17,6 @@ Expected output, with one such line per step; the first rollout includes the one
 """
 
 import argparse
-import sys
 import time
 
 import torch
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import INSTALL, packaged_model
+from hf_specdec.generation.loading import HUB_ID, packaged_model
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
 TOPICS = ("a train timetable", "a cake recipe", "the planets", "a football table", "a weather report", "a receipt")
@@ -63,9 +63,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--output", default="grpo", help="folder of the trainer")
     options = parser.parse_args()
-    name = options.model or packaged_model()
-    if name is None:
-        sys.exit(f"The packaged model is not installed. Run: {INSTALL}")
+    name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
     model.generation_config.speculative = SPECULATIVE

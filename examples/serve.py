@@ -1,11 +1,18 @@
 """Serve a model with an OpenAI-compatible API: `transformers serve`, with speculation.
 
     pip install 'transformers[serving]'
-    python examples/serve.py org/model --drafter org/head --port 8000
+    python examples/serve.py
+    python examples/serve.py --model org/model --drafter org/head --port 8000
 
     from openai import OpenAI
     client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
-    client.chat.completions.create(model="org/model", messages=[{"role": "user", "content": "Why is the sky blue?"}])
+    messages = [{"role": "user", "content": "Name three rivers."}]
+    print(client.chat.completions.create(model="org/model", messages=messages).choices[0].message.content)
+
+Requests must name the model that is served; the server prints that name:
+
+    model: ".../.cache/hf-specdec/smollm2-135m-instruct-0.1.2"
+    INFO:     Uvicorn running on http://localhost:8000 (Press CTRL+C to quit)
 
 The model is attached in place, and `generation_config.speculative` is the default of every call, so the server needs
 no other change, also for streaming. It answers one request at a time; engines answer many.
@@ -27,6 +34,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 MISTAKES = (
     SpeculativeDecodingError,
@@ -57,12 +65,15 @@ REQUEST = ContextVar("REQUEST")
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--drafter")
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--method", default="auto", help="value of `speculative=`")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    server, _ = start(options.model, options.drafter, options.method, options.port)
+    name = str(options.model or packaged_model() or HUB_ID)
+    head = options.drafter or default_head(options.model)
+    print(f'model: "{name}"', flush=True)
+    server, _ = start(name, head, options.method, options.port)
     try:
         server._thread.join()
     except KeyboardInterrupt:

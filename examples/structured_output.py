@@ -1,10 +1,26 @@
 """Generate JSON of a given schema with speculation, constrained by a logits processor of xgrammar.
 
     pip install xgrammar
-    python examples/structured_output.py --model org/model --drafter org/head "Describe a cat as JSON."
+    python examples/structured_output.py
+    python examples/structured_output.py --model org/model --drafter org/head "Describe a dog as JSON."
 
 A grammar processor is stateful, so it is called exactly as in plain `generate()`: once per token of the answer, in
 order, and never on a rejected draft. The answer equals plain `generate()`'s.
+
+Expected output:
+
+    {
+      "name": "Felix",
+      "colours": [
+        "red",
+        "black",
+        "white",
+        "brown"
+      ],
+      "legs": 3
+    }
+    the same ids: True
+    SpeculationStats(hybrid: 37 tokens in 34 target forwards, tau 1.06, ... tokens/s; ...)
 """
 
 import argparse
@@ -16,7 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from xgrammar.contrib.hf import LogitsProcessor
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
+QUESTION = "Describe a cat as JSON with its name, its colours and how many legs it has."
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -31,15 +49,17 @@ SCHEMA = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
+    parser.add_argument("question", nargs="?", default=QUESTION)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(options.model))
-    if options.drafter:
-        model.load_drafter(options.drafter)
+    name = options.model or packaged_model() or HUB_ID
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name))
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     # without arbitrary whitespace, which a small model would generate endlessly
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)

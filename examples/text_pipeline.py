@@ -1,6 +1,17 @@
 """Use speculation with transformers' `pipeline`.
 
-python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
+    python examples/text_pipeline.py
+    python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
+
+Expected output (tau depends on the measured costs):
+
+    ```python
+    def calculate_mean(numbers):
+        return sum(numbers) / len(numbers) if numbers else None
+    ...
+        [tau 2.31]
+    The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
+        [tau 1.56]
 """
 
 import argparse
@@ -8,19 +19,24 @@ import argparse
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+
+QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="+")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--drafter")
+    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(options.model))
-    if options.drafter:
-        model.load_drafter(options.drafter)
-    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(options.model))
+    name = options.model or packaged_model() or HUB_ID
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name))
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
+    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(name))
     for question in options.questions:
         chat = [{"role": "user", "content": question}]
         (found,) = ask(chat, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto")

@@ -1,4 +1,4 @@
-"""Import scripts of `benchmarks/` and `examples/` as modules, by file name."""
+"""Import scripts of `benchmarks/`, `examples/` and `heads/recipe/` as modules by file name, or run them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -25,4 +28,12 @@ def script(name: str, folder: Path = BENCHMARKS) -> ModuleType:
     if str(folder) not in sys.path:  # a script may import its neighbours
         sys.path.append(str(folder))
     spec.loader.exec_module(module)
+    return module
+
+
+def run_script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Any:
+    """Run the main function of a script, and return its module."""
+    module = script(name, folder)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    module.main()
     return module

@@ -1,116 +1,46 @@
-"""The scripts in `examples/`: prompts of every kind, none of a benchmark's; answers packed without text."""
+"""The scripts in `examples/`, on tiny models: their answers are those of plain `generate()`."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import itertools
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
-from benchmark_script import script
+import zoo
+from benchmark_script import run_script
 from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, load_head
 from hf_specdec.generation.loading import encode_chat
-from hf_specdec.training import read_conversations, read_prompts
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Any:
-    """Run the main function of a script, and return its module."""
-    module = script(name, EXAMPLES)
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    module.main()
-    return module
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """Twelve paragraphs of two English sources and one German."""
-    rows = [
-        {"source": source, "licence": "ours", "language": language,
-         "text": f"{first} number {number} stands beside the river of this land. {second} people of the town see it."}
-        for source, language, first, second in (
-            ("guide", "en", "The old stone house", "Most"), ("novel", "en", "A yellow wooden boat", "Many"),
-            ("buch", "de", "Das alte Haus am Ufer", "Viele der"))
-        for number in range(12)
-    ]  # fmt: skip
-    path = tmp_path / "texts.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def test_prompts_of_every_kind_and_none_of_a_benchmark(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "more.jsonl").write_text(json.dumps({"source": "mine", "prompt": "How many legs has a table?"}))
-    module = run("make_prompts", monkeypatch, tmp_path / "all.jsonl", "--texts", texts, "--scale", 0.2,
-                    "--add", tmp_path / "more.jsonl")  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
-    kinds = {row["source"] for row in rows}
-    assert kinds == {"mine", "writing", "explaining", "comparing", "roleplay", "coding", "listing", "math", "question",
-                     "translation", "rewriting", "summary", "rag", "extraction"}  # fmt: skip
-    said = [row["turns"][0] for row in rows]
-    assert len(set(said)) == len(said)
-    assert not any("{" in text for text in said)
-    summaries = [text for text in said if text.startswith("Summarize: ")]
-    assert {"stone" in text for text in summaries} == {True, False}  # of both books
-    assert [prompt.turns[0] for prompt in read_prompts(tmp_path / "all.jsonl")] == said
-    # a benchmark: one short question as it is, and eight words of a long prompt
-    question, longer = next(text for text in said if len(module.words_of(text)) < 8), max(said, key=len)
-    inside = " ".join(module.words_of(longer)[5:13])
-    held_out = tmp_path / "benchmark.jsonl"
-    held_out.write_text("\n".join(json.dumps({"turns": [text]}) for text in (question, f"Look: {inside}!")))
-    run("make_prompts", monkeypatch, tmp_path / "less.jsonl", "--texts", texts, "--scale", 0.2,
-           "--add", tmp_path / "more.jsonl", "--avoid", held_out)  # fmt: skip
-    kept = [json.loads(line)["turns"][0] for line in (tmp_path / "less.jsonl").read_text().splitlines()]
-    assert question not in kept
-    assert longer not in kept
-    assert set(kept) < set(said)
-    assert f"{len(said) - len(kept)} left out because they overlap a benchmark" in capsys.readouterr().out
-
-
-def test_conversations_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("make_prompts", monkeypatch, tmp_path / "two.jsonl", "--kinds", "conversations", "--turns", 2, "--scale", 0.1)
-    rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
-    assert {len(row["turns"]) for row in rows} == {2}
-    assert not any("{" in turn for row in rows for turn in row["turns"])
-
-
-def test_answers_are_packed_once_and_without_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        {"source": "a", "temperature": 0.0, "prompt": "said", "prompt_ids": [5, 6], "response_ids": [7, 8, 9]},
-        {"source": "b", "temperature": 0.7, "input_ids": [1, 2, 3], "loss_mask": [False, True, True], "messages": []},
-        {"source": "b", "temperature": 1.0, "input_ids": [1, 2, 4], "loss_mask": [False, True, True]},
-    ]  # fmt: skip
-    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "two.jsonl").write_text(json.dumps(rows[0]))
-    out = tmp_path / "packed" / "answers.parquet"
-    run("pack_answers", monkeypatch, out, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
-    assert "| all | 2 | 5 | 8 |" in capsys.readouterr().out
-    table = load_dataset("parquet", data_files=str(out), split="train")
-    assert set(table.column_names) == {"source", "temperature", "input_ids", "loss_mask"}
-    assert [talk.input_ids for talk in read_conversations(out)] == [(5, 6, 7, 8, 9), (1, 2, 3)]
-
-
-def test_paragraphs_are_prose() -> None:
-    module = script("fetch_texts", EXAMPLES)
-    long = "A sentence that is long enough to be kept as a paragraph of its own, surely."
-    html = f"<body><h1>Title</h1><p>{long}</p><p>Short.</p><pre><p>{long} x</p></pre>" \
-           f'<div class="para">{long[:-1]} <em>indeed</em>.</div></body>'  # fmt: skip
-    assert module.paragraphs_of(html) == [long, f"{long[:-1]} indeed."]
-
-
-# ------------------------------------------------------------------------------------------------------ generating
+    return run_script(name, EXAMPLES, monkeypatch, *arguments)
 
 
 def plain(saved: Path, texts: list[str], count: int) -> list[str]:
@@ -218,7 +148,7 @@ def test_an_evaluation(
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "task.yaml").write_text(TASK.replace("QUESTIONS", str(tmp_path / "q.jsonl")))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    module = run("evaluate", monkeypatch, saved, "--tasks", "going_on", "--include-path", tmp_path)
+    module = run("evaluate", monkeypatch, "--model", saved, "--tasks", "going_on", "--include-path", tmp_path)
     assert module.HFLM
     first, second, last = [
         line for line in capsys.readouterr().out.splitlines() if " exact_match " in line or "equal" in line
@@ -287,3 +217,183 @@ def test_from_prompts_to_a_head(
     assert head.config.draft_vocab_size == 40
     assert head.config.base_model_name_or_path == str(saved)
     assert "EAGLE-3 head" in (tmp_path / "work" / "head" / "README.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- kinds of models
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> Path:
+    """A tiny LLaVA with its processor: an image is four tokens `w03` in the prompt."""
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                              image_size=16, patch_size=8)  # fmt: skip
+    text = copy.deepcopy(zoo.build("llama").config)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=3))
+    zoo.decisive(model).save_pretrained(tmp_path / "llava")
+    part = "{{ 'w03' if part.type == 'image' else part.text }} "
+    template = f"{{% for m in messages %}}w90 {{% for part in m.content %}}{part}{{% endfor %}}w92 {{% endfor %}}w91 "
+    tokenizer = zoo.chat_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["w03"]})
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", image_token="w03",
+        num_additional_image_tokens=1, chat_template=template,
+    ).save_pretrained(tmp_path / "llava")  # fmt: skip
+    return tmp_path / "llava"
+
+
+def test_an_image_and_a_question(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer depends on the picture, and is the same with speculation."""
+    answers = []
+    for color in ("red", "blue"):
+        Image.new("RGB", (20, 30), color).save(tmp_path / "picture.png")
+        run("vision", monkeypatch, tmp_path / "picture.png", "w05 w06 w07", "--model", llava, "--max-new-tokens", 24)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith("plain: ")
+        assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])
+        assert lines[3] == "the same ids: True"
+        assert len(lines[0].split()) > 12
+        answers.append(lines[0])
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the quantisers' own
+@pytest.mark.parametrize("backend", ["quanto", "torchao"])
+def test_a_quantised_target(
+    backend: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """int8 weights: smaller, another answer than that of the model itself, and the same with speculation."""
+    pytest.importorskip({"quanto": "optimum.quanto", "torchao": "torchao.quantization"}[backend])
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    EagleHead(EagleConfig.for_target(model.config)).save_pretrained(saved.parent / "head")
+    run("quantized", monkeypatch, "w05 w06 w07", "--model", saved, "--drafter", saved.parent / "head",
+        "--backend", backend, "--max-new-tokens", 24)  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    less, full = map(float, re.fullmatch(r"weights: ([\d.]+) MiB instead of ([\d.]+) MiB", lines[0]).groups())
+    assert less < full
+    assert lines[1].startswith("plain: ")
+    assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])
+    assert lines[3] == "the same ids: True"
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_long_document(
+    chunk: int, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "document.txt").write_text(" ".join(f"w{5 + n % 60}" for n in range(90)))
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    EagleHead(EagleConfig.for_target(model.config)).save_pretrained(tmp_path / "head")
+    run("long_document", monkeypatch, tmp_path / "document.txt", "w05 w06", "--model", saved, "--drafter",
+        tmp_path / "head", "--chunk", chunk, "--draft-window", 16, "--max-new-tokens", 24)  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "document.txt: 95 tokens"  # with the question and the template
+    measured = r"first token after \d+\.\d\d s, then \d+\.\d tokens/s{tau}, peak memory \d+ MiB"
+    assert re.fullmatch("plain: " + measured.replace("{tau}", ""), lines[2])
+    assert re.fullmatch("auto: " + measured.replace("{tau}", r", tau \d\.\d\d"), lines[3])
+    assert lines[4] == "the same ids: True"
+    text = (tmp_path / "document.txt").read_text()
+    assert lines[5].strip() == plain(saved, [f"w05 w06\n\n{text}"], 24)[0]
+
+
+# ------------------------------------------------------------------------------------------------- a page in a browser
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A headless Chromium; skipped where a part is missing: gradio is not in the extra `dev`, because it is large."""
+    for package in ("gradio", "selenium"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (pip install 'gradio>=6' selenium)")
+    paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if None in paths:
+        pytest.skip("there is no browser (apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = paths[0]
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
+        options.add_argument(argument)
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(paths[1]))
+    yield found
+    found.quit()
+
+
+SHOWN = """
+return [...document.querySelectorAll('.answer')].map(answer => [
+    answer.innerText, answer.nextElementSibling.innerText,
+    [...answer.querySelectorAll('span[title]')].map(span => [span.title, span.style.backgroundColor])])
+"""
+
+
+@pytest.mark.slow
+def test_a_chat_page(saved: Path, tmp_path: Path, browser: Any) -> None:
+    """Two turns, the second one plain: texts are plain `generate()`'s, colours and speeds those of the steps."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", EXAMPLES / "chat_page.py", "--model", saved, "--dtype", "float32",
+               "--method", "prompt_lookup", "--max-new-tokens", "40", "--port", str(port)]  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
+    log = tmp_path / "log"
+    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as page:
+        try:
+            until = time.monotonic() + 120
+            while "Running on" not in log.read_text():
+                assert page.poll() is None, log.read_text()
+                assert time.monotonic() < until, log.read_text()
+                time.sleep(0.2)
+            browser.get(f"http://127.0.0.1:{port}")
+
+            def ask(text: str, num_answers: int) -> list[Any]:
+                box = waited(lambda: browser.find_elements("css selector", "textarea"))[0]
+                box.clear()
+                box.send_keys(text, "\ue007")  # the key Enter
+                waited(lambda: len(found := browser.execute_script(SHOWN)) == num_answers and ended(found[-1]))
+                return browser.execute_script(SHOWN)[-1]
+
+            def ended(answer: list[Any]) -> bool:
+                time.sleep(0.5)  # an answer that is still written changes meanwhile
+                return answer == browser.execute_script(SHOWN)[-1]
+
+            text, speed, steps = ask("w05 w06", 1)
+            first, second = plain_turns(saved, ["w05 w06", "w07 w08"], 40)
+            assert text.strip() == first
+            num_tokens, tau = len(first.split()), float(re.search(r"([\d.]+) tokens per forward", speed)[1])
+            assert re.fullmatch(rf"[\d.]+ tokens/s, [\d.]+ tokens per forward, {num_tokens} tokens", speed)
+            assert tau > 1
+            sizes = [int(re.fullmatch(r"step \d+: (\d+) tokens", title)[1]) for title, _ in steps]
+            assert min(sizes) > 1
+            num_forwards = len(sizes) + (num_tokens - 1 - sum(sizes))
+            assert tau == pytest.approx((num_tokens - 1) / num_forwards, abs=0.005)
+            assert all(color != before for (_, before), (_, color) in itertools.pairwise(steps))
+            waited(lambda: browser.find_elements("css selector", "input[type=checkbox]"))[0].click()
+            text, speed, steps = ask("w07 w08", 2)
+            assert text.strip() == second
+            assert " 1.00 tokens per forward" in speed
+            assert steps == []
+        finally:
+            page.kill()
+
+
+def waited(found: Any) -> Any:
+    until = time.monotonic() + 60
+    while not (value := found()):
+        assert time.monotonic() < until, "the page does not show it"
+        time.sleep(0.2)
+    return value
+
+
+def plain_turns(saved: Path, texts: list[str], count: int) -> list[str]:
+    """What the model alone says in a conversation."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    said: list[str] = []
+    for number in range(len(texts)):
+        turns = [*itertools.chain(*zip(texts, said, strict=False)), texts[number]]
+        inputs = encode_chat(tokenizer, turns, model.device)
+        ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        said.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+    return said

@@ -84,5 +84,7 @@ def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
     for path in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src/hf_specdec/__init__.py",
                  "src/hf_specdec/py.typed", "tests/conftest.py", "docs/index.md", "examples/chat.py"):  # fmt: skip
         assert path in names, path
-    assert not [name for name in names if name.startswith(("heads/", "runs/", ".venv", "benchmarks/results"))]
+    assert not [
+        name for name in names if name.startswith(("heads/data", "heads/smol", "runs/", ".venv", "benchmarks/results"))
+    ]
     assert sdist.stat().st_size < 3e6

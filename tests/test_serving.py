@@ -73,7 +73,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", EXAMPLES / "serve.py", folder, "--port", str(port)]
+    command = [sys.executable, "-W", "ignore", EXAMPLES / "serve.py", "--model", folder, "--port", str(port)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     log = folder.with_suffix(".log")
     with (

@@ -269,7 +269,7 @@ class Transcript:
     def stream(self, streamer: BaseStreamer | None) -> None:
         """Stream new columns that all unfinished rows have reached, one `put([B])` each; finished rows are padded.
 
-        Called after the prompt and after every step. Afterwards calls `streamer.end_step()`, if the streamer has it.
+        If the streamer has a method `end_step`, it is called after the columns of each step and of the prefill.
         """
         if streamer is None:
             return

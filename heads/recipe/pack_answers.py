@@ -1,6 +1,6 @@
 """Pack distilled answers into one small file with token ids, masks and sources, but no text.
 
-    python examples/pack_answers.py heads/data/answers.parquet data/articles data/prompts older.jsonl.gz
+    python heads/recipe/pack_answers.py heads/data/answers.parquet data/articles data/prompts older.jsonl.gz
 
 Each input is the output of `hf-specdec distill`, or JSON lines with `prompt_ids` and `response_ids`. Duplicate
 conversations are kept once, and answers at temperatures above `--hottest` are dropped. Prints counts by source.

@@ -1,6 +1,6 @@
 """Extract free texts for prompts from two books packaged by Debian, paragraph by paragraph.
 
-    python examples/fetch_texts.py texts.jsonl
+    python heads/recipe/fetch_texts.py texts.jsonl
 
 Needs `apt-get` and `dpkg-deb` (Debian or Ubuntu); nothing is installed. Rows have `source, licence, language, page,
 text`, in the order of the book, so that consecutive rows belong together.

@@ -1,13 +1,13 @@
 #!/bin/sh
 # Train the shipped heads from their answers, with fixed seeds. Continues an interrupted run.
 #
-#   examples/shipped_heads.sh WORK [ANSWERS]
+#   heads/recipe/shipped_heads.sh WORK [ANSWERS]
 #
 # ANSWERS: output of `pack_answers.py`, by default the answers in heads/data. Runs and captured features are stored in
 # WORK (about 20 GB), the heads in WORK/eagle3 and WORK/medusa. The environment's `accelerate` must be on PATH.
 set -eu
 WORK=$1
-HERE=$(cd "$(dirname "$0")/.." && pwd)
+HERE=$(cd "$(dirname "$0")/../.." && pwd)
 ANSWERS=${2:-$HERE/heads/data/answers.parquet}
 BASE=HuggingFaceTB/SmolLM2-135M-Instruct
 mkdir -p "$WORK"

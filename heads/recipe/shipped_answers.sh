@@ -1,7 +1,7 @@
 #!/bin/sh
 # Generate the answers that the shipped heads are trained on. Continues an interrupted run.
 #
-#   examples/shipped_answers.sh WORK BENCHMARK.jsonl [MORE.jsonl ...] -- DISTILL_OPTION ...
+#   heads/recipe/shipped_answers.sh WORK BENCHMARK.jsonl [MORE.jsonl ...] -- DISTILL_OPTION ...
 #
 # BENCHMARK: questions to keep out of the prompts. MORE: existing prompts (rows of `prompt`). After `--`: options of
 # `hf-specdec distill`, such as `--server http://localhost:8000/v1`. On two CPU cores a vLLM server is faster:

@@ -1,7 +1,7 @@
 """Make the prompts for the shipped heads: tasks of many kinds, built from word lists and free texts.
 
-    python examples/fetch_texts.py texts.jsonl
-    python examples/make_prompts.py prompts.jsonl --texts texts.jsonl --avoid spec_bench_dev.jsonl
+    python heads/recipe/fetch_texts.py texts.jsonl
+    python heads/recipe/make_prompts.py prompts.jsonl --texts texts.jsonl --avoid spec_bench_dev.jsonl
 
 The word lists are in `prompt_lists.json`. `--texts` (repeatable) is a file with rows of `text` and `language`, or the
 output of `hf-specdec distill`, whose answers are used as texts. `--add` includes existing prompts (rows of `prompt`)

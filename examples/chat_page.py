@@ -1,0 +1,162 @@
+"""A chat page that shows speculation at work: tokens of one forward share a colour, and the speed is live.
+
+    pip install 'gradio>=6'
+    python examples/chat_page.py
+
+Opens at http://127.0.0.1:7860. The text appears as it is decoded. Tokens that one forward of the model emitted
+together have a common background; single tokens have none. Below each answer are its tokens/s, from the question to
+the latest token, and its tokens per forward. Untick "Speculative decoding" and ask again: the answer is the same
+(in half precision up to near-ties), one token per forward.
+
+Expected output in the terminal, and below the answer to the question that the page starts with:
+
+    * Running on local URL:  http://127.0.0.1:7860
+
+    ... tokens/s, 2.34 tokens per forward, 228 tokens
+"""
+
+import argparse
+import html
+import re
+import time
+from queue import Queue
+from threading import Thread
+
+import gradio as gr
+import torch
+from tokenizers.decoders import DecodeStream
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.viz.text import ColoredText, Piece
+
+QUESTION = "Write a Python function that returns the mean of a list of numbers, and explain it line by line."
+CSS = ".speed { margin-top: 0.6em; font-size: 0.85em; opacity: 0.75; font-variant-numeric: tabular-nums; }"
+
+
+class StepStreamer(BaseStreamer):
+    """A queue with the text of each decoding step as it is decoded; None at the end, or an error.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        plain: Whether the call is plain `generate()`, in which every token is a step and `end_step` is not called.
+    """
+
+    def __init__(self, tokenizer, plain):
+        self.steps, self.stopped, self.plain = Queue(), False, plain
+        self._tokenizer, self._decoder = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        self._text, self._num_tokens, self._num_steps, self._prompt_seen = "", 0, 0, False
+
+    def put(self, value):
+        """Take the prompt, which comes first, or one token."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        if self.stopped:
+            raise InterruptedError("The reader has stopped.")
+        self._text += self._decoder.step(self._tokenizer, int(value)) or ""  # None within a character
+        self._num_tokens += 1
+        if self.plain:
+            self.end_step()
+
+    def end_step(self):
+        """Send the text of this step; called after the last token of each step."""
+        self.steps.put(Piece(self._text, self._num_tokens, self._num_steps))
+        self._text, self._num_tokens, self._num_steps = "", 0, self._num_steps + 1
+
+    def end(self):
+        self.steps.put(None)
+
+
+def stream_steps(model, tokenizer, messages, **options):
+    """Yield the steps of an answer (`Piece`s); generation runs in a thread, and ends when the reader stops."""
+    streamer = StepStreamer(tokenizer, plain=options["speculative"] is None)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+
+    def generate():
+        try:
+            model.generate(**inputs, streamer=streamer, **options)
+        except InterruptedError:
+            pass
+        except Exception as error:
+            streamer.steps.put(error)
+
+    Thread(target=generate, daemon=True).start()
+    try:
+        while (step := streamer.steps.get()) is not None:
+            if isinstance(step, Exception):
+                raise gr.Error(str(step)) from step
+            yield step
+    finally:
+        streamer.stopped = True
+
+
+def shown(steps, seconds):
+    """Return the HTML of an answer so far: coloured text, and a line with its speed."""
+    num_tokens, num_forwards = sum(step.num_tokens for step in steps), len(steps) - 1  # the first is the prompt's
+    tau = f"{(num_tokens - 1) / num_forwards:.2f}" if num_forwards else "-"
+    speed = f"{num_tokens / seconds:.1f} tokens/s, {tau} tokens per forward, {num_tokens} tokens"
+    # line breaks as entities: Markdown would end the HTML at an empty line
+    text = ColoredText(tuple(steps))._repr_html_().replace("\n", "&#10;")
+    return f'<div class="answer">{text}</div><div class="speed">{speed}</div>'
+
+
+def plain_text(content):
+    """Return the text of a message of the page's history, without the HTML of `shown`."""
+    text = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    answer = re.fullmatch(r'<div class="answer">(.*)</div><div class="speed">.*', text, re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", "", answer[1])) if answer else text
+
+
+def make_page(model, tokenizer, method, max_new_tokens):
+    def answer(message, history, speculative):
+        messages = [{"role": turn["role"], "content": plain_text(turn["content"])} for turn in history]
+        messages.append({"role": "user", "content": message})
+        begin, steps = time.perf_counter(), []
+        for step in stream_steps(
+            model, tokenizer, messages, speculative=method if speculative else None, do_sample=False,
+            max_new_tokens=max_new_tokens,
+        ):  # fmt: skip
+            steps.append(step)
+            yield shown(steps, time.perf_counter() - begin)
+
+    with gr.Blocks(title="hf-specdec", fill_height=True) as page:
+        gr.Markdown("## Chat with speculative decoding\nTokens that came in one forward share a background colour; "
+                    "tokens without a colour came alone.")  # fmt: skip
+        speculative = gr.Checkbox(value=True, label="Speculative decoding", container=False)
+        chatbot = gr.Chatbot(
+            show_label=False, scale=1, latex_delimiters=[], buttons=[],
+            sanitize_html=False,  # `shown` escapes the text; the sanitizer would remove its colours
+        )  # fmt: skip
+        textbox = gr.Textbox(QUESTION, placeholder="Ask something", show_label=False, submit_btn=True, stop_btn=True)
+        gr.ChatInterface(answer, chatbot=chatbot, textbox=textbox, additional_inputs=[speculative], fill_height=True)
+    return page
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
+    parser.add_argument("--method", default="auto", help="value of `speculative=`")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--port", type=int, default=7860)
+    options = parser.parse_args()
+    name = options.model or packaged_model() or HUB_ID
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    head = options.drafter or default_head(options.model)
+    if head:
+        model.load_drafter(head)
+    model.warmup(options.method)  # so that the first answer is as fast as the others
+    page = make_page(model, tokenizer, options.method, options.max_new_tokens)
+    page.launch(server_port=options.port, css=CSS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The scripts in `heads/recipe/`: prompts of every kind, none of a benchmark's; answers packed without text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+
+from benchmark_script import run_script, script
+from hf_specdec.training import read_conversations, read_prompts
+
+RECIPE = Path(__file__).parents[1] / "heads" / "recipe"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Twelve paragraphs of two English sources and one German."""
+    rows = [
+        {"source": source, "licence": "ours", "language": language,
+         "text": f"{first} number {number} stands beside the river of this land. {second} people of the town see it."}
+        for source, language, first, second in (
+            ("guide", "en", "The old stone house", "Most"), ("novel", "en", "A yellow wooden boat", "Many"),
+            ("buch", "de", "Das alte Haus am Ufer", "Viele der"))
+        for number in range(12)
+    ]  # fmt: skip
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_prompts_of_every_kind_and_none_of_a_benchmark(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more.jsonl").write_text(json.dumps({"source": "mine", "prompt": "How many legs has a table?"}))
+    module = run_script("make_prompts", RECIPE, monkeypatch, tmp_path / "all.jsonl", "--texts", texts, "--scale", 0.2,
+                    "--add", tmp_path / "more.jsonl")  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    kinds = {row["source"] for row in rows}
+    assert kinds == {"mine", "writing", "explaining", "comparing", "roleplay", "coding", "listing", "math", "question",
+                     "translation", "rewriting", "summary", "rag", "extraction"}  # fmt: skip
+    said = [row["turns"][0] for row in rows]
+    assert len(set(said)) == len(said)
+    assert not any("{" in text for text in said)
+    summaries = [text for text in said if text.startswith("Summarize: ")]
+    assert {"stone" in text for text in summaries} == {True, False}  # of both books
+    assert [prompt.turns[0] for prompt in read_prompts(tmp_path / "all.jsonl")] == said
+    # a benchmark: one short question as it is, and eight words of a long prompt
+    question, longer = next(text for text in said if len(module.words_of(text)) < 8), max(said, key=len)
+    inside = " ".join(module.words_of(longer)[5:13])
+    held_out = tmp_path / "benchmark.jsonl"
+    held_out.write_text("\n".join(json.dumps({"turns": [text]}) for text in (question, f"Look: {inside}!")))
+    run_script("make_prompts", RECIPE, monkeypatch, tmp_path / "less.jsonl", "--texts", texts, "--scale", 0.2,
+           "--add", tmp_path / "more.jsonl", "--avoid", held_out)  # fmt: skip
+    kept = [json.loads(line)["turns"][0] for line in (tmp_path / "less.jsonl").read_text().splitlines()]
+    assert question not in kept
+    assert longer not in kept
+    assert set(kept) < set(said)
+    assert f"{len(said) - len(kept)} left out because they overlap a benchmark" in capsys.readouterr().out
+
+
+def test_conversations_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script(
+        "make_prompts",
+        RECIPE,
+        monkeypatch,
+        tmp_path / "two.jsonl",
+        "--kinds",
+        "conversations",
+        "--turns",
+        2,
+        "--scale",
+        0.1,
+    )
+    rows = [json.loads(line) for line in (tmp_path / "two.jsonl").read_text().splitlines()]
+    assert {len(row["turns"]) for row in rows} == {2}
+    assert not any("{" in turn for row in rows for turn in row["turns"])
+
+
+def test_answers_are_packed_once_and_without_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"source": "a", "temperature": 0.0, "prompt": "said", "prompt_ids": [5, 6], "response_ids": [7, 8, 9]},
+        {"source": "b", "temperature": 0.7, "input_ids": [1, 2, 3], "loss_mask": [False, True, True], "messages": []},
+        {"source": "b", "temperature": 1.0, "input_ids": [1, 2, 4], "loss_mask": [False, True, True]},
+    ]  # fmt: skip
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "two.jsonl").write_text(json.dumps(rows[0]))
+    out = tmp_path / "packed" / "answers.parquet"
+    run_script("pack_answers", RECIPE, monkeypatch, out, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
+    assert "| all | 2 | 5 | 8 |" in capsys.readouterr().out
+    table = load_dataset("parquet", data_files=str(out), split="train")
+    assert set(table.column_names) == {"source", "temperature", "input_ids", "loss_mask"}
+    assert [talk.input_ids for talk in read_conversations(out)] == [(5, 6, 7, 8, 9), (1, 2, 3)]
+
+
+def test_paragraphs_are_prose() -> None:
+    module = script("fetch_texts", RECIPE)
+    long = "A sentence that is long enough to be kept as a paragraph of its own, surely."
+    html = f"<body><h1>Title</h1><p>{long}</p><p>Short.</p><pre><p>{long} x</p></pre>" \
+           f'<div class="para">{long[:-1]} <em>indeed</em>.</div></body>'  # fmt: skip
+    assert module.paragraphs_of(html) == [long, f"{long[:-1]} indeed."]
