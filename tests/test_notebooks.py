@@ -26,7 +26,7 @@ SHORTER = {
     "max_new_tokens=64": "max_new_tokens=16", "max_new_tokens=48": "max_new_tokens=16",
     '"max_new_tokens": 48': '"max_new_tokens": 16', "max_new_tokens=40": "max_new_tokens=16",
     "max_steps=100": "max_steps=4", '"save_steps": 25, "logging_steps": 5': '"save_steps": 2, "logging_steps": 1',
-    "[:400]": "[:40]", '"max_new_tokens": 160': '"max_new_tokens": 60', "for _ in range(2)": "for _ in range(1)",
+    "[:400]": "[:40]", '"max_new_tokens": 160': '"max_new_tokens": 16', "for _ in range(2)": "for _ in range(1)",
 }  # fmt: skip
 """What the suite changes in their code: the same steps, fewer of them."""
 
