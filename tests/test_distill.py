@@ -211,6 +211,7 @@ def command(saved: Path, prompts: Path, output: Path) -> list[str]:
     return ["distill", *map(str, options)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_two_processes_write_the_same(saved: Path, tmp_path: Path) -> None:
     """Kill -9 after the first part, run again: bitwise the rows of an undisturbed run; two processes as well."""

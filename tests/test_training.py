@@ -348,6 +348,7 @@ def answered(model: Any, count: int, width: int) -> tuple[Tensor, Tensor, list[C
     return prompts, answers, [Conversation.of(row[:8].tolist(), row[8:].tolist()) for row in answers]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 3])
 def test_an_overfitted_head_is_accepted_to_the_bottom_of_its_tree(

@@ -554,6 +554,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(
         load_head(tmp_path / "out")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_at_once_are_one_and_a_refusal(saved: Path, tmp_path: Path) -> None:
     """The second `distill` says that the first is at work; killed, the first no longer is."""

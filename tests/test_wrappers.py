@@ -155,6 +155,7 @@ def test_a_device_map_with_layers_on_disk(tmp_path: Path) -> None:
     assert_equal(with_head(model))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "forward"])

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 PAYS_FROM_BYTES = 20 * 10**9
 """Bytes of weights read by eager forwards (in 2 to 5 s on two cores) from which a program with CPU kernels pays."""
 
+WAITS_FROM_BYTES = 3 * PAYS_FROM_BYTES
+"""Bytes from which a call waits for the compiler: while generation keeps all cores busy, the compiler gets no time."""
+
 EXPECTED_FORWARDS = 0.25
 """Forwards per requested token: drafts are accepted, and answers end before the maximum number of new tokens."""
 
@@ -73,7 +76,8 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
 
     An eager forward reads all weights, at a few gigabytes per second; making a program takes a few seconds. So it pays
     once the forwards of earlier calls, and those expected of this one, read `PAYS_FROM_BYTES`. The kernels themselves
-    are compiled once per machine, in the background: until they are ready, calls go on without them.
+    are compiled once per machine, in the background: until they are ready, calls go on without them, up to
+    `WAITS_FROM_BYTES`.
 
     Args:
         model: An attached model.
