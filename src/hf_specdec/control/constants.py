@@ -23,8 +23,8 @@ EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
 0.1, the higher values for many nodes with the CPU kernels. GPUs take about as long for dozens of nodes as for one."""
 
 FIRST_STEPS = 3
-"""Steps of a width that count more than later ones: the first one counts fully, as does each that is faster than
-expected, because noise and first uses of a shape only make a step slower."""
+"""Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
+slower, others up to half."""
 
 TIMED_ROUNDS = 5
 """Default number of timed forwards per tree size, used while no user waits (`search_tree`); the median is reported."""

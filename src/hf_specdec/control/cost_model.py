@@ -35,18 +35,22 @@ class CostModelController:
     def next(self) -> Budget:
         """Return a plain step, or the limits with at most as many nodes as the widest tree with a known cost.
 
-        The first step of all is plain, so that everything else can be compared with it.
+        The first two steps of all are plain, so that everything else can be compared with the second one.
         """
         if self._arms.arm == "plain" or not self._costs.is_plain_known:
             return PLAIN_STEP
         return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
-        """Count the step; correct the costs by its time without drafting, unless that contains one-time work."""
+        """Count the step; correct the costs by its time without drafting, unless that contains one-time work.
+
+        The first step of a size counts as one-time work, see `StepCosts.is_first_use`.
+        """
         width, share, arm = step.draft.tree.num_nodes, seconds.active_share, self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
-        if seconds.usual:
+        is_usual = not self._costs.is_first_use(width, share) and seconds.usual
+        if is_usual:
             self._costs.observe(width, seconds.verify + seconds.rest, share)
         active = [count for count in step.acceptance.counts if count]
         taken, per_row = seconds.draft + seconds.verify + seconds.rest, sum(active) / max(len(active), 1)
@@ -55,7 +59,7 @@ class CostModelController:
         self._emitted[arm] += sum(active)
         self._seconds[arm] += taken
         self._lost += max(0.0, taken - per_row * plain)
-        if seconds.usual:
+        if is_usual:
             self._arms.observe(per_row, taken, plain)
 
     def report(self) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class StepCosts:
             self._given, float(FIRST_STEPS) if is_measured else 0.0
         )  # steps of about this width
         self._unvisited = dict.fromkeys(self._given, 0.0)  # steps since a step of about this width
+        self._shapes = set[tuple[int, float]]()  # widths and shares of rows of earlier steps
 
     @classmethod
     def expected(cls, device: torch.device, *, rows: int, widest: int) -> StepCosts:
@@ -263,12 +264,22 @@ class StepCosts:
             stale = 1 - exp(-self._unvisited[known] / STALE_STEPS)
             if near and not seen:  # this step gives it a factor
                 self._factors[known] = self._factor(known)
-            first = 0.0 if seen >= FIRST_STEPS else 1.0 if surprise < 1 else 1 / (1 + seen)
+            first = 0.0 if seen >= FIRST_STEPS else 1.0 if surprise < 1 else 1 / (2 + seen)
             weight = near * max(COST_SMOOTHING, stale, first) + (1 - near) * stale * COST_SMOOTHING
             self._factors[known] *= surprise**weight
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
         for known in self._seen:
             self._seen[known] += max(0.0, 1 - abs(log2(known / width)))
+
+    def is_first_use(self, width: int, share: float) -> bool:
+        """Whether no step had this width and share of the rows before; from now on one had.
+
+        The first forward of a shape takes longer: torch prepares its products.
+        """
+        shape = (width, share)
+        is_new = shape not in self._shapes
+        self._shapes.add(shape)
+        return is_new
 
     def _current(self) -> dict[int, float]:
         """Return the seconds by width, with the factors learned so far."""
