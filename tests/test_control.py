@@ -189,13 +189,13 @@ def test_costs_are_learned_from_the_first_steps() -> None:
         known.observe(16, truth(16))
     table = known.table()
     assert known.plain == pytest.approx(truth(1), rel=0.01)
-    assert table[15] == pytest.approx(truth(16), rel=0.05)
+    assert table[15] == pytest.approx(truth(16), rel=0.1)
     for width in (2, 4, 8, 32, 64):
         assert table[width - 1] == pytest.approx(truth(width), rel=0.25), width
     for width in (2, 4, 8, 32, 64):
         for _ in range(3):
             known.observe(width, truth(width))
-        assert known.table()[width - 1] == pytest.approx(truth(width), rel=0.06), width
+        assert known.table()[width - 1] == pytest.approx(truth(width), rel=0.1), width
 
 
 def test_a_slow_first_step_is_corrected_by_the_next_one() -> None:
