@@ -36,9 +36,12 @@ def test_the_example_runs(
         monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
     scope: dict[str, Any] = {}
     exec(code_block(README, "<!-- example -->"), scope)
-    assert "SpeculationStats(hybrid" in capsys.readouterr().out
+    answer = capsys.readouterr().out.rpartition("(")[0]
+    shown = README[README.index("<!-- example -->") :].split("```\n")[2]
+    assert answer.strip() == shown.rpartition("(")[0].strip()
     exec(code_block(README, "<!-- head example -->"), scope)
-    assert scope["model"].last_speculation.method == "eagle"
+    assert scope["model"].last_speculation.method == "hybrid"
+    assert "eagle" in scope["model"].drafters
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""The README's race, chart and table say what the raw rows say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmark_script import script
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+first_page: Any = script("first_page")
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "first_page_cpu_bf16.json").read_text())
+RACE = json.loads((ROOT / "benchmarks" / "results" / "race_cpu_bf16.json").read_text())
+
+
+def test_the_table_of_the_readme_is_computed_from_its_rows() -> None:
+    written = README[README.index("| Spec-Bench category |") :].splitlines()[2:]
+    assert written[: written.index("")] == first_page.table(RESULTS)
+
+
+def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
+    overall = {row["method"]: row for row in RESULTS["summary"] if row["category"] == "all"}
+    rows, count = first_page.rows_of(RESULTS), overall["plain"]["questions"]
+    parted = {method: count - row["ids_equal"] for method, row in overall.items()}
+    text = " ".join(README.split())
+    assert f"{parted['auto+none']} of these {count} answers part" in text
+    assert f"as {parted['transformers_prompt_lookup']} of {count} do with transformers' own lookup" in text
+    for method, name in (("auto+none", "`auto` is"), ("auto+kernels", "CPU kernels")):
+        speeds = f"{rows['mean'][method][0]:.2f}x", f"{rows['worst'][method][0]:.2f}x"
+        assert re.search(f"{name} {speeds[0]}.{{,40}}{speeds[1]}", text), (method, speeds)
+    assert f"kernels alone give {rows['mean']['nothing+kernels'][0]:.2f}x" in text
+
+
+def test_rows_have_a_commit_and_a_machine() -> None:
+    for recorded in (RESULTS, RACE):
+        assert re.fullmatch(r"[0-9a-f]{40}", recorded["environment"]["commit"])
+        assert {"device", "cores", "torch", "transformers", "date"} <= recorded["environment"].keys()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_race_shows_both_answers_in_real_time(theme: str) -> None:
+    picture = ROOT / "docs" / f"race-{theme}.svg"
+    assert picture.stat().st_size < 10**6
+    assert picture.read_text() == first_page.Race(RACE, first_page.THEMES[theme]).svg() + "\n"
+    root = ElementTree.parse(picture).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    shown = ["".join(text.itertext()) for text in root.iter(f"{space}text") if text.get("opacity") is None]
+    for run in RACE["runs"].values():
+        answer = "".join(text for _, _, text in run["pieces"])
+        assert "".join(shown).replace(" ", "").count("".join(answer.split())) >= 1
+        assert any(line.startswith(f"{run['seconds']:.1f} s, ") for line in shown)  # also without animations
+        assert run["seconds"] in sorted(RACE["seconds_of_all_runs"]["plain"] + RACE["seconds_of_all_runs"]["auto"])
+    durations = {animation.get("dur") for animation in root.iter(f"{space}animate")}
+    longest = max(run["seconds"] for run in RACE["runs"].values())
+    assert durations == {f"{longest + first_page.PAUSE:.2f}s"}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_chart_is_drawn_from_the_rows(theme: str, tmp_path: Path) -> None:
+    first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg")
+    drawn, shipped = (path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed-{theme}.svg"))
+    for method, (speed_up, _) in first_page.rows_of(RESULTS)["mean"].items():
+        assert f"{speed_up:.2f}x" in drawn, method
+        assert f"{speed_up:.2f}x" in shipped, method
+        assert first_page.SHOWN[method] in shipped.replace("&#x27;", "'"), method
