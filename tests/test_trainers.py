@@ -164,6 +164,7 @@ def test_hooks_of_others_are_still_changes(model: Any) -> None:
 
 def mixed_precision(model: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # of other tests in this process
     return accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
 
 

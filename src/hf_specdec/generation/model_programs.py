@@ -88,10 +88,11 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
     if not supports_kernels(device, model.dtype):
         return False
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    forwards = state_of(model).eager_forwards + EXPECTED_FORWARDS * new_tokens
-    return (
-        weights * forwards >= PAYS_FROM_BYTES and (waits or are_kernels_ready()) and has_kernels(device, model.dtype)
-    )
+    read = weights * (state_of(model).eager_forwards + EXPECTED_FORWARDS * new_tokens)
+    if read < PAYS_FROM_BYTES:
+        return False
+    may_wait = waits or read >= WAITS_FROM_BYTES
+    return (may_wait or are_kernels_ready()) and has_kernels(device, model.dtype)
 
 
 def release_programs(model: Any) -> None:
