@@ -283,7 +283,7 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     first_uses = iter([True, False, False, False])
     known = SimpleNamespace(
         plain=0.5, max_width=3, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(), is_plain_known=True,
-        is_first_use=lambda *_: next(first_uses), plain_seconds=lambda _share: 0.5,
+        add_shape=lambda *_: next(first_uses), plain_seconds=lambda _share: 0.5,
         observe=lambda *step: told.append(step),
     )  # fmt: skip
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]

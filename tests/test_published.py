@@ -45,9 +45,9 @@ def test_heads_are_found_by_tag_and_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("target", ["", "a/b/c", "org/..", "/home/me/model"])
-def test_what_is_no_id(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_ids(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "HfApi", NoHub)  # refused before anything is sent
-    with pytest.raises(InvalidConfigError, match="is no Hub id"):
+    with pytest.raises(InvalidConfigError, match="is not a Hub id"):
         find_heads(target)
 
 

@@ -312,6 +312,27 @@ def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
     assert model._speculation.eager_forwards == known
 
 
+@pytest.mark.parametrize("begin", ["a long call", "warmup"])
+def test_short_calls_after_the_program_was_made_use_it(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They alone would not pay for it."""
+    library.load_library()
+    model = speculative_model()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 20 * size)
+    ids, mask = prompts(1)
+    options = {"attention_mask": mask, "do_sample": False, "speculative": "auto"}
+    if begin == "warmup":
+        model.warmup("auto")
+    else:
+        model.generate(ids, max_new_tokens=80, **options)
+    runner = model._speculation.programs["kernels"].runner
+    calls = []
+    monkeypatch.setattr(type(runner), "__call__", lambda *_, **__: calls.append(1) or pytest.fail("called"))
+    with pytest.raises(pytest.fail.Exception):
+        model.generate(ids, max_new_tokens=4, **options)
+    assert calls
+
+
 @pytest.mark.usefixtures("no_kernels")
 def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)

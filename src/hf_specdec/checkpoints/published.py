@@ -43,14 +43,14 @@ def find_heads(target: str) -> list[PublishedHead]:
         Heads, those with the most downloads first.
 
     Raises:
-        InvalidConfigError: `target` is no Hub id.
+        InvalidConfigError: `target` is not a Hub id.
         CheckpointFormatError: The Hub cannot be reached.
     """
     try:
         validate_repo_id(target)
     except HFValidationError as error:
         raise InvalidConfigError(
-            f"{target!r} is no Hub id: {first_sentence(error)}", "Give the model's id, such as org/name."
+            f"{target!r} is not a Hub id: {first_sentence(error)}", "Give the model's id, such as org/name."
         ) from error
     api, name = HfApi(), target.rpartition("/")[2]
     try:

@@ -44,12 +44,12 @@ class CostModelController:
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Count the step; correct the costs by its time without drafting, unless that contains one-time work.
 
-        The first step of a size counts as one-time work, see `StepCosts.is_first_use`.
+        The first step of a size counts as one-time work, see `StepCosts.add_shape`.
         """
         width, share, arm = step.draft.tree.num_nodes, seconds.active_share, self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
-        is_usual = not self._costs.is_first_use(width, share) and seconds.usual
+        is_usual = not self._costs.add_shape(width, share) and seconds.usual
         if is_usual:
             self._costs.observe(width, seconds.verify + seconds.rest, share)
         active = [count for count in step.acceptance.counts if count]

@@ -271,8 +271,8 @@ class StepCosts:
         for known in self._seen:
             self._seen[known] += max(0.0, 1 - abs(log2(known / width)))
 
-    def is_first_use(self, width: int, share: float) -> bool:
-        """Whether no step had this width and share of the rows before; from now on one had.
+    def add_shape(self, width: int, share: float) -> bool:
+        """Note a step's width and share of the rows; return whether it is the first such step.
 
         The first forward of a shape takes longer: torch prepares its products.
         """

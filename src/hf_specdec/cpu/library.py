@@ -169,7 +169,7 @@ def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) 
         instructions, compiler, directory: See `build`.
 
     Raises:
-        NoKernelsError: There is no compiler, and nothing was built before.
+        NoKernelsError: No compiler was found, and no library was built before.
     """
     prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
     if compiler:

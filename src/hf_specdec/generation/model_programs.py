@@ -82,17 +82,19 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
     Args:
         model: An attached model.
         new_tokens: Maximum number of new tokens of this call.
-        waits: Whether the caller waits for a compiler.
+        waits: Whether the caller wants the kernels now, and waits for a compiler.
     """
-    device = execution_device(model)
+    state, device = state_of(model), execution_device(model)
     if not supports_kernels(device, model.dtype):
         return False
+    if state.kernels_have_paid:
+        return has_kernels(device, model.dtype)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    read = weights * (state_of(model).eager_forwards + EXPECTED_FORWARDS * new_tokens)
-    if read < PAYS_FROM_BYTES:
-        return False
+    read = weights * (state.eager_forwards + EXPECTED_FORWARDS * new_tokens)
     may_wait = waits or read >= WAITS_FROM_BYTES
-    return (may_wait or are_kernels_ready()) and has_kernels(device, model.dtype)
+    if (waits or read >= PAYS_FROM_BYTES) and (may_wait or are_kernels_ready()):
+        state.kernels_have_paid = has_kernels(device, model.dtype)
+    return state.kernels_have_paid
 
 
 def release_programs(model: Any) -> None:

@@ -94,6 +94,7 @@ class SpeculationState:
         self.compared: tuple[Fingerprint, WeightsVersion] | None = None
         self.weights: WeightsVersion | None = None  # of the last call
         self.eager_forwards = 0  # of all calls, see `kernels_pay`
+        self.kernels_have_paid = False  # once True, later calls use them, however short they are
         self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
         # compiled drafters (None: nothing to compile), with the weights that they were built from
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
@@ -181,7 +182,7 @@ class SpeculationState:
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
                 "weights": None, "has_noted_batching": False, "rule": None, "eager_forwards": 0,
-                "history": None}  # fmt: skip
+                "kernels_have_paid": False, "history": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values, _threads=Counter(), bound=WeakKeyDictionary(), compiled=WeakKeyDictionary())

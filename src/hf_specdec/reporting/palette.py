@@ -50,10 +50,10 @@ def colors_of(theme: Theme) -> Colors:
     """Return the colours of a theme.
 
     Raises:
-        InvalidConfigError: There is no such theme.
+        InvalidConfigError: The theme is unknown.
     """
     if theme not in THEMES:
-        raise InvalidConfigError(f"There is no theme {theme!r}.", f"Use one of {', '.join(map(repr, THEMES))}.")
+        raise InvalidConfigError(f"Unknown theme {theme!r}.", f"Use one of {', '.join(map(repr, THEMES))}.")
     return THEMES[theme]
 
 
@@ -84,7 +84,7 @@ def drawing(theme: Theme = "light") -> Iterator[tuple[Any, Colors]]:
 
     Raises:
         ImportError: matplotlib is not installed.
-        InvalidConfigError: There is no such theme.
+        InvalidConfigError: The theme is unknown.
     """
     colors_of(theme)
     from matplotlib import pyplot
