@@ -1,6 +1,7 @@
 """What the README shows: record the race, and draw race, bar chart and table from raw rows.
 
     python benchmarks/first_page.py record   # benchmarks/results/race_cpu_bf16.json, on an idle machine
+    python benchmarks/first_page.py calls    # benchmarks/results/first_calls_cpu_bf16.json, likewise
     python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg
     python benchmarks/first_page.py table    # the README's table
 
@@ -8,8 +9,11 @@ The rows of chart and table come from one run of `benchmarks/peers.py`, see `doc
 """
 
 import argparse
+import ast
 import json
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from html import escape
@@ -20,12 +24,15 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import bench
+from hf_specdec.bench.machine import versions
 from hf_specdec.generation import loading
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPT = "Write a Python class `Point` with the attributes x and y and the methods add and subtract."
 METHODS = {"plain": None, "auto": "auto"}
+FIRST_CALLS = {"code": PROMPT, "prose": "Why is the sky blue? Explain in detail."}
+"""Questions of `first_calls` beside the README's example, whose answers repeat little."""
 
 SHOWN = {
     "plain": "plain generate()",
@@ -97,6 +104,57 @@ def pieces(run, tokenizer):
         found.append([arrived[-1][0], len(arrived), text[len(before) :]])
         before = text
     return found
+
+
+# ------------------------------------------------------------------------------------------------- first calls
+
+
+def readme_task():
+    """Return the question of the README's example."""
+    code = (ROOT / "README.md").read_text().split("<!-- example -->", 1)[1]
+    return ast.literal_eval(code[code.index("text = (") + len("text = ") : code.index("chat = ")].strip())
+
+
+def first_calls(options):
+    """Time the first call of a process, in a new process for each question and method; write all times."""
+    questions = {"the README's example": readme_task(), **FIRST_CALLS}
+    rows = []
+    for turn in range(options.rounds):
+        for question, text in questions.items():
+            for method in METHODS:
+                command = [sys.executable, "-W", "ignore", __file__, "call", method, text]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                rows.append({"question": question, "method": method, "round": turn, **json.loads(done.stdout)})
+    written = {"environment": versions(torch.device("cpu")), "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    options.json.write_text(json.dumps(written, indent=1))
+    for question, found in first_seconds(written).items():
+        print(question, found)
+
+
+def first_seconds(written):
+    """Return the median seconds by question and method of what `first_calls` wrote."""
+    found = {}
+    for question in dict.fromkeys(row["question"] for row in written["rows"]):
+        found[question] = {
+            method: statistics.median(
+                row["seconds"] for row in written["rows"] if (row["question"], row["method"]) == (question, method)
+            )
+            for method in METHODS
+        }
+    return found
+
+
+def call(options):
+    """Print the seconds, tokens and forwards of the first call of this process as JSON."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, tokenizer = loading.load_model(None, None, torch.bfloat16)
+    inputs = loading.encode_chat(tokenizer, [options.text], model.device)
+    begin = time.perf_counter()
+    ids = model.generate(**inputs, max_new_tokens=128, do_sample=False, speculative=METHODS[options.method])
+    seconds, tokens = time.perf_counter() - begin, ids.shape[1] - inputs["input_ids"].shape[1]
+    forwards = tokens if options.method == "plain" else model.last_speculation.num_target_forwards
+    print(json.dumps({"seconds": seconds, "tokens": tokens, "forwards": forwards}))
 
 
 # ------------------------------------------------------------------------------------------------- the race
@@ -305,6 +363,14 @@ def main(arguments=None):
     recording.add_argument("--rounds", type=int, default=5)
     recording.add_argument("--threads", type=int, default=torch.get_num_threads())
     recording.set_defaults(run=record)
+    timing = commands.add_parser("calls", help="time first calls")
+    timing.add_argument("--json", type=Path, default=RESULTS / "first_calls_cpu_bf16.json")
+    timing.add_argument("--rounds", type=int, default=3)
+    timing.set_defaults(run=first_calls)
+    one = commands.add_parser("call", help="the first call of this process; used by `calls`")
+    one.add_argument("method", choices=[*METHODS])
+    one.add_argument("text")
+    one.set_defaults(run=call)
     drawing = commands.add_parser("draw", help="draw race and bar chart")
     drawing.add_argument("--race", type=Path, default=RESULTS / "race_cpu_bf16.json")
     drawing.add_argument("--docs", type=Path, default=ROOT / "docs")

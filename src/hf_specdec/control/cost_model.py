@@ -46,7 +46,8 @@ class CostModelController:
 
         The first step of a size counts as one-time work, see `StepCosts.add_shape`.
         """
-        width, share, arm = step.draft.tree.num_nodes, seconds.active_share, self._arms.arm
+        width, share, is_reference = step.draft.tree.num_nodes, seconds.active_share, not self._costs.is_plain_known
+        arm: Arm = "plain" if is_reference else self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
         is_usual = not self._costs.add_shape(width, share) and seconds.usual
@@ -58,6 +59,8 @@ class CostModelController:
         self._tokens[arm] += per_row
         self._emitted[arm] += sum(active)
         self._seconds[arm] += taken
+        if is_reference:  # one of the first steps, see `next`; what plain steps take is not known yet
+            return
         self._lost += max(0.0, taken - per_row * plain)
         if is_usual:
             self._arms.observe(per_row, taken, plain)
@@ -65,18 +68,20 @@ class CostModelController:
     def report(self) -> dict[str, Any]:
         """Return the widths of all steps, the fraction and cost of plain steps, and how both arms did.
 
-        `gain` is the speed-up over plain steps; 1.0 if there were no steps. `seconds_lost` adds up the time by which
+        `gain` is the speed-up over plain steps; 1.0 if there were no steps, or if no plain step was timed yet, in which
+        case `plain_step_seconds` is None. `seconds_lost` adds up the time by which
         steps took longer than plain steps for the same tokens would have. `tokens_per_second` has an entry for
         `"drafting"` and one for `"plain"`, of all rows together; None for an arm without steps.
         """
-        plain, widths = self._costs.plain, Counter(self._widths)
+        plain = self._costs.plain if self._costs.is_plain_known else None
+        widths = Counter(self._widths)
         seconds, tokens = sum(self._seconds.values()), sum(self._tokens.values())
         arms: tuple[Arm, ...] = ("drafting", "plain")
         return {
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),
             "plain_steps": widths[1] / len(self._widths) if self._widths else 0.0,
             "plain_step_seconds": plain,
-            "gain": tokens * plain / seconds if seconds else 1.0,
+            "gain": tokens * plain / seconds if seconds and plain is not None else 1.0,
             "seconds_lost": self._lost,
             "tokens_per_second": {
                 arm: self._emitted[arm] / self._seconds[arm] if self._seconds[arm] else None for arm in arms
