@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 first_page: Any = script("first_page")
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "first_page_cpu_bf16.json").read_text())
+FIRST_CALLS = json.loads((ROOT / "benchmarks" / "results" / "first_calls_cpu_bf16.json").read_text())
 RACE = json.loads((ROOT / "benchmarks" / "results" / "race_cpu_bf16.json").read_text())
 
 
@@ -37,10 +38,19 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     assert f"kernels alone give {rows['mean']['nothing+kernels'][0]:.2f}x" in text
 
 
+def test_times_of_first_calls_are_medians_of_their_rows() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
+    found = first_page.first_seconds(FIRST_CALLS)
+    for question, seconds in found.items():
+        assert re.search(rf"\| {question}.* \| {seconds['plain']:.2f} \| {seconds['auto']:.2f} \|", page), question
+    example = found["the README's example"]
+    assert f"takes {example['plain']:.2f} s for it, this call {example['auto']:.2f} s" in README
+
+
 def test_rows_have_a_commit_and_a_machine() -> None:
-    for recorded in (RESULTS, RACE):
+    for recorded in (RESULTS, RACE, FIRST_CALLS):
         assert re.fullmatch(r"[0-9a-f]{40}", recorded["environment"]["commit"])
-        assert {"device", "cores", "torch", "transformers", "date"} <= recorded["environment"].keys()
+        assert {"device", "cores", "torch", "transformers", "date"} <= {**recorded, **recorded["environment"]}.keys()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -46,7 +46,8 @@ class CostModelController:
 
         The first step of a size counts as one-time work, see `StepCosts.add_shape`.
         """
-        width, share, is_reference = step.draft.tree.num_nodes, seconds.active_share, not self._costs.is_plain_known
+        width, share = step.draft.tree.num_nodes, seconds.active_share
+        is_reference = not self._costs.is_plain_known
         arm: Arm = "plain" if is_reference else self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
@@ -81,7 +82,7 @@ class CostModelController:
             "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),
             "plain_steps": widths[1] / len(self._widths) if self._widths else 0.0,
             "plain_step_seconds": plain,
-            "gain": tokens * plain / seconds if seconds and plain is not None else 1.0,
+            "gain": tokens * plain / seconds if seconds and plain else 1.0,
             "seconds_lost": self._lost,
             "tokens_per_second": {
                 arm: self._emitted[arm] / self._seconds[arm] if self._seconds[arm] else None for arm in arms
