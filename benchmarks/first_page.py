@@ -149,6 +149,8 @@ def call(options):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     model, tokenizer = loading.load_model(None, None, torch.bfloat16)
+    for name in list(model.drafters):  # as in the README's example, no head is loaded
+        model.remove_drafter(name)
     inputs = loading.encode_chat(tokenizer, [options.text], model.device)
     begin = time.perf_counter()
     ids = model.generate(**inputs, max_new_tokens=128, do_sample=False, speculative=METHODS[options.method])

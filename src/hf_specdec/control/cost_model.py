@@ -69,10 +69,10 @@ class CostModelController:
     def report(self) -> dict[str, Any]:
         """Return the widths of all steps, the fraction and cost of plain steps, and how both arms did.
 
-        `gain` is the speed-up over plain steps; 1.0 if there were no steps, or if no plain step was timed yet, in which
-        case `plain_step_seconds` is None. `seconds_lost` adds up the time by which
-        steps took longer than plain steps for the same tokens would have. `tokens_per_second` has an entry for
-        `"drafting"` and one for `"plain"`, of all rows together; None for an arm without steps.
+        `gain` is the speed-up over plain steps; 1.0 if there were no steps, or if no plain step was timed yet: then
+        `plain_step_seconds` is None. `seconds_lost` adds up the time by which steps took longer than plain steps for
+        the same tokens would have. `tokens_per_second` has an entry for `"drafting"` and one for `"plain"`, of all
+        rows together; None for an arm without steps.
         """
         plain = self._costs.plain if self._costs.is_plain_known else None
         widths = Counter(self._widths)
