@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import bench
 from hf_specdec.bench.machine import versions
 from hf_specdec.generation import loading
+from hf_specdec.reporting.step_streamer import StepStreamer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,22 +50,6 @@ SHOWN = {
 # ------------------------------------------------------------------------------------------------- recording
 
 
-class Recorder(BaseStreamer):
-    """Keeps the seconds at which token ids arrive, since `begin`."""
-
-    def __init__(self):
-        self.arrived, self.begin, self._is_prompt = [], time.perf_counter(), True
-        self.steps = None  # tokens of the prefill and of each step; None: one each
-
-    def put(self, value):
-        if not self._is_prompt:
-            self.arrived.append((time.perf_counter() - self.begin, value.item()))
-        self._is_prompt = False
-
-    def end(self):
-        self.seconds = time.perf_counter() - self.begin
-
-
 def record(options):
     """Answer the prompt several times, plainly and with `auto` in turn; write the run of median length of each."""
     transformers.logging.set_verbosity_error()
@@ -76,34 +60,26 @@ def record(options):
     runs = {name: [] for name in METHODS}
     for turn in range(options.rounds + 1):
         for name, speculative in METHODS.items():
-            recorder = Recorder()
+            recorder = StepStreamer(tokenizer)
             model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=recorder,
                            speculative=speculative)  # fmt: skip
-            if speculative is not None:
-                recorder.steps = [1, *model.last_speculation.accepted_per_step[0]]
             if turn:  # the first round warms up
                 runs[name].append(recorder)
     chosen = {name: sorted(found, key=lambda run: run.seconds)[len(found) // 2] for name, found in runs.items()}
     written = {
         "environment": bench.environment(model), "prompt": PROMPT,
         "seconds_of_all_runs": {name: [run.seconds for run in found] for name, found in runs.items()},
-        "runs": {name: {"seconds": run.seconds, "pieces": pieces(run, tokenizer)} for name, run in chosen.items()},
+        "runs": {
+            name: {
+                "seconds": run.seconds,
+                "pieces": [[piece.seconds, piece.num_tokens, piece.text] for piece in run.pieces],
+            }
+            for name, run in chosen.items()
+        },
     }  # fmt: skip
     options.json.write_text(json.dumps(written, indent=1))
     for name, found in runs.items():
         print(f"{name}: {statistics.median(run.seconds for run in found):.2f} s")
-
-
-def pieces(run, tokenizer):
-    """Return `[seconds, number of tokens, text]` of every step of a run."""
-    found, ids, before = [], [], ""
-    for count in run.steps or [1] * len(run.arrived):
-        arrived = run.arrived[len(ids) : len(ids) + count]
-        ids += [token for _, token in arrived]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        found.append([arrived[-1][0], len(arrived), text[len(before) :]])
-        before = text
-    return found
 
 
 # ------------------------------------------------------------------------------------------------- first calls

@@ -24,55 +24,42 @@ from threading import Thread
 
 import gradio as gr
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
 
 QUESTION = "Write a Python function that returns the mean of a list of numbers, and explain it line by line."
 CSS = ".speed { margin-top: 0.6em; font-size: 0.85em; opacity: 0.75; font-variant-numeric: tabular-nums; }"
 
 
-class StepStreamer(BaseStreamer):
-    """A queue with the text of each decoding step as it is decoded; None at the end, or an error.
+class StepQueue(StepStreamer):
+    """A queue with the text of each decoding step as it is decoded; None at the end, or an error."""
 
-    Args:
-        tokenizer: The model's tokenizer.
-        plain: Whether the call is plain `generate()`, in which every token is a step and `end_step` is not called.
-    """
-
-    def __init__(self, tokenizer, plain):
-        self.steps, self.stopped, self.plain = Queue(), False, plain
-        self._tokenizer, self._decoder = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
-        self._text, self._num_tokens, self._num_steps, self._prompt_seen = "", 0, 0, False
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.steps, self.stopped = Queue(), False
 
     def put(self, value):
         """Take the prompt, which comes first, or one token."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
         if self.stopped:
             raise InterruptedError("The reader has stopped.")
-        self._text += self._decoder.step(self._tokenizer, int(value)) or ""  # None within a character
-        self._num_tokens += 1
-        if self.plain:
-            self.end_step()
+        super().put(value)
 
-    def end_step(self):
-        """Send the text of this step; called after the last token of each step."""
-        self.steps.put(Piece(self._text, self._num_tokens, self._num_steps))
-        self._text, self._num_tokens, self._num_steps = "", 0, self._num_steps + 1
+    def add(self, piece):
+        """Send the text of a step."""
+        self.steps.put(Piece(piece.text, piece.num_tokens, len(self.pieces) - 1))
 
     def end(self):
+        super().end()
         self.steps.put(None)
 
 
 def stream_steps(model, tokenizer, messages, **options):
     """Yield the steps of an answer (`Piece`s); generation runs in a thread, and ends when the reader stops."""
-    streamer = StepStreamer(tokenizer, plain=options["speculative"] is None)
+    streamer = StepQueue(tokenizer)
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)

@@ -10,9 +10,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 import torch
+from matplotlib import pyplot
 from PIL import Image
 
 from hf_specdec import viz
@@ -54,7 +54,7 @@ def size(png: bytes) -> tuple[int, int]:
 
 def test_without_a_kernel_several_steps_are_one_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    open_figures = matplotlib.pyplot.get_fignums()  # of other tests
+    open_figures = pyplot.get_fignums()  # of other tests
     one, three = (viz.step_through(steps(), Letters(), num_static=number) for number in (1, 3))
     assert one.box is None
     assert size(three.png)[1] > 2 * size(one.png)[1]
@@ -64,7 +64,7 @@ def test_without_a_kernel_several_steps_are_one_picture(tmp_path: Any, monkeypat
     assert set(shown) == {"image/png", "text/plain"}
     three.save(tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes() == three.png
-    assert matplotlib.pyplot.get_fignums() == open_figures  # a notebook would show open figures as well
+    assert pyplot.get_fignums() == open_figures  # a notebook would show open figures as well
 
 
 def test_a_notebook_gets_a_slider_with_a_page_per_step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.cli.status import working
 from hf_specdec.generation.loading import encode
 from hf_specdec.generation.state import state_of
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
+from hf_specdec.reporting.step_streamer import StepStreamer, TimedPiece
 
 PROMPT = (
     "Correct the grammar and spelling of this paragraph:\n\n"
@@ -33,64 +33,35 @@ WARM_UP_TOKENS = 8
 COMPILED = 'The speculative run also used faster code for each forward (compile="auto"); plain generate() does not.'
 
 
-@dataclass(slots=True)
-class Answer(BaseStreamer):
-    """Streamer that keeps an answer in pieces, one per step, with its clock; `write` gets each piece of text."""
+class Answer(StepStreamer):
+    """Streamer that keeps an answer with a clock that can be read while it runs; `write` gets each piece of text."""
 
-    tokenizer: Any
-    write: Callable[[str], None] = lambda _: None
-    pieces: list[tuple[str, int]] = field(default_factory=list)  # text and number of tokens of each step
-    begin: float | None = None  # of the call of generate(); None before it
-    end_time: float | None = None  # None before the answer is complete
-    ids: list[int] = field(default_factory=list)
-    _num_shown: int = 0  # tokens in `pieces`
-    _length: int = 0  # characters in `pieces`
-    _by_step: bool = False  # whether `end_step` is called; plain generate() does not call it
-    _is_prompt: bool = True
+    def __init__(self, tokenizer: Any, write: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__(tokenizer)
+        self.write = write
+        self.is_started = False
+        self.end_time: float | None = None  # None before the answer is complete
 
     def start(self) -> None:
         """Start the clock."""
-        self.begin = time.perf_counter()
+        super().start()
+        self.is_started = True
 
-    def put(self, value: Tensor) -> None:
-        """Take the next token; the first call has the prompt."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self.ids += value.flatten().tolist()
-        if not self._by_step:
-            self._add()
-
-    def end_step(self) -> None:
-        """Make one piece of the tokens since the last call."""
-        self._by_step = True
-        self._add()
+    def add(self, piece: TimedPiece) -> None:
+        """Write the text of a piece."""
+        self.write(piece.text)
 
     def end(self) -> None:
         """Stop the clock."""
-        self._add(is_last=True)
+        super().end()
         self.end_time = time.perf_counter()
-
-    def _add(self, *, is_last: bool = False) -> None:
-        """Add the text of new tokens; half a character waits for the rest."""
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        new = text[self._length :]
-        if new and (is_last or not new.endswith("�")):
-            self.pieces.append((new, len(self.ids) - self._num_shown))
-            self._num_shown, self._length = len(self.ids), len(text)
-            self.write(new)
 
     @property
     def seconds(self) -> float:
         """Seconds since the start; of the whole call if it has ended."""
-        if self.begin is None:
+        if not self.is_started:
             return 0.0
         return (time.perf_counter() if self.end_time is None else self.end_time) - self.begin
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens so far per second; 0 before the first."""
-        return len(self.ids) / self.seconds if self.ids else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from rich.text import Text
 from hf_specdec.cli.demo import COMPILED, Answer, DemoResult
 from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import shown_tau
+from hf_specdec.reporting.step_streamer import TimedPiece
 
 WIDEST, NARROWEST = 120, 64
 """Columns of the whole display; in a terminal with fewer than `NARROWEST`, one panel stands above the other."""
@@ -55,7 +56,7 @@ class Race:
                 Text("\n").join(lines_of[-rows:]) if answer.pieces else Text(waiting(answer), style="dim"),
                 title=f"[bold]{name}[/bold]", title_align="left", subtitle=clock(answer), subtitle_align="left",
                 height=rows + 2, border_style="green" if answer.end_time is not None else "blue"
-                if answer.begin is not None else "dim",
+                if answer.is_started else "dim",
             )
             for (name, answer), lines_of in zip(self._answers.items(), lines, strict=True)
         ]  # fmt: skip
@@ -70,22 +71,22 @@ class Race:
 
 def waiting(answer: Answer) -> str:
     """Return the text of a panel without tokens."""
-    return "reading the prompt" if answer.begin is not None else "runs after the other, to have the machine to itself"
+    return "reading the prompt" if answer.is_started else "runs after the other, to have the machine to itself"
 
 
 def clock(answer: Answer) -> str:
     """Return time, tokens and tokens per second of an answer."""
-    if answer.begin is None:
+    if not answer.is_started:
         return "waiting"
-    return f"{answer.seconds:.1f} s · {len(answer.ids)} tokens · {answer.tokens_per_second:.1f} tokens/s"
+    return f"{answer.seconds:.1f} s · {answer.num_tokens} tokens · {answer.tokens_per_second:.1f} tokens/s"
 
 
-def colored_pieces(pieces: Sequence[tuple[str, int]], *, colored: bool) -> Text:
+def colored_pieces(pieces: Sequence[TimedPiece], *, colored: bool) -> Text:
     """Return pieces of text as one text; each piece of several tokens gets the next colour."""
     text, number = Text(), 0
-    for piece, num_tokens in list(pieces):
-        several = colored and num_tokens > 1
-        text.append(piece, style=PALETTE[number % len(PALETTE)] if several else None)
+    for piece in list(pieces):
+        several = colored and piece.num_tokens > 1
+        text.append(piece.text, style=PALETTE[number % len(PALETTE)] if several else None)
         number += several
     text.rstrip()
     return text
