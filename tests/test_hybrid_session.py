@@ -305,12 +305,15 @@ def test_experience_and_costs_stay_with_the_model(llama: Any, caplog: pytest.Log
         answers(llama, "auto")
     ((_, costs),) = state.costs
     assert costs.is_plain_known
+    eagerly = {"method": "auto", "compile": "none"}
     with caplog.at_level("INFO", logger="hf_specdec.control.costs"):
-        llama.warmup({"method": "auto", "compile": "none"})  # measured ones take their place
+        llama.warmup(eagerly)  # knows what real steps took
+        assert not caplog.records
+        for _ in range(2):
+            llama.warmup(eagerly, batch_size=3)
     (record,) = caplog.records
-    assert record.message.startswith("A step of LlamaForCausalLM with batch size 1")
-    ((_, measured),) = state.costs
-    assert measured is not costs
+    assert record.message.startswith("A step of LlamaForCausalLM with batch size 3")
+    assert [known for _, known in state.costs][1] is costs
     name, new = "token_recycling", LearnedStats()
     assert state.learned.trust(name) != new.trust(name)
     another = copy.deepcopy(llama)

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 from matplotlib import pyplot

@@ -270,14 +270,15 @@ def current_costs(
 def measure_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> None:
-    """Time steps of all widths, so that the first call need not learn what they cost.
+    """Time steps of all widths, so that the first call need not learn what they cost; nothing if steps have shown it.
 
     Args:
         model, facts, rows, widest, runner: See `current_costs`.
         context: Tokens of the prompt.
     """
-    costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
-    _keep_costs(state_of(model), _costs_key(model, facts, rows, runner), costs)
+    if not current_costs(model, facts, rows=rows, widest=widest, runner=runner).is_plain_known:
+        costs = StepCosts.measure(model, facts, rows=rows, widest=widest, context=context, runner=runner)
+        _keep_costs(state_of(model), _costs_key(model, facts, rows, runner), costs)
 
 
 def _costs_key(
