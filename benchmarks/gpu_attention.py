@@ -41,6 +41,8 @@ KERNELS = {
     "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH",
 }  # fmt: skip
 PACKAGE = "hf_specdec"
+NAME_LENGTH, SLOWEST = 80, 14
+"""Characters kept of an operation's name, and number of operations reported, the slowest first."""
 FEWER_LAYERS = (2, 4)
 """Layers of the models that inductor compiles; times are extrapolated linearly to 32 layers."""
 AFTER_A_FAILURE = "after a failure"
@@ -208,7 +210,12 @@ def attention(kit: Kit) -> None:
                     ours[keys, nodes] = layer.step(name, keys)
     kit.bar("growing key length, times a fixed one: the package's attention", worst)
     for (keys, nodes), step in ours.items():
-        kit.row(kernel=PACKAGE, keys=keys, nodes=nodes, operations=Counter(device_operations(step, device)))
+        kit.row(
+            kernel=PACKAGE,
+            keys=keys,
+            nodes=nodes,
+            operations=Counter(name for name, _ in device_operations(step, device)),
+        )
 
 
 # ----------------------------------------------------------------------------------------------- verification
@@ -249,30 +256,43 @@ def verify(kit: Kit) -> None:
         with prefilled(model, None, NODES, context) as run:
             logits = {width: run(width) for width in NODES}
             eager = {width: 1000 * seconds_of(lambda width=width: run(width), device, 5, 1) for width in NODES}
+            with kernel("math"):
+                rounding = {width: distance(run(width), logits[width]) for width in NODES}
         with prefilled(model, runner, NODES, context) as run:
             for width in NODES:
                 found = captured_step(run, width, runner, device)
                 apart, times = distance(run(width), logits[width]), found["captured_ms"] / floor
                 kit.row(
-                    context=context, nodes=width, eager_ms=eager[width], distance=apart, times_floor=times, **found
-                )
-                far, slow = [*far, apart], [*slow, times]
-    kit.bar("relative distance of a replay from the eager forward", largest(far))
+                    context=context, nodes=width, eager_ms=eager[width], distance=apart, rounding=rounding[width],
+                    times_floor=times, **found,
+                )  # fmt: skip
+                far, slow = [*far, apart / max(rounding[width], 1e-6)], [*slow, times]
+    kit.bar("distance of a replay from the eager forward, times that of SDPA's math kernel", largest(far))
     kit.bar("captured verification, times the copy floor", largest(slow))
     for key, shape in runner._captures._shapes.items():  # last, because profilers have crashed with graphs
         if shape.replay is not None:
             operations = device_operations(shape.replay, device)
-            kit.row(rows_width_bucket=key, graph_nodes=len(operations) if operations else None)
+            times = Counter()
+            for name, seconds in operations:
+                times[name[:NAME_LENGTH]] += 1000 * seconds
+            kit.row(
+                rows_width_bucket=key, graph_nodes=len(operations) or None, device_ms=sum(times.values()),
+                slowest_ms=dict(times.most_common(SLOWEST)),
+            )  # fmt: skip
 
 
-def device_operations(run: Callable[[], Any], device: Any) -> list[str]:
-    """Return the device operations of a function, for a replay those of its graph; empty if the profiler sees none."""
+def device_operations(run: Callable[[], Any], device: Any) -> list[tuple[str, float]]:
+    """Return names and seconds of a function's device operations, for a replay those of its graph.
+
+    The list is empty if the profiler shows nothing of this device.
+    """
     import torch
 
     with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiled:
         run()
         synchronize(device)
-    return [event.name for event in profiled.events() if event.device_type != torch.autograd.DeviceType.CPU]
+    on_device = [event for event in profiled.events() if event.device_type != torch.autograd.DeviceType.CPU]
+    return [(event.name, (event.time_range.end - event.time_range.start) / 1e6) for event in on_device]
 
 
 def inductor(kit: Kit) -> None:

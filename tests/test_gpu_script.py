@@ -196,7 +196,7 @@ def test_quick_is_what_it_says(items: dict[str, Any]) -> None:
     assert quick == ["environment", "verify", "capture", "tests"]
     names = [item.name for item in items["gpu_items"].ITEMS]
     assert names == ["environment", "attention", "verify", "oracle", "eagle", "auto", "capture", "calls", "endurance",
-                     "tests", "inductor"]  # fmt: skip
+                     "text", "tests", "inductor", "static"]  # fmt: skip
 
 
 def test_the_capture_matrix_builds_what_it_names() -> None:
@@ -451,6 +451,42 @@ def test_the_gpu_tests_are_counted_as_they_end(
     assert rows(tmp_path / "rows.jsonl")[-1]["reason"] == "pytest is not installed"
 
 
+def test_answers_to_texts_are_timed_and_compared(
+    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peers import NothingDrafter
+
+    import drafters
+    import zoo
+    from hf_specdec import SpeculativeGenerationMixin, bench
+
+    text = importlib.import_module("gpu_text")
+
+    def packaged(kit: Any) -> tuple[Any, Any, list[Any]]:
+        model = SpeculativeGenerationMixin.attach(zoo.build("llama").to(kit.device))
+        drafters.BY_NAME["eagle"].add(model)
+        model.add_drafter(NothingDrafter())
+        return model, zoo.chat_tokenizer(), [bench.Question(str(n), "chat", (f"w1{n} w20 w1{n}",)) for n in range(3)]
+
+    for name, value in (("packaged", packaged), ("NEW_TOKENS", 8)):
+        monkeypatch.setattr(text, name, value)
+    monkeypatch.setattr(text, "METHODS", [*text.METHODS[:1], "auto"])
+    found = measured(on_cpu, "text", tmp_path / "rows.jsonl")
+    rows = [row for row in found if row["kind"] == "row"]
+    assert {(row["question_id"], row["method"]) for row in rows if "seconds" in row} == {
+        (str(n), method) for n in range(3) for method in ("plain", "transformers_prompt_lookup", "auto")
+    }
+    (summary,) = [row for row in rows if row.get("method") == "auto" and "times_plain" in row]
+    assert 0 < summary["worst"] <= summary["times_plain"]
+    assert [row["equal"] for row in rows if "float32" in row] == [True] * len(text.EXACT)
+    assert [row["captured"] != [] for row in rows if row.get("forwards") == "cuda_graph"] == [True]
+    assert text.timed(text_kit(on_cpu, tmp_path), *packaged(text_kit(on_cpu, tmp_path)), ["auto"], 0)["auto"]
+
+
+def text_kit(items: dict[str, Any], folder: Path) -> Any:
+    return items["gpu_items"].Kit("text", options_for(folder / "others.jsonl", "cpu"))
+
+
 # ------------------------------------------------------------------------------------------- on the simulated device
 
 
@@ -466,7 +502,7 @@ def test_every_item_runs_on_the_simulated_device(tmp_path: Path) -> None:
     found = {path.stem: rows(path) for path in tmp_path.glob("*.jsonl")}
     bars = {(name, row["bar"]): row for name, lines in found.items() for row in lines if row["kind"] == "bar"}
     for name, bar in (
-        ("verify", "relative distance of a replay from the eager forward"),
+        ("verify", "distance of a replay from the eager forward, times that of SDPA's math kernel"),
         ("oracle", "answers that differ from plain"),
         ("capture", "architectures that are wrong, or fail"),
         ("capture", "captures that work after one that failed"),
@@ -479,7 +515,7 @@ def test_every_item_runs_on_the_simulated_device(tmp_path: Path) -> None:
     assert any("cannot be captured" in row["text"] for row in found["capture"] if row["kind"] == "warning")
 
 
-ON_THE_CPU = ("auto", "calls", "endurance", "tests", "inductor")
+ON_THE_CPU = ("auto", "calls", "endurance", "text", "tests", "inductor", "static")
 """Items whose tests run there."""
 
 

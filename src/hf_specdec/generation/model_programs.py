@@ -154,7 +154,7 @@ def _build(
             runner = make_runner(model, facts, layers, mode)
     except CaptureError as error:
         how = "captured" if mode == "cuda_graph" else "compiled"
-        level = logging.WARNING if requested else logging.INFO
+        level = logging.WARNING if requested or mode == "cuda_graph" else logging.INFO  # without graphs a GPU idles
         logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
         return None
     if mode != "cuda_graph":

@@ -59,8 +59,8 @@ def unsupported_reason(model: PreTrainedModel, facts: TargetFacts) -> str:
     """Return why the forward can be neither compiled nor captured, or an empty string if no reason is known."""
     if not facts.supports_trees:
         return f"it verifies chains only: {facts.chain_only_reason}"
-    if not facts.uses_packed_attention:
-        return "its layers do not take an attention function by name"
+    if facts.unpacked_reason:
+        return facts.unpacked_reason
     if facts.fingerprint.hooks:
         return "it has forward hooks, which a compiled forward would not call"
     if facts.uses_autocast and model.dtype in (torch.float32, torch.float64):

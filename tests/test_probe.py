@@ -1,0 +1,111 @@
+"""How `verification/probe.py` tells rounding from a wrong forward in half precision."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from hf_specdec.generation import model_programs
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification import probe
+from hf_specdec.verification.programs import CaptureError
+
+PLAIN = torch.ones(6, 4)
+
+
+def compared(distances: list[float], rounding: list[float]) -> str:
+    """The message of `_compare` for logits at these relative distances; empty if it accepts them."""
+    actual = PLAIN * (1 + torch.tensor(distances))[:, None]
+    try:
+        probe._compare(actual, PLAIN, torch.tensor(rounding), "at node 1")
+    except probe._CannotVerifyError as error:
+        return str(error)
+    return ""
+
+
+def test_a_text_that_is_sensitive_to_rounding_is_accepted() -> None:
+    """On an H100, SmolLM2's logits at one node moved by more than a tenth, twice as much as its own rounding error."""
+    assert not compared([0.006, 0.15, 0.12, 0.005, 0.1, 0.12], [0.005, 0.07, 0.06, 0.004, 0.05, 0.06])
+
+
+def test_a_small_change_of_a_text_with_little_rounding_is_refused() -> None:
+    wrong = compared([0.006, 0.005, 0.004, 0.06, 0.05, 0.001], [0.005, 0.005, 0.004, 0.004, 0.003, 0.004])
+    assert wrong == (
+        "its logits at node 1 in a padded row differ from plain decoding's "
+        "by 15.0 times the rounding error of its forward"
+    )
+
+
+def test_a_rounding_error_that_is_zero_by_chance_or_unusually_large_decides_nothing() -> None:
+    assert not compared([0.01] * 6, [0.0] * 6)
+    assert compared([0.7] * 6, [0.5] * 6)
+    assert compared([float("nan")] * 6, [0.5] * 6)
+
+
+def test_why_the_attention_is_not_used_is_kept() -> None:
+    assert probe.inspect_target(zoo.build("llama")).unpacked_reason == ""
+    reason = probe.inspect_target(zoo.build("falcon")).unpacked_reason
+    assert reason.startswith("with another attention function, its logits after a committed path differ")
+
+
+@pytest.mark.parametrize(("mode", "level"), [("cuda_graph", logging.WARNING), ("kernels", logging.INFO)])
+def test_a_model_without_graphs_is_a_warning_even_if_nobody_asked_for_them(
+    mode: Any, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise CaptureError("for a reason")
+
+    monkeypatch.setattr(model_programs, "make_runner", refuse)
+    model = zoo.build("llama")
+    with caplog.at_level(logging.INFO, "hf_specdec"):
+        assert model_programs._build(model, probe.inspect_target(model), frozenset(), mode, requested=False) is None
+    (record,) = [record for record in caplog.records if "for a reason" in record.message]
+    assert record.levelno == level
+
+
+# ------------------------------------------------------------------------------------- the small model, with noise
+
+
+def with_noise(seed: int) -> Callable[..., Tensor]:
+    """A linear layer whose outputs are off by one unit in the last place in 30 % of cases, as between two kernels."""
+    linear, generator = torch.nn.functional.linear, torch.Generator().manual_seed(seed)
+
+    def noisy(*args: Any) -> Tensor:
+        exact = linear(*args)
+        draw = torch.rand(exact.shape, generator=generator)
+        return (exact.float() * (1 + ((draw < 0.15).float() - (draw > 0.85).float()) / 256)).to(exact.dtype)
+
+    return noisy
+
+
+@pytest.fixture
+def small_bfloat16(small_model_path: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        monkeypatch.setattr(torch.nn.functional, "linear", with_noise(seed))
+        assert probe.inspect_target(small_bfloat16).unpacked_reason == "", seed
+    right = TokenTree.ancestor_mask
+
+    def sibling_seen(tree: TokenTree) -> Tensor:
+        mask = right(tree).clone()
+        if mask.shape[-1] == 4:
+            mask[:, 2, 1] = True
+        return mask
+
+    monkeypatch.setattr(TokenTree, "ancestor_mask", sibling_seen)
+    facts = probe.inspect_target(small_bfloat16)
+    assert not facts.supports_trees
+    assert "at node 2 of [-1, 0, 0, 1]" in facts.chain_only_reason
