@@ -213,6 +213,34 @@ def test_the_files_of_the_kit_are_in_the_source_distribution() -> None:
     assert all(f'"{part}"' in line for part in ("/src", "/tests", "/benchmarks/*.py"))
 
 
+def test_the_published_figures_of_a_gpu_are_those_of_the_rows() -> None:
+    root = BENCHMARKS.parent
+    page = (root / "docs" / "benchmarks" / "results.md").read_text()
+    page = " ".join(page[page.index("## On a GPU") :].split())
+    recorded = json.loads((BENCHMARKS / "results" / "gpu_h100.json").read_text())
+    found = [row for row in recorded["runs"][0]["rows"] if row["kind"] == "row"]
+    plain = next(row for row in found if row.get("method") == "plain")
+    speed = plain["tokens_per_second"]
+    assert f"| plain `generate()` | {plain['milliseconds_per_token']:.1f} | {speed:.0f} |" in page
+    steps = {(row["form"], row["wanted_tau"]): row for row in found if row.get("method") == "oracle"}
+    for tau in (1.0, 3.0, 4.5):
+        eager, graphs = steps["none", tau], steps["cuda_graph", tau]
+        cells = [
+            f"oracle, tau {graphs['tau']:.1f}", f"{eager['milliseconds_per_step']:.1f}",
+            f"{eager['tokens_per_second']:.0f}", f"{graphs['milliseconds_per_step']:.1f}",
+            f"{graphs['tokens_per_second']:.0f}", f"{graphs['tokens_per_second'] / speed:.1f}x",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
+    readme = " ".join((root / "README.md").read_text().split())
+    graphs_alone, tau_3 = (steps["cuda_graph", tau]["tokens_per_second"] / speed for tau in (1.0, 3.0))
+    assert f"decodes at {tau_3:.1f}x plain if {steps['cuda_graph', 3.0]['tau']:.1f} tokens are accepted" in readme
+    assert f"CUDA graphs alone give {graphs_alone:.1f}x" in readme
+    eager, captured = [row for row in found if row["item"] == "eagle"]
+    assert f"| {eager['ms_per_step']:.1f} | | {captured['ms_per_step']:.1f} | | |" in page
+    times = {row["nodes"]: row["captured_ms"] for row in found if row.get("context") == 512}
+    assert "{:.1f}, {:.1f}, {:.1f} and {:.1f} ms for 1, 8, 32 and 64".format(*times.values()) in page
+
+
 # ------------------------------------------------------------------------------------------------- on the CPU
 
 
