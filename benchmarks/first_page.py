@@ -25,6 +25,7 @@ import transformers
 from hf_specdec import bench
 from hf_specdec.bench.machine import versions
 from hf_specdec.generation import loading
+from hf_specdec.generation.state import state_of
 from hf_specdec.reporting.step_streamer import StepStreamer
 
 ROOT = Path(__file__).parents[1]
@@ -51,15 +52,19 @@ SHOWN = {
 
 
 def record(options):
-    """Answer the prompt several times, plainly and with `auto` in turn; write the run of median length of each."""
+    """Answer the prompt several times, plainly and with `auto` in turn; write the run of median length of each.
+
+    Drafters forget what they learned from the prompt before every run.
+    """
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     model, tokenizer = loading.load_model(None, None, torch.bfloat16)
     inputs = loading.encode_chat(tokenizer, [PROMPT], model.device)
     model.warmup("auto", prompt_length=inputs["input_ids"].shape[1])
-    runs = {name: [] for name in METHODS}
+    runs, nothing_learned = {name: [] for name in METHODS}, state_of(model).state_dict()
     for turn in range(options.rounds + 1):
         for name, speculative in METHODS.items():
+            state_of(model).load_state_dict(nothing_learned)
             recorder = StepStreamer(tokenizer)
             model.generate(**inputs, max_new_tokens=options.max_new_tokens, do_sample=False, streamer=recorder,
                            speculative=speculative)  # fmt: skip

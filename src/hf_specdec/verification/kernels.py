@@ -35,8 +35,8 @@ kernel_forward.h refuses the other inputs."""
 LONG = 1024
 """Caches of at most `LONG * B` keys per row are not split (B: batch size).
 
-On an H100, a layer of an 8B model (one node) takes 34 us with 768 keys unsplit, and with 3,072 keys 15 us for the parts
-and about 20 us for merging them (`benchmarks/results/gpu_h100.json`). Each batch row costs one more kernel call."""
+On an H100, a layer of an 8B model (one node) takes 34 us with 768 keys unsplit, and with 3,072 keys 15 us for the
+parts and about 20 us for merging them (`benchmarks/results/gpu_h100.json`). Each batch row costs one more call."""
 SHORTEST_PART = 128
 """Minimum number of keys in a part."""
 MOST_PARTS = 16
