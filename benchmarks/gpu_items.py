@@ -392,7 +392,7 @@ ITEMS = (
     Item("auto", elsewhere("gpu_steps", "auto"), 60, bars=(
         Bar("steps from a capture to the next query of the head", at_most=20),
     )),
-    Item("capture", elsewhere("gpu_attention", "capture_matrix"), 90, is_quick=True, bars=(
+    Item("capture", elsewhere("gpu_attention", "capture_matrix"), 120, is_quick=True, bars=(
         Bar("architectures that are wrong, or fail", at_most=0),
         Bar("captures that work after one that failed", at_least=1),
     )),
