@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_specdec.control import constants
 from hf_specdec.control.constants import MIN_BATCH_GAIN
 from hf_specdec.control.head_schedule import HeadSchedule
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.learned_stats import UNKNOWN, LearnedStats
 from hf_specdec.control.tree_width import StopRule, Width, best_width
 from hf_specdec.drafters.candidates import (
     Candidate,
@@ -103,7 +103,7 @@ def test_merged_trees_are_the_best_of_their_size(made: list[Table]) -> None:
 
 def test_equal_tokens_are_one_node_and_others_share_what_is_left() -> None:
     sure, guess = Table({(1,): 0.8, (2,): 0.1}), Table({(1,): 0.5, (3,): 0.5, (4,): 0.3})
-    children = merge_children([sure, guess], [(), ()], [1.0, 1.0])
+    children = merge_children([sure, guess], [(), ()], [UNKNOWN, UNKNOWN])
     assert [child.token for child in children] == [1, 3, 4, 2]
     first, second, third, fourth = (child.probability for child in children)
     assert first == 0.8  # the larger of the two
@@ -111,7 +111,9 @@ def test_equal_tokens_are_one_node_and_others_share_what_is_left() -> None:
     assert third == pytest.approx(0.3 * (1 - 0.8))
     assert fourth == pytest.approx(min(0.1 * (1 - second - third), 1 - first - second - third))
     assert first + second + third + fourth <= 1
-    assert merge_children([sure, guess], [(), None], [1.0, 1.0])[1].token == 2  # only who knows the place is asked
+    assert (
+        merge_children([sure, guess], [(), None], [UNKNOWN, UNKNOWN])[1].token == 2
+    )  # only who knows the place is asked
 
 
 def test_limits_of_a_merged_tree() -> None:
@@ -274,7 +276,7 @@ def test_what_was_learned_is_recalled_by_all_who_share_it() -> None:
     hybrid = HybridDrafter({"token_recycling": recycling, "prompt_lookup": PromptLookupDrafter()})
     other = hybrid.with_parts(lambda part: part)
     before, empty = hybrid.state_dict(), recycling.table.ids[0].clone()
-    hybrid.learned.count("head", 2.0, True)
+    hybrid.learned.count("head", [(3, 0.9)], 4)
     recycling.table.ids[0][3] = 4
     after, trust, learned = hybrid.state_dict(), hybrid.learned.trust("head"), recycling.table.ids[0].clone()
     hybrid.load_state_dict(before)

@@ -106,12 +106,31 @@ def test_expected_and_accepted_drafts_are_counted() -> None:
     report = session.report()
     assert (report["free_sources"], report["queries"]) == (["free"], {})
     assert (report["expected_drafts"], report["accepted_drafts"]) == (pytest.approx(expected), 3)
-    # per position and row: 0.9 expected and a hit, 0.5, 0.5 and a miss, nothing; then 0.3 and a miss
-    total, hits = 0.0, 0.0
-    for promised, hit in ((0.9, 1), (0.5, 1), (0.5, 0), (0.3, 0)):
-        total, hits = 0.99 * total + promised, 0.99 * hits + hit
-    assert learned.trust("free") == pytest.approx((hits + 1) / (total + 1))
-    assert learned.trust("other") == 1
+    # per position and row: 0.8 and a hit, and 0.1; 0.5 and a hit; 0.5 and a miss; then 0.3 and a miss
+    classes = [[0.0, 0.0] for _ in range(4)]  # below 0.3, 0.6, 0.85 and above
+    for position in (((2, 0.8, 1), (0, 0.1, 0)), ((1, 0.5, 1),), ((1, 0.5, 0),), ((1, 0.3, 0),)):
+        classes = [[0.99 * total, 0.99 * hits] for total, hits in classes]
+        for index, promised, hit in position:
+            classes[index][0] += promised
+            classes[index][1] += hit
+    sums = [sum(column) for column in zip(*classes, strict=True)]
+    others = [(sums[1] - hits + 1) / (sums[0] - total + 1) for total, hits in classes]
+    assert learned.trust("free") == pytest.approx(
+        [(hits + guess) / (total + 1) for (total, hits), guess in zip(classes, others, strict=True)]
+    )
+    assert learned.trust("other") == (1, 1, 1, 1)
+
+
+def test_long_repetitions_that_are_wrong_lose_trust_alone() -> None:
+    """Tokens of high probability that are wrong after every second one, among many that are as likely as promised."""
+    learned = LearnedStats()
+    for number in range(40):
+        learned.count("lookup", [(1, 0.5)], 1 if number % 2 else 9)
+        if number % 8 < 2:
+            learned.count("lookup", [(1, 0.95)], 1 if number % 2 else 9)
+    _, ordinary, _, likely = learned.trust("lookup")
+    assert ordinary == pytest.approx(1, abs=0.1)
+    assert likely < 0.65
 
 
 def test_a_head_is_asked_for_as_many_levels_as_the_budget_has() -> None:
@@ -137,7 +156,7 @@ def test_what_asking_costs_is_part_of_a_step_but_for_the_first_time(monkeypatch:
     for module in (hybrid, queries):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: head.now))
     (session, learned), budget = merging([7], (1.0, 1.4, 3.0), free=free, head=head), Budget(3, 6, 4)
-    learned.count("head", 0.8, False)  # its 0.6 is worth 0.34
+    learned.count("head", [(1, 0.8)], 2)  # its 0.6 is worth 0.34
     assert session.propose(budget).tree.num_nodes == 1
     assert session._policy._queries == []
     session.observe(first := emitted((3,)))

@@ -267,7 +267,9 @@ def test_what_was_learned_fades_once_per_update(model: Any) -> None:
     version = WeightsVersion.of(model)
     for _ in range(2):
         state_of(model).fade_if_weights_changed(version)
-    assert learned._hits == {name: (hits[0] / 2, hits[1] / 2) for name, hits in before[0].items()}
+    assert learned._hits == {
+        name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in before[0].items()
+    }
     faded = table.log_probs[0]
     assert torch.equal(faded.isinf(), before[1].isinf()), "no entry is erased"
     known = ~faded.isinf()

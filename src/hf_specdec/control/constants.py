@@ -95,7 +95,12 @@ MIN_BATCH_GAIN = 1.1
 
 
 INITIAL_TRUST, TRUST_WEIGHT = 1.0, 1.0
-"""Trust in a source that was never observed, and the weight of this guess (in expected hits, see `LearnedStats`)."""
+"""Trust in a source that was never observed, and the weight of this guess (in expected hits, see `LearnedStats`). The
+trust in its other classes has the same weight as a guess of the trust in a class."""
+
+TRUST_CLASSES = (0.3, 0.6, 0.85)
+"""Bounds of the classes of probabilities that have a trust each: long repetitions, to which prompt lookup gives 0.95
+per token, may be wrong in a text whose short ones are right, and would waste many nodes each time."""
 
 TRUST_MEMORY = 0.99
 """Fraction of a source's counts of hits and expected hits that is kept at each new position."""

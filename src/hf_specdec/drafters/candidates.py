@@ -15,6 +15,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 from hf_specdec.control.constants import MIN_PATH_PROBABILITY
+from hf_specdec.control.learned_stats import UNKNOWN, Trust, trust_class
 from hf_specdec.control.tree_width import StopRule
 from hf_specdec.trees.tree import ROOT_PARENT
 
@@ -114,7 +115,7 @@ class Child(NamedTuple):
     source: int = 0  # index of the source that gave it the largest probability
 
 
-def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[float]) -> list[Child]:
+def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts: Sequence[Trust]) -> list[Child]:
     """Merge the candidates of all sources after one node, the likeliest first, each token once.
 
     A token gets the largest probability that any source gives it, times the trust in that source. Sources that list
@@ -124,13 +125,13 @@ def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts:
     Args:
         sources: The sources.
         places: Each source's place at the node; None if it has no candidates there.
-        trusts: Factor for each source's probabilities; the products are limited to 1.
+        trusts: Factors for each source's probabilities; the products are limited to 1.
     """
     best: dict[int, tuple[float, int]] = {}
     for index, (source, place, trust) in enumerate(zip(sources, places, trusts, strict=True)):
         if place is not None:
             for token, probability in source.after(place):
-                trusted = min(trust * probability, 1.0)
+                trusted = min(trust[trust_class(probability)] * probability, 1.0)
                 if trusted > best.get(token, (0.0, 0))[0]:
                     best[token] = trusted, index
     children, claimed, left = list[Child](), [0.0] * len(sources), 1.0
@@ -156,7 +157,7 @@ class MergedTree:
 
 def merge(
     root: int, sources: Sequence[Candidates], *, num_nodes: int, num_steps: int, top_k: int,
-    trusts: Sequence[float] | None = None, stop_rule: StopRule | None = None,
+    trusts: Sequence[Trust] | None = None, stop_rule: StopRule | None = None,
 ) -> MergedTree:  # fmt: skip
     """Return the likeliest tree of all sources' candidates, without nodes below `MIN_PATH_PROBABILITY`.
 
@@ -164,14 +165,14 @@ def merge(
         root: The root token.
         sources: The sources of this row.
         num_nodes, num_steps, top_k: Maximum nodes (root included), depth below the root and children per node.
-        trusts: Factor for each source's probabilities; None means 1 for all sources.
+        trusts: Factors for each source's probabilities; None means 1 for all sources.
         stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to
             `num_nodes`.
     """
     tokens, parents, path_probs, edge_probs, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (negative path probability, insertion order, parent, child, the parent's places)
     heap: list[tuple[float, int, int, Child, tuple[Any, ...]]] = []
-    num_found, trusts = 0, trusts or [1.0] * len(sources)
+    num_found, trusts = 0, trusts or [UNKNOWN] * len(sources)
 
     def open_node(node: int, places: tuple[Any, ...]) -> None:
         nonlocal num_found

@@ -302,8 +302,7 @@ class _HybridSession(DraftSession):
             for token in emitted:
                 children = source.after(place)
                 if children:
-                    expected = sum(child.probability for child in children)
-                    self._learned.count(name, expected, any(child.token == token for child in children))
+                    self._learned.count(name, children, token)
                 place = source.follow(place, token)
                 if place is None:
                     break
