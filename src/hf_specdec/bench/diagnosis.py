@@ -83,11 +83,11 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
         InvalidConfigError: See `measure`.
     """
     facts = current_facts(model)
-    seconds = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
+    eager = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(
-        facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, seconds,
+        facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, eager,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
         worst={method: row["speed_up_worst"] for method, row in overall.items()},
         tau={method: row["tau"] for method, row in overall.items()},
@@ -97,6 +97,5 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None
     if runner is None:
         return found
-    return replace(
-        found, compiled_seconds=verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
-    )
+    compiled = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
+    return replace(found, compiled_seconds=compiled)
