@@ -21,6 +21,7 @@ from transformers import CompileConfig
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, bench, cli
 from hf_specdec.bench import machine, measuring, methods
+from hf_specdec.cli import bench as command
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
@@ -88,7 +89,8 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(
         (["--methods", "prompt_lookup", "--assistant", "model"], "No method uses the assistant"),
         (["--methods", "transformers_assisted", "--assistant", "other"], "differs from the model's"),
         (["--methods", "transformers_assisted", "--assistant", "/nowhere"], "there is no such directory"),
-        (["--plot", "there.png"], "already exists. Give another name or --force"),
+        (["--plot", "there.png"], "there.png already exists. Give another name or --force"),
+        (["--json", "there.png"], "there.png already exists. Give another name or --force"),
         (["--plot", "plot.txt"], "has an unknown suffix"),
         (["--plot", "/nowhere/plot.png"], "does not exist"),
     ],
@@ -102,6 +104,32 @@ def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
     filled = [str(tmp_path / a) if a in ("model", "other") or a.endswith((".png", ".txt")) else a for a in arguments]
     assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], *filled) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_force_overwrites_the_measurements_of_an_earlier_run(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places["out.json"].write_text("old")
+    given = ("--model", places["model"], "--prompts", places["prompts"], "--methods", "prompt_lookup+none,auto",
+               "--max-new-tokens", 4, "--limit", 1, "--json", places["out.json"])  # fmt: skip
+    assert run(monkeypatch, *given) == 2
+    assert places["out.json"].read_text() == "old"
+    capsys.readouterr()
+    assert run(monkeypatch, *given, "--force") == 0
+    used = {row["method"]: row["forwards"] for row in json.loads(places["out.json"].read_text())["measurements"]}
+    assert (used["plain"], used["prompt_lookup+none"]) == ("", "eager")
+    told = "With CPU kernels: auto. Their speed-ups include" in " ".join(capsys.readouterr().out.split())
+    assert told == (used["auto"] == "kernels")
+
+
+def test_methods_with_compiled_forwards_are_named() -> None:
+    rows = [made("plain", "1"), made("auto", "1", forwards="kernels"),
+            made("auto", "2", forwards="kernels"), made("eagle", "1", forwards="cuda_graph"),
+            made("auto+none", "1", forwards="eager")]  # fmt: skip
+    first, second = command._forwards_used(rows)
+    assert first.startswith("With CPU kernels: auto. ")
+    assert second.startswith("With captured graphs: eagle. ")
+    assert command._forwards_used(rows[:1]) == []
 
 
 def test_a_plot_needs_matplotlib(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -182,7 +183,7 @@ def test_generate_streams(
     streams = capsys.readouterr()
     assert len(streams.out.split()) == 6
     speed = r"\[6 tokens, [0-9.]+ s, [0-9.]+ tokens/s, "
-    assert re.fullmatch(speed + r"tau [0-9.]+, method hybrid, float32]\n", streams.err)
+    assert re.fullmatch(speed + r"tau [0-9.]+, method auto, float32]\n", streams.err)
     options = ["--model", model_path, "--method", "plain", "--max-new-tokens", 6]
     assert run(monkeypatch, "generate", "w5 w6", *options) == 0
     assert re.fullmatch(speed + r"method plain, float32]\n", capsys.readouterr().err)
@@ -232,7 +233,10 @@ def test_bench_measures_and_writes(
         (["generate", "hello", "--model", "/nowhere"], "cannot be loaded"),
         (["generate", "w5", "--model", "MODEL", "--method", "eagel"], "no method or drafter"),
         (["generate", "w5", "--model", "MODEL", "--method", "eagle"], "needs a draft head"),
-        (["generate", "w5", "--model", "MODEL", "--drafter", "/nowhere"], "not a local directory"),
+        (
+            ["generate", "w5", "--model", "MODEL", "--drafter", "/nowhere"],
+            "there is no such directory. Use a directory with",
+        ),
         (["generate", " ", "--model", "MODEL"], "prompt is empty"),
         (["generate", "w5", "--model", "MODEL", "--max-new-tokens", "0"], "max-new-tokens"),
         (["generate", "w5", "--dtype", "int4"], "dtype"),
@@ -254,8 +258,8 @@ def test_bench_measures_and_writes(
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY"], "is a directory"),
         (["bench", "--model", "NONE", "--prompts", "EMPTY/none.jsonl"], "holds no questions"),
         (["bench", "--model", "NONE", "--prompts", "EMPTY/bad.jsonl"], "is not a question: it has no 'category'"),
-        (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read"),
-        (["inspect", "/nowhere"], "not a local directory"),
+        (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read: No such file or directory.\n"),
+        (["inspect", "/nowhere"], "The head '/nowhere' cannot be loaded: there is no such directory"),
         (["inspect", "MODEL"], "not a head in a known layout"),
         (["convert", "HEAD", "OUT", "--format", "medusa"], "is for MedusaHeads"),
         (["convert", "HEAD", "OUT", "--format", "gguf"], "format"),
@@ -264,7 +268,41 @@ def test_bench_measures_and_writes(
         (["convert", "HEAD", "MODEL", "--format", "eagle"], "is not empty"),
         (["convert", "HEAD", "MODEL", "--format", "eagle", "--force"], "not a head's files"),
         (["convert", "HEAD", "PROMPTS/out"], "is a file"),
-        (["nonsense"], "nonsense"),
+        (["convert", "HEAD", "PROMPTS"], "prompts.jsonl is a file. Give a directory."),
+        (["generate", "w5", "--drafter", "PROMPTS"], "prompts.jsonl' is a file. Use a directory with config.json"),
+        (["generate", "w5", "--model", "PROMPTS"], "prompts.jsonl' is a file. Give a model's directory"),
+        (
+            ["generate", "w5", "--model", "org/none"],
+            "Connect to the Hub, or give the directory of a downloaded model.",
+        ),
+        (["inspect", "org/none"], "Connect to the Hub, or give the directory of a downloaded head."),
+        (["generate", "w5", "--model", "NONE", "--top-k", "5"], "--top-k has no effect without sampling. Add --temp"),
+        (
+            ["generate", "w5", "--model", "NONE", "--top-p", "0.5"],
+            "--top-p has no effect without sampling. Add --temp",
+        ),
+        (["generate", "w5", "--model", "NONE", "--method", "plain", "--num-steps", "2"], "--num-steps has no effect"),
+        (["generate", "w5", "--model", "NONE", "--method", "plain", "--num-draft-tokens", "2"], "with --method plain"),
+        (
+            ["generate", "--model", "NONE"],
+            "No prompt was given. Give one, '-' to read standard input, or --interactive",
+        ),
+        (["generate", "w5", "--max-new-tokens", "0"], "'--max-new-tokens': must be at least 1.\n"),
+        (["generate", "w5", "--top-p", "2"], "'--top-p': must be at most 1"),
+        (["generate", "w5", "--seed", "x"], "'--seed': must be an integer.\n"),
+        (["generate", "w5", "--temperature", "x"], "'--temperature': must be a number.\n"),
+        (["generate", "w5", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
+        (
+            ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "PROMPTS"],
+            "already exists. Give another name",
+        ),
+        (
+            ["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--plot", "PROMPTS"],
+            "already exists. Give",
+        ),
+        (["distill", "--model", "MODEL", "--prompts", "EMPTY/no.txt", "--output", "OUT"], "no.txt' does not exist."),
+        (["nonsense"], "No such command 'nonsense'. Commands: demo, generate,"),
+        (["train", "nonsense"], "No such command 'nonsense'. Commands: medusa, eagle, dflash."),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -334,7 +372,7 @@ def test_a_conversation_goes_on_with_what_was_said(
     assert run(monkeypatch, "generate", "w5", "--interactive", "--json", *options) == 2
     assert "--interactive cannot be combined" in capsys.readouterr().err
     assert run(monkeypatch, "generate", *options) == 2
-    assert "The prompt is empty" in capsys.readouterr().err
+    assert "No prompt was given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["demo", "generate", "bench", "distill", "tree"])
@@ -358,6 +396,48 @@ def test_help_cuts_nothing(columns: int) -> None:
         assert "[bold]" not in shown
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("generate", "[PROMPT]"),
+        ("doctor", "[MODEL]"),
+        ("convert", "HEAD OUTPUT"),
+        ("inspect", "HEAD"),
+        ("find", "[MODEL]"),
+    ],
+)
+def test_arguments_have_upper_case_names_without_braces(command: str, usage: str) -> None:
+    shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output
+    assert f" {command} [OPTIONS] {usage}\n" in shown
+
+
+def test_the_list_of_commands_shows_what_each_command_says_of_itself() -> None:
+    for name, entry in cli.COMMANDS.items():
+        own = " ".join((cli.load(name).help or "").split("\n\n")[0].split())
+        assert entry.summary == own, name
+
+
+def test_help_and_version_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from hf_specdec import cli; sys.argv[1:] = [{argument!r}]\n"
+        "try: cli.main()\nexcept SystemExit as ended: assert not ended.code\n"
+        "assert not {{'torch', 'transformers'}} & sys.modules.keys()"
+    )
+    for argument in ("--help", "--version"):
+        command = [sys.executable, "-c", code.format(argument=argument)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_hub_client_does_not_announce_new_tries(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "level", logging.WARNING)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    assert logger.isEnabledFor(logging.WARNING)
+    assert run(monkeypatch, "inspect", model_path / "head") == 0
+    assert not logger.isEnabledFor(logging.WARNING)
+
+
 def test_a_head_takes_the_place_of_another_whole(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,7 +449,9 @@ def test_a_head_takes_the_place_of_another_whole(
     (old / "README.md").write_text("the card of another head")
     (old / "training.png").touch()
     assert run(monkeypatch, "convert", tmp_path / "mine", old, "--format", "eagle") == 2
-    assert "is not empty: it holds README.md, config.json" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "is not empty: it holds README.md, config.json" in refusal
+    assert "or use --force." in refusal
     assert (old / "README.md").read_text() == "the card of another head"
     assert run(monkeypatch, "convert", tmp_path / "mine", old, "--format", "eagle", "--force") == 0
     assert "not stored, because eagle does not support it: tree, num_steps" in capsys.readouterr().err

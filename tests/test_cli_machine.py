@@ -50,6 +50,10 @@ def test_doctor_tells_what_pays(
     assert "LlamaForCausalLM, weights in float32: verifies trees" in text
     assert "prompt_lookup" in text
     assert machine.compile_hint("cpu") in text
+    assert set(found["forwards"].values()) <= {"eager", "kernels"}
+    assert found["forwards"]["plain"] == "eager"
+    assert bool(found["compiled_seconds"]) == ("kernels" in found["forwards"].values())
+    assert ("x as fast with CPU kernels as eagerly" in " ".join(text.split())) == bool(found["compiled_seconds"])
     assert run(monkeypatch, "doctor", "/nowhere/at/all") == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
@@ -81,6 +85,38 @@ def test_a_model_of_chains_and_one_of_neither() -> None:
     broken.model.layers[0].mlp = Unsteady()
     with pytest.raises(UnsupportedModelError):
         diagnose(broken, tokenizer, ["prompt_lookup"], max_new_tokens=8)
+
+
+def test_doctor_separates_what_compiled_forwards_gain(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed_up = {"plain": 1.0, "prompt_lookup": 2.0, "auto": 2.5}
+    found = Diagnosis(
+        True, "", False, {1: 0.03, 4: 0.06}, speed_up, worst=speed_up, tau=speed_up,
+        forwards={"plain": "eager", "prompt_lookup": "eager", "auto": "kernels"}, compiled_seconds={1: 0.02, 4: 0.03},
+    )  # fmt: skip
+    assert (found.compiled, found.gain_of_forwards) == ("kernels", pytest.approx(1.5))
+    monkeypatch.setattr(machine, "diagnose", lambda *_, **__: found)
+    assert run(monkeypatch, "doctor", saved) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "eager, ms",
+        "CPU kernels, ms",
+        "a forward of one token is 1.50x as fast with CPU kernels as eagerly",
+    ):
+        assert part in text
+    eager = Diagnosis(True, "", False, {1: 1.0}, speed_up, {}, {}, forwards=dict.fromkeys(speed_up, "eager"))
+    assert (eager.compiled, eager.gain_of_forwards) == ("", 1.0)
+
+
+def test_auto_is_recommended_if_it_is_nearly_the_fastest() -> None:
+    for speeds, best in (
+        ({"plain": 1.0, "eagle": 2.0, "auto": 1.91}, "auto"),
+        ({"plain": 1.0, "eagle": 2.0, "auto": 1.89}, "eagle"),
+        ({"plain": 1.0, "auto": 0.99}, "plain"),
+        ({"plain": 1.0, "eagle": 1.01}, "eagle"),
+    ):
+        assert Diagnosis(True, "", False, {1: 1.0}, speeds, {}, {}).best == best
 
 
 def test_the_best_is_plain_where_nothing_pays() -> None:

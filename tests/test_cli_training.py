@@ -133,17 +133,17 @@ def test_a_head_goes_on_with_the_openings_of_answers(
     ("arguments", "message"),
     [
         (["distill", "--output", "OUT", "--model", "MODEL"], "There are no prompts"),
-        (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "cannot be read"),
+        (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "does not exist"),
         (["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--version", "2"], "EAGLE-2"),
         (["train", "eagle", "--output", "OUT", "--model", "/nowhere", "--data", "TALKS"], "cannot be loaded"),
-        (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "cannot be read"),
+        (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "does not exist"),
         (
             ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
             "cannot be read",
         ),
         (
             ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
-            "not a local directory",
+            "there is no such directory",
         ),
     ],
 )
@@ -486,7 +486,7 @@ def test_medusa_heads_that_no_machine_holds(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, said in (
-        (["--num-heads", 65], "less than or equal to 64"),
+        (["--num-heads", 65], "must be at most 64"),
         (["--draft-vocab-size", 97], "from 1 to the target's 96 tokens"),
         (["--draft-vocab-size", 2**70], "`draft_vocab_size` must be an integer"),
     ):

@@ -178,8 +178,11 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InvalidConfigError, match=message):
             read_prompts(path)
-    with pytest.raises(InvalidConfigError, match="cannot be read as a dataset"):
+    with pytest.raises(InvalidConfigError, match="nowhere' does not exist"):
         read_prompts(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidConfigError, match=r"cannot be read as a dataset: .*\. Give a .jsonl"):
+        read_prompts(tmp_path / "empty")
 
 
 def test_conversations_of_every_kind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import hf_specdec
 
 ROOT = Path(__file__).parents[1]
 USED = """
@@ -88,3 +91,37 @@ def test_the_sdist_has_what_it_takes_to_build_and_to_read(built: Path) -> None:
         name for name in names if name.startswith(("heads/data", "heads/smol", "runs/", ".venv", "benchmarks/results"))
     ]
     assert sdist.stat().st_size < 3e6
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    """`import hf_specdec` is fast; a name of it also registers the heads with transformers' auto classes."""
+    code = """
+import sys
+import hf_specdec
+assert set(hf_specdec.__all__) <= set(dir(hf_specdec))
+assert not {"torch", "transformers", "huggingface_hub"} & sys.modules.keys()
+assert issubclass(hf_specdec.InvalidConfigError, ValueError)
+assert "torch" not in sys.modules
+hf_specdec.Budget
+from transformers import AutoConfig
+assert type(AutoConfig.for_model("hf_specdec_eagle")) is hf_specdec.EagleConfig
+for name in hf_specdec.__all__:
+    assert getattr(hf_specdec, name).__name__ == name
+assert "prompt_lookup" in __import__("hf_specdec.drafters.registry").drafters.registry.methods()
+try:
+    hf_specdec.nothing
+except AttributeError as error:
+    assert "'hf_specdec' has no attribute 'nothing'" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_lazy_name_is_also_imported_for_type_checkers() -> None:
+    tree = ast.parse((ROOT / "src" / "hf_specdec" / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    typed = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert typed == hf_specdec._MODULES
+    assert sorted(typed) == sorted(hf_specdec.__all__)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import typer
 
 import hf_specdec
 from drafters import random_head, random_heads
@@ -60,11 +59,10 @@ def test_the_tutorial_runs(
 
 def test_the_commands_of_the_tutorial_exist() -> None:
     page = (ROOT / "docs" / "tutorial.md").read_text()
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     lines = re.findall(r"^hf-specdec (\w+) (.*)$", page, flags=re.MULTILINE)
     assert {"doctor", "bench"} <= {name for name, _ in lines}
     for name, arguments in lines:
-        options = {option for parameter in commands[name].params for option in parameter.opts}
+        options = {option for parameter in cli.load(name).params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
 
 

@@ -98,6 +98,10 @@ def answers(model: Any, rows: int, speculative: Any, given_prompts: Any = None, 
 @pytest.mark.parametrize("method", ["eagle", "prompt_lookup", "auto", "lookahead"])
 def test_answers_are_plain_ones(compiled: Any, rows: int, method: str) -> None:
     assert answers(compiled, rows, {"method": method, "compile": "kernels"}) == answers(compiled, rows, None)
+    answers(compiled, 1, {"method": method, "compile": "none"})
+    assert compiled.last_speculation.forwards == "eager"
+    answers(compiled, 1, {"method": method, "compile": "kernels"})
+    assert compiled.last_speculation.forwards == "kernels"
 
 
 def test_sampled_answers_are_plain_ones_for_a_seed(compiled: Any) -> None:

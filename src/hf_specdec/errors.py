@@ -26,6 +26,12 @@ def printable(text: str) -> str:
     )
 
 
+def sentence(text: str) -> str:
+    """Return the text with a full stop at its end, unless it ends with a punctuation mark."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 class UnsupportedModelError(SpeculativeDecodingError):
     """Raised if the model does not support speculation (encoder-decoder, no usable KV cache, ...) or a feature."""
 

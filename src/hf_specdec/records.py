@@ -52,7 +52,7 @@ def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the name
-        raise error(f"{str(path)!r} cannot be read: {failure}.") from failure
+        raise error(f"{str(path)!r} cannot be read: {_reason(failure)}.") from failure
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error(f"{path} is not a regular file.", "Give a file.")
@@ -80,7 +80,7 @@ def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass
     except (OSError, ValueError, RecursionError) as failure:
         if isinstance(failure, SpeculativeDecodingError):
             raise
-        raise error(f"{path} cannot be read: {failure}.", "Expected a JSON object.") from failure
+        raise error(f"{path} cannot be read: {_reason(failure)}.", "Expected a JSON object.") from failure
     if not isinstance(fields, dict):
         raise error(f"{path} holds a {type(fields).__name__}, not a JSON object.")
     return fields
@@ -156,7 +156,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                     "Save the file as UTF-8, for example with `iconv -f UTF-16 -t UTF-8`.",
                 ) from failure
             except (OSError, EOFError, zlib.error) as failure:
-                raise InvalidConfigError(f"{place} cannot be read: {failure}.") from failure
+                raise InvalidConfigError(f"{place} cannot be read: {_reason(failure)}.") from failure
             if len(line) > MAX_LINE_BYTES:
                 raise InvalidConfigError(f"{place} is longer than {MAX_LINE_BYTES} bytes, the limit for a line.")
             if lines is not file and lines.tell() > max_size:
@@ -185,7 +185,10 @@ def shortened(value: Any) -> str:
 
 
 def _reason(failure: Exception) -> str:
-    return "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
+    """Return the reason of a failure, without the number and the path that an `OSError` adds."""
+    if isinstance(failure, RecursionError):
+        return "it is nested too deeply"
+    return (isinstance(failure, OSError) and failure.strerror) or str(failure)
 
 
 def _finite(text: str) -> float:

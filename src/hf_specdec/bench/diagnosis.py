@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_specdec.bench.measuring import measure
 from hf_specdec.bench.questions import Question
 from hf_specdec.bench.report import summarise
 from hf_specdec.control.costs import verify_seconds
+from hf_specdec.generation.model_programs import current_program
 from hf_specdec.generation.state import current_facts
+from hf_specdec.reporting.stats import EAGER
 
 QUESTIONS = (
     Question("list", "prose", ("Give me five tips for sleeping better, with one sentence about each.",)),
@@ -26,6 +28,10 @@ QUESTIONS = (
 )  # fmt: skip
 """Questions of `diagnose`: the first answer repeats little, the second some phrases, the third copies the prompt."""
 
+NEARLY = 0.95
+"""Share of the best mean speed-up from which `"auto"` is recommended: it adapts to other texts, and three questions
+do not show smaller differences."""
+
 REPORTED_WIDTHS = (1, 2, 4, 8, 16, 32)
 """Numbers of tree nodes for which the verify forward is timed."""
 
@@ -37,15 +43,30 @@ class Diagnosis:
     supports_trees: bool  # otherwise only chains can be verified
     chain_only_reason: str  # empty if trees are supported
     uses_packed_attention: bool  # whether trees are verified without copying cached keys and values
-    forward_seconds: Mapping[int, float]  # of a verify forward after 256 tokens, by number of nodes; batch size 1
+    forward_seconds: Mapping[int, float]  # of an eager forward after 256 tokens, by number of nodes; batch size 1
     speed_up: Mapping[str, float]  # by method: ratio to plain decoding, mean over the questions
     worst: Mapping[str, float]  # by method: smallest speed-up of a question
     tau: Mapping[str, float]  # by method: tokens per target forward, mean over the questions
+    forwards: Mapping[str, str] = field(default_factory=dict)  # by method, see `SpeculationStats.forwards`
+    compiled_seconds: Mapping[int, float] = field(default_factory=dict)  # of `compiled`; empty without it
 
     @property
     def best(self) -> str:
-        """Method with the highest mean speed-up, possibly `"plain"`."""
-        return max(self.speed_up, key=lambda method: self.speed_up[method])
+        """Method with the highest mean speed-up, possibly `"plain"`; `"auto"` if it is at most 5% slower."""
+        best = max(self.speed_up, key=lambda method: self.speed_up[method])
+        if best != "plain" and self.speed_up.get("auto", 0.0) >= NEARLY * self.speed_up[best]:
+            return "auto"
+        return best
+
+    @property
+    def compiled(self) -> str:
+        """How the compiled or captured forwards of the last such method run; empty if all methods ran eagerly."""
+        return next((how for how in reversed([*self.forwards.values()]) if how not in ("", EAGER)), "")
+
+    @property
+    def gain_of_forwards(self) -> float:
+        """How many times as fast a forward of one token is with `compiled`, thus without drafting; 1.0 without it."""
+        return self.forward_seconds[1] / self.compiled_seconds[1] if self.compiled_seconds else 1.0
 
 
 def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_tokens: int = 64) -> Diagnosis:
@@ -62,12 +83,19 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
         InvalidConfigError: See `measure`.
     """
     facts = current_facts(model)
-    seconds = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
-    return Diagnosis(
-        facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, seconds,
+    eager = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
+    found = Diagnosis(
+        facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, eager,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
         worst={method: row["speed_up_worst"] for method, row in overall.items()},
         tau={method: row["tau"] for method, row in overall.items()},
+        forwards={row.method: row.forwards or EAGER for row in rows},
     )  # fmt: skip
+    mode: Any = found.compiled  # an `ExecutionMode`
+    runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None
+    if runner is None:
+        return found
+    compiled = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
+    return replace(found, compiled_seconds=compiled)

@@ -61,6 +61,7 @@ class Measurement:
         turns: Number of turns that were answered.
         warm_up_seconds: Duration of this method's untimed calls, compilation included.
         compiled_in_rounds: Timed rounds in which something was compiled.
+        forwards: How the verify forwards ran, see `SpeculationStats.forwards`; empty if unknown.
     """
 
     question_id: str
@@ -78,6 +79,7 @@ class Measurement:
     turns: int = 1
     warm_up_seconds: float = 0.0
     compiled_in_rounds: int = 0
+    forwards: str = ""
 
     @property
     def tokens_per_second(self) -> float:

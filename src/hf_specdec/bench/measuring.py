@@ -116,6 +116,7 @@ class _Answer:
     others_cores: float | None
     compiled: bool  # whether torch compiled a graph during the call
     tau: float = 1.0
+    forwards: str = ""  # as in `SpeculationStats`; empty for `PEERS` and external methods
     stages: dict[str, float] = field(default_factory=dict)  # seconds per stage; empty for `PEERS` and external methods
 
 
@@ -183,7 +184,7 @@ class _Caller:
         )  # fmt: skip
         if method not in PEERS:
             stats = self.model.last_speculation
-            answer.tau = stats.mean_accepted_length
+            answer.tau, answer.forwards = stats.mean_accepted_length, stats.forwards
             answer.stages = {key: value for key, value in stats.to_dict().items() if key.endswith("_seconds")}
         return answer
 
@@ -253,6 +254,7 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
             others_cores=[each.others_cores for each in all_rounds],
             turns=len(question.turns), warm_up_seconds=caller.warm_up_seconds[method],
             compiled_in_rounds=sum(any(answer.compiled for answer in each.answers) for each in all_rounds),
+            forwards=last.answers[-1].forwards,
         )  # fmt: skip
 
 

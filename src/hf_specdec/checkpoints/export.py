@@ -139,7 +139,7 @@ def _check_directory(head: Head, folder: Path, replace: bool) -> None:
     if existing and not replace:
         raise InvalidConfigError(
             f"{folder} is not empty: it holds {listed(existing)}.",
-            "Choose a new directory, or use replace=True (--force).",
+            "Choose a new directory, or use replace=True.",
         )
     unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
     if unknown:

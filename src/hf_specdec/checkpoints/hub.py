@@ -22,13 +22,16 @@ from hf_specdec.checkpoints.adapters import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS
 from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.checkpoints.layouts import lookup
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.checkpoints.sources import is_connection_error, local_directory
+from hf_specdec.errors import CheckpointFormatError, sentence
 from hf_specdec.records import Fields
 from hf_specdec.verification.memory import persistent_tensors
 
 CONFIG_NAME = "config.json"
 QUANTISATION_NAME = "hf_quant_config.json"
 INDEX_SUFFIX = ".index.json"
+
+EXPECTED_HEAD = "Use a directory with config.json and weights, or a Hub id."
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Weights of Medusa heads that are stored without their target."""
@@ -135,14 +138,14 @@ def read_config(repo_or_path: str | Path, *, subfolder: str = "", **download: An
         **download: Arguments of `huggingface_hub.hf_hub_download`.
 
     Raises:
-        CheckpointFormatError: The repository, directory or file does not exist or is broken.
+        CheckpointFormatError: The repository, directory or file does not exist or is broken, or a path is a file.
     """
     return _source(repo_or_path, subfolder, download).fields()
 
 
 def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) -> _Folder:
-    folder = Path(repo_or_path)
-    return _Folder(folder, subfolder) if folder.is_dir() else _Repository(str(repo_or_path), subfolder, download)
+    folder = local_directory(repo_or_path, "head", EXPECTED_HEAD)
+    return _Repository(str(repo_or_path), subfolder, download) if folder is None else _Folder(folder, subfolder)
 
 
 def _adapter_in(source: _Folder) -> AdapterFiles | None:
@@ -201,7 +204,7 @@ class _Folder:
             )
         raise CheckpointFormatError(
             f"There is no {CONFIG_NAME} in {self.name}.",
-            "Use a directory with config.json and weights, or a Hub id.",
+            EXPECTED_HEAD,
         )
 
     @property
@@ -263,10 +266,12 @@ class _Repository(_Folder):
         return False
 
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
+        reason = sentence(" ".join(str(error).split())[:300])
         return CheckpointFormatError(
-            f"There is no head at {self.name!r}: it is not a local directory, and downloading {name} failed: "
-            f"{' '.join(str(error).split())[:300]}",
-            "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
+            f"There is no head at {self.name!r}: it is not a local directory, and downloading {name} failed: {reason}",
+            "Connect to the Hub, or give the directory of a downloaded head."
+            if is_connection_error(error)
+            else "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
         )
 
 

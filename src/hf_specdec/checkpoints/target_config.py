@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.errors import CheckpointFormatError, sentence
 
 EXPECTED_MODEL = "Give a model's directory or its Hub id."
+
+CONNECT = "Connect to the Hub, or give the directory of a downloaded model."
+"""What to do if a model's Hub id is given, but the Hub cannot be reached."""
 
 
 def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
@@ -30,7 +33,10 @@ def refuse_foreign_kernels(fields: dict[str, Any], where: str) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return an error's message up to its first ". " after 20 characters, or the whole message; newlines removed."""
+    """Return an error's message up to its first ". " after 20 characters, or the whole message; newlines removed.
+
+    It ends with a full stop, so that another sentence can follow.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     end = text.find(". ", 20)
-    return text if end < 0 else text[: end + 1]
+    return sentence(text if end < 0 else text[: end + 1])

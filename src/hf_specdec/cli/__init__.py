@@ -1,22 +1,111 @@
-"""The command `hf-specdec`. Errors that the user can correct are printed as one line on stderr, with exit code 2."""
+"""The command `hf-specdec`. Errors that the user can correct are printed as one line on stderr, with exit code 2.
+
+A command's module, and with it torch and transformers, is imported when the command is used.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import re
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import transformers
 import typer
 from safetensors import SafetensorError
 
-from hf_specdec.cli import bench, block_training, distilling, generation, heads, machine, published, training, trees
-from hf_specdec.cli.layout import Command
-from hf_specdec.errors import SpeculativeDecodingError
+from hf_specdec.cli.layout import Command, Group
+from hf_specdec.errors import SpeculativeDecodingError, sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the help of `hf-specdec` shows of a command, and where the command is."""
+
+    place: str  # module in this package and name of the function, or of the `Typer` if it has subcommands
+    panel: str
+    summary: str  # first line of its docstring
+    examples: tuple[str, ...] = ()
+
+
+GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Find and convert heads"
+
+COMMANDS = {
+    "demo": Entry(
+        "generation.demo", GENERATE,
+        "Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids.",
+        ("hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"),
+    ),
+    "generate": Entry("generation.generate", GENERATE, "Answer a prompt and stream the answer, or chat.", (
+        "hf-specdec generate 'Why is the sky blue?'", "hf-specdec generate --interactive --model org/model",
+        "cat question.txt | hf-specdec generate - --json",
+    )),
+    "doctor": Entry(
+        "machine.doctor", MEASURE,
+        "Check whether a model can verify trees, time its forwards and find the fastest method on three prompts.",
+        ("hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"),
+    ),
+    "bench": Entry("bench.bench", MEASURE, "Measure methods against plain generate(), interleaved per question.", (
+        "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
+    )),
+    "env": Entry(
+        "machine.env", MEASURE, "Show versions, devices and supported features, for a bug report.",
+        ("hf-specdec env",),
+    ),
+    "distill": Entry(
+        "distilling.distill", TRAIN, "Generate training data: let the target model answer prompts.", (
+        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --temperature 0",
+        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",
+    )),
+    "tree": Entry(
+        "trees.tree", TRAIN,
+        "Find the fastest static tree for a head on this device and store it in the head's config.",
+        ("hf-specdec tree --model org/model --drafter head --data data --output head",),
+    ),
+    "train": Entry("training_group.train", TRAIN, "Train a draft head for a model on the model's own answers."),
+    "find": Entry(
+        "published.find", HEADS,
+        "Find published draft heads for a model on the Hub; without one, show where the shipped heads are.",
+        ("hf-specdec find meta-llama/Llama-3.1-8B-Instruct", "hf-specdec find"),
+    ),
+    "inspect": Entry(
+        "heads.inspect", HEADS,
+        "Show a head's layout, target, sizes and config; every tensor is read and checked.",
+        ("hf-specdec inspect org/head",),
+    ),
+    "convert": Entry(
+        "heads.convert", HEADS, "Convert a head to the layout of hf-specdec or of another engine.",
+        ("hf-specdec convert head out --format speculators",),
+    ),
+}  # fmt: skip
+
+
+class Commands(Group):
+    """The commands of `COMMANDS`; one that is used is imported, the others are only listed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the name of the command that the arguments begin with, the command, and the other arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
+
+
+def load(name: str) -> Any:
+    """Import a command, for which libraries are silenced; return it as typer runs it."""
+    importlib.import_module("hf_specdec.cli.quiet").silence_libraries()
+    entry = COMMANDS[name]
+    module, _, attribute = entry.place.partition(".")
+    found: Any = getattr(importlib.import_module(f"hf_specdec.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    lines = "\n\n".join(f"  {example}" for example in entry.examples)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name, cls=Command, epilog=f"[bold]Examples[/bold]\n\n{lines}")(found)
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
-    help="Lossless speculative decoding for Hugging Face transformers.",
+    cls=Commands, help="Lossless speculative decoding for Hugging Face transformers.",
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )  # fmt: skip
 
@@ -36,49 +125,18 @@ def options(
     """Lossless speculative decoding for Hugging Face transformers."""
 
 
-GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Find and convert heads"
-
-COMMANDS: list[tuple[Callable[..., None], str, list[str]]] = [
-    (generation.demo, GENERATE, ["hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"]),
-    (generation.generate, GENERATE, [
-        "hf-specdec generate 'Why is the sky blue?'", "hf-specdec generate --interactive --model org/model",
-        "cat question.txt | hf-specdec generate - --json",
-    ]),
-    (machine.doctor, MEASURE, ["hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"]),
-    (bench.bench, MEASURE, [
-        "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
-    ]),
-    (machine.env, MEASURE, ["hf-specdec env"]),
-    (distilling.distill, TRAIN, [
-        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --temperature 0",
-        "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",
-    ]),
-    (trees.tree, TRAIN, ["hf-specdec tree --model org/model --drafter head --data data --output head"]),
-    (published.find, HEADS, ["hf-specdec find meta-llama/Llama-3.1-8B-Instruct", "hf-specdec find"]),
-    (heads.inspect, HEADS, ["hf-specdec inspect org/head"]),
-    (heads.convert, HEADS, ["hf-specdec convert head out --format speculators"]),
-]  # fmt: skip
-"""Function, panel in the help and examples of each command; `train`, which has subcommands, is added below."""
-
-for _command, _panel, _examples in COMMANDS:
-    _lines = "\n\n".join(f"  {example}" for example in _examples)
-    app.command(cls=Command, rich_help_panel=_panel, epilog=f"[bold]Examples[/bold]\n\n{_lines}")(_command)
-training.train.command(
-    cls=Command, epilog=training.EXAMPLE.replace("KIND", "dflash") + " --draft-vocab-size 8192 --markov-rank 32"
-)(block_training.dflash)
-app.add_typer(training.train, name="train", rich_help_panel=TRAIN)
+for _name, _entry in COMMANDS.items():
+    app.command(_name, help=_entry.summary, rich_help_panel=_entry.panel)(lambda: None)
 
 
 def main() -> None:
     """Run the command that `sys.argv` names and exit; entry point of the console script `hf-specdec`."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except SpeculativeDecodingError as error:
         _fail(str(error))
     except typer.BadParameter as error:
-        _fail(error.format_message())
+        _fail(in_words(error.format_message()))
     except (OSError, SafetensorError) as error:
         _fail(f"A file could not be read or written: {error}")
     except RuntimeError as error:
@@ -89,6 +147,23 @@ def main() -> None:
         sys.exit(130)
     except typer.TyperException as error:
         _fail(str(error))
+
+
+PYDANTIC_WORDS = (
+    (r"Value error, ", ""),
+    (r"Input should be greater than or equal to ", "must be at least "),
+    (r"Input should be less than or equal to ", "must be at most "),
+    (r"Input should be a valid (integer|number).*", r"must be a \1"),
+    (r"\bmust be a integer", "must be an integer"),
+)
+"""Patterns in pydantic's messages, with which typer describes an invalid value, and what is shown instead."""
+
+
+def in_words(message: str) -> str:
+    """Return typer's message on an invalid value of an option as a sentence."""
+    for pattern, words in PYDANTIC_WORDS:
+        message = re.sub(pattern, words, message)
+    return sentence(message)
 
 
 TORCH_WRITER = "inline_container.cc"

@@ -17,7 +17,7 @@ from hf_specdec import bench as benchmark
 from hf_specdec.atomic import write_text
 from hf_specdec.bench.methods import ASSISTED, split_method
 from hf_specdec.cli.generation import ASSISTANT_METHOD, dtype_of, head_for
-from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_writable_file, require_package
+from hf_specdec.cli.options import FORWARDS, Head, Model, NewTokens, Precision, check_writable_file, require_package
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_model, load_target, load_tokenizer
@@ -56,7 +56,7 @@ def bench(
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Write a plot of the speed-ups to this file. Needs matplotlib.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing plot.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing --json and --plot files.")] = False,
 ) -> None:
     """Measure methods against plain generate(), interleaved per question.
 
@@ -64,7 +64,7 @@ def bench(
     whole call, tokens/s after the first token (decode), the speed-up over plain
     with its 20th and 80th percentile, and seconds to the first token. Tau is a mean.
     """
-    check_writable_file(output, "--json")
+    check_writable_file(output, "--json", force=force)
     _check_picture(picture, force)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     benchmark.check_methods(names, assistant=assistant is not None)
@@ -107,11 +107,9 @@ def _check_picture(path: Path | None, force: bool) -> None:
     if path is None:
         return
     require_package("matplotlib", "--plot", "bench")
-    check_writable_file(path, "--plot")
+    check_writable_file(path, "--plot", force=force)
     if path.suffix not in PICTURE_FORMATS:
         raise InvalidConfigError(f"--plot {path} has an unknown suffix.", f"Use one of {', '.join(PICTURE_FORMATS)}.")
-    if path.exists() and not force:
-        raise InvalidConfigError(f"--plot {path} already exists.", "Give another name or --force.")
 
 
 def _check_assistant(assistant: str, model: str | None, methods: Sequence[str]) -> None:
@@ -155,10 +153,23 @@ def _show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measuremen
         )  # fmt: skip
     console = Console()
     (console if console.is_terminal else Console(width=FILE_WIDTH)).print(table)
+    for sentence in _forwards_used(rows):
+        typer.echo(sentence)
     warm_up = {row.method: row.warm_up_seconds for row in rows}
     typer.echo("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
     for warning in benchmark.warnings_of(rows):
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _forwards_used(rows: Sequence[benchmark.Measurement]) -> list[str]:
+    """Return a sentence for each kind of compiled or captured forwards, which names the methods that used it."""
+    kinds = {kind: list(dict.fromkeys(row.method for row in rows if row.forwards == kind)) for kind in FORWARDS}
+    return [
+        f"With {FORWARDS[kind]}: {', '.join(names)}. Their speed-ups include what these forwards gain; plain runs "
+        "eagerly. Append +none to a method to measure drafting alone."
+        for kind, names in kinds.items()
+        if names
+    ]
 
 
 def _shown(value: float | None, digits: int) -> str:

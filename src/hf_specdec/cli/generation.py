@@ -31,6 +31,19 @@ from hf_specdec.viz.text import colored_text
 ASSISTANT_METHOD = "draft_model"
 """Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that supports it."""
 
+Temperature = Annotated[float, typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0, the default, means all.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=1.0, callback=finite, help="Nucleus sampling threshold; 1, the default, means all tokens."
+    ),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Drafted tokens per path (depth of the tree).")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes verified per step, root included.")]
+
 
 def demo(
     model: Model = None,
@@ -73,24 +86,20 @@ def demo(
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; '-' reads it from standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt; '-' reads it from standard input.")
+    ] = None,
     model: Model = None,
     drafter: Head = None,
     method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup, or plain.")] = "auto",
     max_new_tokens: NewTokens = 256,
     dtype: Precision = "auto",
-    temperature: Annotated[
-        float, typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 means all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus sampling threshold; 1 means all tokens.")
-    ] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Seed = 0,
-    num_steps: Annotated[int | None, typer.Option(min=1, help="Drafted tokens per path (depth of the tree).")] = None,
-    num_draft_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Nodes verified per step, root included.")
-    ] = None,
+    num_steps: Steps = None,
+    num_draft_tokens: Nodes = None,
     interactive: Annotated[bool, typer.Option("--interactive", help="Chat until the input ends.")] = False,
     colors: Annotated[
         bool, typer.Option("--colors", help="Colour the text by decoding step (disables streaming).")
@@ -99,16 +108,19 @@ def generate(
 ) -> None:
     """Answer a prompt and stream the answer, or chat."""
     _check_output_options(method, interactive=interactive, colors=colors, as_json=as_json)
-    if prompt == "-" and not interactive:
-        prompt = sys.stdin.read()
-    if not (interactive and prompt is None):
-        _check_prompt(prompt or "")
+    if temperature == 0:
+        _check_unused({"--top-k": top_k, "--top-p": top_p}, "without sampling", "Add --temperature, such as 0.7.")
+    if method == "plain":
+        sizes = {"--num-steps": num_steps, "--num-draft-tokens": num_draft_tokens}
+        _check_unused(sizes, "with --method plain", "Give another --method, such as auto.")
+    prompt = _read_prompt(prompt, interactive)
     head = head_for([method], model, drafter)
     with working("Loading the model", shown=not as_json):
         lm, tokenizer = load_model(model, head, dtype)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "speculative": None}
     if temperature > 0:
-        options |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        nucleus = 1.0 if top_p is None else top_p
+        options |= {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": nucleus}
     if method != "plain":
         options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens,
                                   "trace": colors}  # fmt: skip
@@ -130,23 +142,22 @@ def generate(
         return
     if colors and stats is not None:
         typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
-    typer.echo(summary(len(ids), seconds, stats, dtype_of(lm)), err=True)
+    typer.echo(summary(len(ids), seconds, method, stats, dtype_of(lm)), err=True)
 
 
-def summary(num_tokens: int, seconds: float, stats: SpeculationStats | None, dtype: str) -> str:
+def summary(num_tokens: int, seconds: float, method: str, stats: SpeculationStats | None, dtype: str) -> str:
     """Return one line on a call of `generate()`: tokens, seconds, tokens/s, tau, method and dtype of the weights.
 
     Args:
         num_tokens: Tokens of the answer.
         seconds: Time of the whole call, preparation such as compilation included.
+        method: The method that the user asked for.
         stats: Statistics of the call; None if it was plain.
         dtype: Dtype of the weights.
     """
     speed = num_tokens / seconds
-    method = "method plain"
-    if stats is not None:
-        method = f"tau {shown_tau(stats.mean_accepted_length)}, method {stats.method}"
-    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {method}, {dtype}]"
+    tau = "" if stats is None else f"tau {shown_tau(stats.mean_accepted_length)}, "
+    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {tau}method {method}, {dtype}]"
 
 
 def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
@@ -177,8 +188,9 @@ def _converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, 
         ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
         seconds = time.perf_counter() - begin
         messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
-        stats = None if options["speculative"] is None else model.last_speculation
-        typer.echo(summary(len(ids), seconds, stats, dtype_of(model)), err=True)
+        speculative = options["speculative"]
+        stats, method = (None, "plain") if speculative is None else (model.last_speculation, speculative["method"])
+        typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model)), err=True)
 
 
 def _check_output_options(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:
@@ -188,6 +200,28 @@ def _check_output_options(method: str, *, interactive: bool, colors: bool, as_js
         raise InvalidConfigError(
             "--colors cannot be combined with --interactive, --json or --method plain.", "Drop one of them."
         )
+
+
+def _check_unused(given: dict[str, Any], when: str, hint: str) -> None:
+    """Raise `InvalidConfigError` if an option is given (not None) that has no effect."""
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidConfigError(f"{name} has no effect {when}.", hint)
+
+
+def _read_prompt(prompt: str | None, interactive: bool) -> str | None:
+    """Return the prompt, read from standard input if it is "-"; None if a chat is to begin without one.
+
+    Raises:
+        InvalidConfigError: There is no prompt, or it is empty.
+    """
+    if prompt is None and not interactive:
+        raise InvalidConfigError("No prompt was given.", "Give one, '-' to read standard input, or --interactive.")
+    if prompt == "-" and not interactive:
+        prompt = sys.stdin.read()
+    if prompt is not None:
+        _check_prompt(prompt)
+    return prompt
 
 
 def _check_prompt(prompt: str) -> None:

@@ -59,7 +59,7 @@ def inspect(
 
 def convert(
     head: Source,
-    output: Annotated[Path, typer.Argument(help="New or empty directory to write to.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="New or empty directory to write to.")],
     format: Annotated[
         FormatName, typer.Option(metavar="LAYOUT", help=f"Layout to write: {', '.join(get_args(FormatName))}.")
     ] = "hf-specdec",
@@ -80,7 +80,10 @@ def convert(
     )
     if target is not None:
         loaded.config.base_model_name_or_path = target
-    folder = export_head(loaded, output, format=format, replace=force)
+    try:
+        folder = export_head(loaded, output, format=format, replace=force)
+    except InvalidConfigError as error:
+        raise InvalidConfigError(str(error).replace("replace=True", "--force")) from error
     typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
     lost = lost_settings(loaded, format)
     if lost:

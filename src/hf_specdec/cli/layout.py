@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 TABLE_WIDTH = 120
 """Columns from which options are shown in a table."""
@@ -23,6 +23,10 @@ class Command(TyperCommand):
         else:
             super(TyperCommand, self).format_help(ctx, formatter)
 
+    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Return the parts of the usage line; names of arguments without the braces that typer adds."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
     def format_epilog(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the examples, each in one line so that it can be copied."""
         if not self.epilog:
@@ -30,3 +34,16 @@ class Command(TyperCommand):
         title, *examples = Text.from_markup(self.epilog).plain.split("\n\n")
         lines = [f"{title}:", *(f"  {example.strip()}" for example in examples)]
         formatter.write("\n" + "".join(f"{line}\n" for line in lines))
+
+
+class Group(TyperGroup):
+    """A command with subcommands, which lists them if one does not exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the name of the subcommand that the arguments begin with, the subcommand, and the other arguments."""
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            if not args[0].startswith("-"):
+                error.message += f" Commands: {', '.join(self.commands)}."
+            raise

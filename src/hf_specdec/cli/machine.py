@@ -14,14 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.bench.diagnosis import diagnose
+from hf_specdec.bench.diagnosis import Diagnosis, diagnose
 from hf_specdec.bench.machine import versions
 from hf_specdec.cli.generation import dtype_of, head_for
-from hf_specdec.cli.options import Head, Json, NewTokens, Precision
+from hf_specdec.cli.options import FORWARDS, Head, Json, NewTokens, Precision
 from hf_specdec.cli.status import working
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import PACKAGE, load_model
+from hf_specdec.reporting.stats import EAGER
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
@@ -78,7 +79,10 @@ def _compiler() -> str | None:
 
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Path or Hub id of the model. Default: the packaged SmolLM2-135M-Instruct.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Path or Hub id of the model. Default: the packaged SmolLM2-135M-Instruct."
+        ),
     ] = None,
     drafter: Head = None,
     max_new_tokens: NewTokens = 64,
@@ -97,19 +101,37 @@ def doctor(
         return
     drafts = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
     typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
-    costs, one = Table("tokens per forward", "milliseconds", "x one token"), found.forward_seconds[1]
-    for width, seconds in found.forward_seconds.items():
-        costs.add_row(str(width), f"{1000 * seconds:.1f}", f"{seconds / one:.2f}")
-    tried = Table("method", "x plain", "slowest prompt", "tau")
+    tried = Table("method", "x plain", "slowest prompt", "tau", "forwards")
     for method, ratio in found.speed_up.items():
-        tried.add_row(method, f"{ratio:.2f}", f"{found.worst[method]:.2f}", f"{found.tau[method]:.2f}")
+        how = FORWARDS.get(found.forwards[method], found.forwards[method])
+        tried.add_row(method, f"{ratio:.2f}", f"{found.worst[method]:.2f}", f"{found.tau[method]:.2f}", how)
     console = Console()
-    console.print(costs, tried)
+    console.print(_forwards_table(found), tried)
+    if found.compiled_seconds:
+        typer.echo(
+            f"Without drafting, a forward of one token is {found.gain_of_forwards:.2f}x as fast with "
+            f"{FORWARDS[found.compiled]} as eagerly. Plain generate() runs eagerly, so that part of a speed-up does "
+            "not come from drafting."
+        )
     if found.best == "plain":
         typer.echo("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
     else:
         typer.echo(f"Fastest here: speculative={found.best!r}.")
     typer.echo(compile_hint(lm.device.type))
+
+
+def _forwards_table(found: Diagnosis) -> Table:
+    """Return a table of milliseconds per forward: eager ones and, if a method used them, compiled ones."""
+    timed = {EAGER: found.forward_seconds}
+    if found.compiled_seconds:
+        timed[FORWARDS[found.compiled]] = found.compiled_seconds
+    table = Table("tokens per forward", *(column for how in timed for column in (f"{how}, ms", "x one token")))
+    for width in found.forward_seconds:
+        table.add_row(str(width), *(
+            text for seconds in timed.values()
+            for text in (f"{1000 * seconds[width]:.1f}", f"{seconds[width] / seconds[1]:.2f}")
+        ))  # fmt: skip
+    return table
 
 
 def compile_hint(device: str) -> str:

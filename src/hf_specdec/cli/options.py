@@ -16,6 +16,10 @@ from hf_specdec.errors import InvalidConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+FORWARDS = {"kernels": "CPU kernels", "inductor": "inductor's programs", "cuda_graph": "captured graphs"}
+"""Values of `SpeculationStats.forwards`, except `"eager"`, in words."""
+
+
 def finite(value: Any) -> Any:
     """Return an option's value if it is finite (a callback of options, because typer's range check accepts NaN).
 
@@ -69,11 +73,17 @@ def require_package(name: str, purpose: str, extra: str) -> None:
         raise InvalidConfigError(f"{purpose} needs the package {name}.", f"Run: pip install 'hf-specdec[{extra}]'")
 
 
-def check_writable_file(path: Path | None, option: str) -> None:
+def check_writable_file(path: Path | None, option: str, *, force: bool) -> None:
     """Check that the file given for an option can be written later; None, for no file, is accepted.
 
+    Args:
+        path: The file.
+        option: Name of the option, for the error message.
+        force: Whether an existing file may be overwritten.
+
     Raises:
-        InvalidConfigError: The path is a directory, its directory does not exist, or permission is missing.
+        InvalidConfigError: The path is a directory, its directory does not exist, permission is missing, or the file
+            exists and `force` is false.
     """
     if path is None:
         return
@@ -83,6 +93,8 @@ def check_writable_file(path: Path | None, option: str) -> None:
         raise InvalidConfigError(f"{option} {path} {what}.", "Give a file in an existing directory.")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise InvalidConfigError(f"{option} {path} cannot be written.", "Check its permissions or give another file.")
+    if path.exists() and not force:
+        raise InvalidConfigError(f"{option} {path} already exists.", "Give another name or --force.")
 
 
 def check_writable_directory(path: Path | None, option: str) -> None:
@@ -95,7 +107,8 @@ def check_writable_directory(path: Path | None, option: str) -> None:
         return
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
-        raise InvalidConfigError(f"{option} {path}: {existing} is a file.", "Give a directory.")
+        what = "is a file" if existing == path else f"cannot be created, because {existing} is a file"
+        raise InvalidConfigError(f"{option} {path} {what}.", "Give a directory.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise InvalidConfigError(f"{option} {path}: {existing} is not writable.", "Give another directory.")
 

@@ -21,7 +21,7 @@ def find(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of the model, such as org/name.")] = HUB_ID,
     as_json: Json = False,
 ) -> None:
-    """Find published draft heads for a model on the Hub; without a model, say where ours are."""
+    """Find published draft heads for a model on the Hub; without one, show where the shipped heads are."""
     if model == HUB_ID:
         return _ours(as_json)
     heads = find_heads(model)

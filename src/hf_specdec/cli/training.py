@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specdec.cli.layout import Command
+from hf_specdec.cli.layout import Command, Group
 from hf_specdec.cli.new_heads import (
     check_new_head_fields,
     load_initial_head,
@@ -75,7 +75,10 @@ EXAMPLE = (
     "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
 )
 
-train = typer.Typer(help="Train a draft head for a model on the model's own answers.", no_args_is_help=True)
+train = typer.Typer(
+    cls=Group, help="Train a draft head for a model on the model's own answers.", no_args_is_help=True,
+    add_completion=False, rich_markup_mode="rich",
+)  # fmt: skip
 
 
 @train.command(cls=Command, epilog=EXAMPLE.replace("KIND", "medusa"))

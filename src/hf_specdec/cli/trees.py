@@ -37,12 +37,13 @@ def tree(
     top_k: Annotated[int, typer.Option(min=1, help="Children considered per node.")] = 10,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of conversations to measure on.")] = 200,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the tree to this file. Needs matplotlib.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing --plot file.")] = False,
     dtype: Precision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Find the fastest static tree for a head on this device and store it in the head's config."""
     check_writable_directory(output, "--output")
-    check_writable_file(plot, "--plot")
+    check_writable_file(plot, "--plot", force=force)
     if plot is not None:
         require_package("matplotlib", "--plot", "training")
     head = load_head(drafter)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.checkpoints.layouts import WHOLE_MODELS, is_head_config, target_name
-from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
+from hf_specdec.checkpoints.sources import is_connection_error
+from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.assistant_loading import assistant_config
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
@@ -183,5 +184,5 @@ def _translate_errors(name: Any, head: Any) -> Iterator[None]:
         named = "" if head is None else f", which the head {head} names,"
         raise CheckpointFormatError(
             f"The model {str(name)!r}{named} cannot be loaded: {first_sentence(error)}",
-            EXPECTED_MODEL if head is None else _name_it(head),
+            (CONNECT if is_connection_error(error) else EXPECTED_MODEL) if head is None else _name_it(head),
         ) from error

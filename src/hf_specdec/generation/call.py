@@ -63,5 +63,6 @@ def prepare_call(
         has_unfinished=lambda finished: has_unfinished(model, finished, synced_gpus, device),
         returns_cache=returns_cache,
         layer_outputs=plan.layer_outputs,
+        forwards=plan.forwards,
     )
     return call, transcript

@@ -26,7 +26,7 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.checked import start_session
 from hf_specdec.generation.outputs import LayerOutputs
 from hf_specdec.generation.tracing import trace_step
-from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.reporting.stats import EAGER, SpeculationStats
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.model import CACHE_FIELD, text_config
@@ -62,6 +62,7 @@ class Call:
     has_unfinished: Callable[[bool], bool]  # gets whether all rows are finished; True: continue, also for other ranks
     returns_cache: bool  # whether the cache is returned, or was passed by the caller and must be updated
     layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
+    forwards: str = EAGER  # see `SpeculationStats.forwards`
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
@@ -74,7 +75,8 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         transcript: Gets every emitted token; the loop ends when all its rows are finished.
     """
     config, target = call.generation_config, call.target
-    stats = SpeculationStats(method=call.drafter.method, accepted_per_step=[[] for _ in transcript.finished])
+    stats = SpeculationStats(call.drafter.method, forwards=call.forwards)
+    stats.accepted_per_step = [[] for _ in transcript.finished]
     layers = LayerOutputs(text_config(target.model), **call.layer_outputs)
     with stats.time("total"), ExitStack() as stack:
         stack.callback(target.close)

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.target_config import EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
+from hf_specdec.checkpoints.sources import is_connection_error, local_directory
+from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.heads.base import DraftHead
@@ -216,19 +217,13 @@ def _source(name: str | None) -> str | Path:
     """Return the directory (a `Path`) or Hub id (a `str`) to load a model from.
 
     Raises:
-        CheckpointFormatError: The directory does not exist, holds no model, or holds a draft head; or the packaged
-            model cannot be converted.
+        CheckpointFormatError: The directory does not exist, is a file, holds no model, or holds a draft head; or the
+            packaged model cannot be converted.
     """
     if name is None:
         return packaged_model() or HUB_ID
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        if name.startswith((".", "~")) or folder.is_absolute() or name.count("/") != 1 or folder.exists():
-            if "/" not in name and not folder.exists():
-                return name  # a legacy Hub id without an owner, such as gpt2
-            raise CheckpointFormatError(
-                f"The model {name!r} cannot be loaded: there is no such directory.", EXPECTED_MODEL
-            )
+    folder = local_directory(name, "model", EXPECTED_MODEL)
+    if folder is None:
         return name
     config = folder / "config.json"
     if not config.is_file():
@@ -244,5 +239,7 @@ def _source(name: str | None) -> str | Path:
 
 
 def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
-    hint = f"To use it without the Hub, run: {INSTALL}" if source == HUB_ID else EXPECTED_MODEL
+    hint = CONNECT if is_connection_error(error) else EXPECTED_MODEL
+    if source == HUB_ID:
+        hint = f"To use it without the Hub, run: {INSTALL}"
     return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_sentence(error)}", hint)

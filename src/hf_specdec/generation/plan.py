@@ -30,6 +30,7 @@ from hf_specdec.generation.assisted import Assistant, assisted_drafters, check_n
 from hf_specdec.generation.histories import answer_history
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
 from hf_specdec.generation.state import current_costs, current_facts, measure_costs, rebind_if_changed, state_of
+from hf_specdec.reporting.stats import EAGER
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
@@ -73,6 +74,7 @@ class Plan:
     facts: TargetFacts
     layer_outputs: dict[str, bool]  # whether to collect hidden_states and attentions
     runner: Runner | None = None  # verifies instead of the model's own forward
+    forwards: str = EAGER  # how verify forwards run, see `SpeculationStats.forwards`
     target: Target | None = None  # set once the size of the prompt is known
 
 
@@ -168,7 +170,8 @@ def with_programs(plan: Plan, model: PreTrainedModel, new_tokens: int, *, waits:
     rule = plan.rule
     if runner is not None and rule is greedy and device.type in GRAPH_BACKENDS:
         rule = captured_rule(model)
-    return replace(plan, runner=runner, rule=rule, drafter=compiled_drafter(model, plan.drafter, wanted))
+    forwards, drafter = EAGER if runner is None else wanted, compiled_drafter(model, plan.drafter, wanted)
+    return replace(plan, runner=runner, forwards=forwards, rule=rule, drafter=drafter)
 
 
 def warm_up(model: PreTrainedModel, speculative: Any, *, rows: int, context: int) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Stage = Literal["prefill", "draft", "verify", "accept", "commit", "total"]
 
+EAGER = "eager"
+"""Value of `SpeculationStats.forwards` if the model's own modules ran."""
+
 
 def shown_tau(tau: float) -> str:
     """Format tau with two decimals, or as a dash if it is 0 because no target forward was counted."""
@@ -39,6 +42,8 @@ class SpeculationStats:
             accepted drafted tokens and, unless the row ended before it, the correction or bonus token.
         control: How the tree size was chosen: name and decisions of the controller, and reports of the drafter.
         trace: Records of all steps if `SpeculativeConfig(trace=True)`, else empty.
+        forwards: How the verify forwards ran: `"eager"` by the model's own modules, as in plain `generate()`; or
+            `"kernels"`, `"inductor"` or `"cuda_graph"`, see `SpeculativeConfig.compile`.
         prefill_seconds, draft_seconds, verify_seconds, accept_seconds, commit_seconds: Time per stage.
         total_seconds: Time of prefill and decoding, without preparation (checks, compilation, cost measurements).
     """
@@ -50,6 +55,7 @@ class SpeculationStats:
     accepted_per_step: list[list[int]] = field(default_factory=list)
     control: dict[str, Any] = field(default_factory=dict)
     trace: list[TracedStep] = field(default_factory=list, repr=False)
+    forwards: str = EAGER
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
