@@ -79,7 +79,7 @@ def test_a_file_is_answered_and_an_interrupted_run_goes_on(
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "2 of 5 were answered before"
     assert second.startswith("4 of 5, tau ")
-    run("answer_file", monkeypatch, *files, "--model", "no/such-model")  # not needed any more
+    run("answer_file", monkeypatch, *files, "--model", "/no/such/model")  # not needed any more
     assert capsys.readouterr().out.splitlines() == ["5 of 5 were answered before"]
 
 
@@ -102,7 +102,7 @@ def test_a_file_of_prompts_is_checked_before_the_model_is_loaded(
         (tmp_path / "in.jsonl").write_bytes(content)
     (tmp_path / "out.jsonl").write_text("{}\n")
     with pytest.raises(SystemExit):
-        run("answer_file", monkeypatch, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "no/such-model")
+        run("answer_file", monkeypatch, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "/no/such/model")
     assert message in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_text() == "{}\n"
 
@@ -125,7 +125,7 @@ def test_a_file_is_read_before_the_model_is_loaded(
         path.write_bytes(content)
     given = [path if argument == "FILE" else argument for argument in arguments]
     with pytest.raises(SystemExit):
-        run(name, monkeypatch, *given, "--model", "no/such-model")
+        run(name, monkeypatch, *given, "--model", "/no/such/model")
     assert message in capsys.readouterr().err
 
 
