@@ -3,7 +3,7 @@
 # make exhaustive   the tests that take long; CI runs these as well
 # make docs   the site, into site/, strictly
 # make models every model of transformers with a generate() against plain generate, into docs/models.md
-# make notebooks  run them again, and keep what they show
+# make notebooks  run them again, on an idle machine, and keep what they show
 # make newest the fast tests with the newest releases of every dependency, in an environment of their own
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long

@@ -8,15 +8,14 @@ train a head on the adapted model's own answers.
 
 Expected output, with an adapter that is not trained yet:
 
-    The primary colours are:
-    - Red (R)
-    ...
-    with the adapter: tau 2.25
-    without: tau 2.25
+    The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
+    with the adapter: tau 2.15
+    without: tau 2.15
 """
 
 import argparse
 
+import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,10 +36,15 @@ def main():
         parser.error("give the head of this model: --drafter")
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
-    base = AutoModelForCausalLM.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(PeftModel.from_pretrained(base, options.adapter))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), options.adapter)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    model = SpeculativeGenerationMixin.attach(model)
     method = model.load_drafter(head).method
-    inputs = tokenizer(options.prompt, return_tensors="pt")
+    messages = [{"role": "user", "content": options.prompt}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
     settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": method}
     ids = model.generate(**inputs, **settings)
     print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

@@ -4,10 +4,11 @@
     python examples/answer_file.py prompts.jsonl answers.jsonl --model org/model --drafter org/head --batch-size 4
 
 Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
-over the batch, in tokens per forward and row.
+over the batch, in tokens per forward and row. To continue, run the same command again.
 
 Expected output for a file of two prompts, and a row of `answers.jsonl`:
 
+    0 of 2 were answered before
     2 of 2, tau 1.12
 
     {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...", "tau": 1.12}
@@ -15,13 +16,40 @@ Expected output for a file of two prompts, and a row of `answers.jsonl`:
 
 import argparse
 import json
+import os
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_specdec.generation.loading import load_model
 
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+
+def read_rows(path):
+    """Return the rows of a JSON-lines file, each of which has a prompt.
+
+    Raises:
+        OSError, ValueError: The file cannot be read, or a line is not JSON or has no prompt.
+    """
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+                raise ValueError(f'{path}, line {number} is not a row such as {{"prompt": "..."}}')
+            rows.append(row)
+    return rows
+
+
+def count_answers(path):
+    """Return the number of rows in a file of answers; a last line that an interruption left incomplete is cut off."""
+    content = path.read_bytes() if path.exists() else b""
+    length = content.rfind(b"\n") + 1
+    if length < len(content):
+        os.truncate(path, length)
+    return content.count(b"\n")
 
 
 def main():
@@ -34,16 +62,18 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
-    name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
-    rows = [json.loads(line) for line in options.prompts.read_text().splitlines()]
-    done = len(options.answers.read_text().splitlines()) if options.answers.exists() else 0
-    with options.answers.open("a") as output:
+    try:
+        rows, done = read_rows(options.prompts), count_answers(options.answers)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if done > len(rows):
+        parser.error(f"{options.answers} has {done} answers, but there are {len(rows)} prompts: give another file")
+    print(f"{done} of {len(rows)} were answered before", flush=True)
+    if done == len(rows):
+        return
+    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    tokenizer.padding_side = "left"
+    with options.answers.open("a", encoding="utf-8") as output:
         for start in range(done, len(rows), options.batch_size):
             batch = rows[start : start + options.batch_size]
             chats = [[{"role": "user", "content": row["prompt"]}] for row in batch]

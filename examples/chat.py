@@ -4,7 +4,7 @@
     python examples/chat.py --model org/model --drafter org/head
 
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
-turns, the whole conversation is read again. An empty line ends the chat.
+turns, the whole conversation is read again. An empty line or Ctrl-D ends the chat.
 
 Expected output (answers and tau may differ with the machine, because the packaged model runs in bf16):
 
@@ -28,6 +28,15 @@ from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 
+def ask():
+    """Return what the user types; an empty string at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
@@ -37,13 +46,15 @@ def main():
     options = parser.parse_args()
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    model = SpeculativeGenerationMixin.attach(model)
     head = options.drafter or default_head(options.model)
     if head:
         model.load_drafter(head)
     messages, cache, read = [], DynamicCache(config=model.config), []
-    while message := input("> ").strip():
+    while message := ask():
         messages.append({"role": "user", "content": message})
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -22,14 +22,14 @@ import time
 from queue import Queue
 from threading import Thread
 
-import gradio as gr
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import load_model
 from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
+
+try:
+    import gradio as gr
+except ImportError as error:  # `main` reports it, so that --help works without gradio
+    gr, NO_GRADIO = None, error
 
 QUESTION = "Write a Python function that returns the mean of a list of numbers, and explain it line by line."
 CSS = ".speed { margin-top: 0.6em; font-size: 0.85em; opacity: 0.75; font-variant-numeric: tabular-nums; }"
@@ -133,13 +133,9 @@ def main():
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--port", type=int, default=7860)
     options = parser.parse_args()
-    name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
+    if gr is None:
+        raise SystemExit(f"This example needs gradio: pip install 'gradio>=6' ({NO_GRADIO})")
+    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
     model.warmup(options.method)  # so that the first answer is as fast as the others
     page = make_page(model, tokenizer, options.method, options.max_new_tokens)
     page.launch(server_port=options.port, css=CSS)

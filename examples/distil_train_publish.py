@@ -4,10 +4,10 @@
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
 All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
-The same as commands: `hf-specdec distill`, `train eagle`, `tree`. See docs/training.md for their options and for the
-amount of data that a head needs.
+The commands `hf-specdec distill`, `train eagle` and `tree` do the same. See docs/training.md for their options and for
+the amount of data that a head needs.
 
-Progress bars show the stages. Output in form at the end:
+Progress bars show the stages. Output at the end (values vary):
 
     a static tree of ... nodes is expected to accept ... tokens per forward, ...x plain decoding here
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import training
+from hf_specdec import InvalidConfigError, training
 from hf_specdec.generation.loading import HUB_ID, packaged_model
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 
@@ -33,15 +33,20 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     options = parser.parse_args()
+    try:
+        prompts = training.read_prompts(options.prompts)
+    except InvalidConfigError as error:
+        parser.error(str(error))
+    if not prompts:
+        parser.error(f"{options.prompts} has no prompts")
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
 
     settings = training.DistillConfig(max_new_tokens=options.max_new_tokens, temperatures=(0.0, 0.0, 0.7))
-    answers = training.distill(
-        model, tokenizer, training.read_prompts(options.prompts), options.work / "answers", settings
-    )
+    answers = training.distill(model, tokenizer, prompts, options.work / "answers", settings)
     talks = training.read_conversations(answers)
     talks, held_out = training.hold_out(talks, min(len(talks) // 20 + 1, 64))
 

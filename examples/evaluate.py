@@ -8,7 +8,7 @@ Generative tasks run twice, without and with speculation. The harness needs no c
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
 `--include-path` is a directory with your own task files (YAML).
 
-Output in form, with the scores of the task:
+Output (values vary), with the scores of the task:
 
     plain: gsm8k exact_match ..., ... s
     auto: gsm8k exact_match ..., ... s
@@ -19,15 +19,9 @@ import argparse
 import logging
 import time
 
-import torch
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import load_model
 
 
 def main():
@@ -40,16 +34,17 @@ def main():
     parser.add_argument("--method", default="auto", help="value of `speculative=`")
     parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
     options = parser.parse_args()
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise SystemExit(f"This example needs lm-eval: pip install lm-eval ({error})") from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     transformers_logging.set_verbosity_error()
 
-    name = options.model or packaged_model() or HUB_ID
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, options.dtype))
-    model = SpeculativeGenerationMixin.attach(model)
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
-    harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(name), batch_size=1)
+    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
     tasks = TaskManager(include_path=options.include_path)
     answers = []
     for method in (None, options.method):

@@ -18,6 +18,7 @@ one-time probe and measurement of costs:
 
 import argparse
 import time
+import warnings
 
 import torch
 from datasets import Dataset
@@ -61,8 +62,10 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--num-generations", type=int, default=2, help="rollouts per prompt")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--output", default="grpo", help="folder of the trainer")
+    parser.add_argument("--output", default="grpo", help="output directory of the trainer")
     options = parser.parse_args()
+    # TRL uses names that transformers has renamed
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))

@@ -11,7 +11,7 @@
 Prints the answer, and for plain and speculative decoding the time until the first token, the tokens/s after it, and
 the highest memory use during the call. To see what chunks save, run it again with `--chunk 0`.
 
-The packaged model is too small to answer well about a long text; it shows the form.
+The packaged model is small: do not expect a good answer about a long text.
 
 Expected output (tau depends on the measured costs; the memory of the second line includes what one-time work left):
 
@@ -30,11 +30,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import load_model
 
 DOCUMENT = Path(__file__).parents[1] / "LICENSE"
 QUESTION = "Summarize this license."
@@ -97,15 +95,13 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
     options = parser.parse_args()
-    name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
+    try:
+        document = options.document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"the document cannot be read: {error}")
+    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
 
-    message = f"{options.question}\n\n{options.document.read_text()}"
+    message = f"{options.question}\n\n{document}"
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)

@@ -9,7 +9,7 @@
     messages = [{"role": "user", "content": "Name three rivers."}]
     print(client.chat.completions.create(model="org/model", messages=messages).choices[0].message.content)
 
-Requests must name the model that is served; the server prints that name:
+Requests must name the model that is served; the server prints that name. Without --model it is a path:
 
     model: ".../.cache/hf-specdec/smollm2-135m-instruct-0.1.2"
     INFO:     Uvicorn running on http://localhost:8000 (Press CTRL+C to quit)

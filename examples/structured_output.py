@@ -27,9 +27,7 @@ import argparse
 import json
 
 import torch
-import xgrammar
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from xgrammar.contrib.hf import LogitsProcessor
 
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
@@ -54,9 +52,17 @@ def main():
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     options = parser.parse_args()
+    try:
+        import xgrammar
+        from xgrammar.contrib.hf import LogitsProcessor
+    except ImportError as error:
+        raise SystemExit(f"This example needs xgrammar: pip install xgrammar ({error})") from error
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name))
+    model = AutoModelForCausalLM.from_pretrained(name)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    model = SpeculativeGenerationMixin.attach(model)
     head = options.drafter or default_head(options.model)
     if head:
         model.load_drafter(head)

@@ -16,6 +16,7 @@ Expected output (tau depends on the measured costs):
 
 import argparse
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_specdec import SpeculativeGenerationMixin
@@ -32,7 +33,10 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
     name = options.model or packaged_model() or HUB_ID
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name))
+    model = AutoModelForCausalLM.from_pretrained(name)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    model = SpeculativeGenerationMixin.attach(model)
     head = options.drafter or default_head(options.model)
     if head:
         model.load_drafter(head)

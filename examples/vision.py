@@ -8,10 +8,11 @@ prompt, whose forward is transformers' own, so `generate(speculative="auto")` ne
 it drafts by lookup, which pays for answers that repeat themselves or the question: lists, tables, transcribed text. A
 draft head must be trained for the language model inside this model. docs/models.md lists the classes that work.
 
-The default model is a small LLaVA on the Hub. The test suite runs this script on tiny LLaVA and Qwen2-VL models with
-random weights, which show that the tokens are equal but give no meaningful text or speed.
+The default model is SmolVLM-256M-Instruct from the Hub (Idefics3, Apache-2.0, 0.5 GB). This script was run only on
+tiny LLaVA and Idefics3 models with random weights: they show that the tokens are equal, but give no meaningful text or
+speed.
 
-Output in form:
+Output (values vary):
 
     ... (the answer)
     plain: ... tokens/s
@@ -28,7 +29,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_specdec import SpeculativeGenerationMixin
 
-MODEL = "llava-hf/llava-interleave-qwen-0.5b-hf"
+MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"
 
 
 def main():
@@ -42,15 +43,21 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
     options = parser.parse_args()
+    try:
+        with Image.open(options.image) as opened:
+            image = opened.convert("RGB")
+    except OSError as error:
+        parser.error(f"the image cannot be read: {error}")
     processor = AutoProcessor.from_pretrained(options.model)
     model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=options.dtype)
-    model = SpeculativeGenerationMixin.attach(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    model = SpeculativeGenerationMixin.attach(model)
     if options.drafter:
         model.load_drafter(options.drafter)
     content = [{"type": "image"}, {"type": "text", "text": options.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    with Image.open(options.image) as image:
-        inputs = processor(images=image.convert("RGB"), text=prompt, return_tensors="pt")
+    inputs = processor(images=image, text=prompt, return_tensors="pt")
     inputs = inputs.to(model.device, model.dtype)  # the pixels get the model's dtype, the ids keep theirs
     model.warmup()  # one-time work, so that it is not timed below
     answers, lines = [], []

@@ -2,18 +2,25 @@
 
 Of a widget only its picture is kept: GitHub, nbconvert and a notebook without a kernel would show nothing else.
 
-python tests/run_notebooks.py [NAME ...]     `make notebooks`
+python tests/run_notebooks.py [NAME ...] [--force]     `make notebooks`
+
+A notebook that shows times is only run on an idle machine, unless --force is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+
+from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 
@@ -48,10 +55,46 @@ def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
-def main() -> None:
+TIME = re.compile(r"\d m?s\b|tokens/s|\dx plain")
+"""A time or a speed in an output."""
+
+WATCHED_SECONDS = 5.0
+"""Time for which the CPU load is measured before a notebook with times is run."""
+
+
+TIMED_PLOT = re.compile(r"plot_timeline\(|plot_costs\(")
+"""Code that draws times."""
+
+
+def shows_times(notebook: nbformat.NotebookNode) -> bool:
+    """Whether the stored outputs contain times."""
+    texts = [
+        str(output.get("text") or output.get("data", {}).get("text/plain", ""))
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+    ]
+    return any(map(TIME.search, texts)) or any(TIMED_PLOT.search(cell.source) for cell in notebook.cells)
+
+
+def refuse_busy_machine(name: str) -> None:
+    """Exit if other processes use the CPU now."""
+    others = OtherProcesses()
+    time.sleep(WATCHED_SECONDS)
+    cores = others.cores()
+    if is_disturbed(cores, WATCHED_SECONDS):
+        raise SystemExit(f"{name} shows times, and other processes use {cores:.2f} cores. Wait for them, or --force.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run all, or those whose names begin as asked."""
+    parser = argparse.ArgumentParser(description="Run the notebooks and keep what they show.")
+    parser.add_argument("names", nargs="*", help="how the names of the notebooks begin; default: all")
+    parser.add_argument("--force", action="store_true", help="also run notebooks that show times on a busy machine")
+    options = parser.parse_args(arguments)
     for path in sorted(FOLDER.glob("*.ipynb")):
-        if len(sys.argv) == 1 or path.name.startswith(tuple(sys.argv[1:])):
+        if not options.names or path.name.startswith(tuple(options.names)):
+            if not options.force and shows_times(nbformat.read(path, as_version=4)):
+                refuse_busy_machine(path.name)
             nbformat.write(without_widgets(executed(path)), path)
             print(path.name, flush=True)
 

@@ -25,6 +25,11 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    Idefics3VisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -65,18 +70,127 @@ def test_a_file_is_answered_and_an_interrupted_run_goes_on(
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["answer"] for line in lines] == plain(saved, prompts, 9)
     assert [json.loads(line)["id"] for line in lines] == ["05", "07", "10", "11", "15"]
-    (tmp_path / "out.jsonl").write_text("\n".join(lines[:2]) + "\n")
-    capsys.readouterr()
+    assert capsys.readouterr().out.splitlines()[0] == "0 of 5 were answered before"
+    (tmp_path / "out.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])  # interrupted in the third
     run("answer_file", monkeypatch, *command)
     assert [json.loads(line)["answer"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         json.loads(line)["answer"] for line in lines
     ]
-    assert capsys.readouterr().out.splitlines()[0].startswith("4 of 5")
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "2 of 5 were answered before"
+    assert second.startswith("4 of 5, tau ")
+    run("answer_file", monkeypatch, *files, "--model", "/no/such/model")  # not needed any more
+    assert capsys.readouterr().out.splitlines() == ["5 of 5 were answered before"]
 
 
-def test_a_chat_on_one_cache(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = iter(["w05 w06", "w07 w08", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": ', "line 3 is not JSON"),
+        (b'{"prompt": "a"}\n{"question": "b"}', 'line 2 is not a row such as {"prompt": "..."}'),
+        (b'["a"]', "line 1 is not a row"),
+        (b'{"prompt": "\xff"}', "invalid start byte"),
+        (b"", "has 1 answers, but there are 0 prompts"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_of_prompts_is_checked_before_the_model_is_loaded(
+    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if content is not None:
+        (tmp_path / "in.jsonl").write_bytes(content)
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit):
+        run("answer_file", monkeypatch, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "/no/such/model")
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("long_document", ["FILE"], "the document cannot be read: "),
+        ("vision", ["FILE"], "the image cannot be read: "),
+        ("distil_train_publish", ["--work", "work", "--prompts", "FILE"], "FILE"),
+    ],
+)
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xff"])
+def test_a_file_is_read_before_the_model_is_loaded(
+    name: str, arguments: list[str], message: str, content: bytes | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "FILE.txt"
+    if content is not None:
+        path.write_bytes(content)
+    given = [path if argument == "FILE" else argument for argument in arguments]
+    with pytest.raises(SystemExit):
+        run(name, monkeypatch, *given, "--model", "/no/such/model")
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "arguments"),
+    [("chat_page", "gradio", []), ("structured_output", "xgrammar", []), ("evaluate", "lm_eval", ["--tasks", "one"])],
+)
+def test_without_an_optional_package_there_is_help(
+    name: str, package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # an import of it fails
+    with pytest.raises(SystemExit) as ended:
+        run(name, monkeypatch, "--help")
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=rf"^This example needs {package.replace('_', '-')}: pip install "):
+        run(name, monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize("name", ["chat", "text_pipeline", "adapter_and_head"])
+def test_the_model_is_moved_to_the_accelerator(
+    name: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = torch.device("cpu", 0)  # the CPU, under a name that nothing else uses
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    devices, move = [], torch.nn.Module.to
+
+    def note(module: Any, *args: Any, **options: Any) -> Any:
+        devices.extend(args)
+        return move(module, *args, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", note)
+    arguments: list[Any] = ["--model", saved]
+    if name == "text_pipeline":
+        arguments += ["w05 w06", "--max-new-tokens", 2]
+    elif name == "adapter_and_head":
+        arguments += ["w05", "--max-new-tokens", 2, *adapter_and_head(saved, tmp_path)]
+    run(name, monkeypatch, *arguments)
+    assert accelerator in devices
+
+
+def adapter_and_head(saved: Path, folder: Path) -> list[Any]:
+    """Arguments with an adapter and a head, both with random weights."""
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    EagleHead(EagleConfig.for_target(model.config)).save_pretrained(folder / "head")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return ["--adapter", folder / "adapter", "--drafter", folder / "head"]
+
+
+@pytest.mark.parametrize("end", ["", None], ids=["an empty line", "Ctrl-D"])
+def test_a_chat_on_one_cache(
+    end: str | None, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["w05 w06", "w07 w08", end])
+
+    def answer(_: str) -> str:
+        if (text := next(said)) is None:
+            raise EOFError
+        return text
+
+    monkeypatch.setattr("builtins.input", answer)
     run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9, "--dtype", "float32")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert [line.startswith("    [tau ") for line in lines] == [False, True, False, True]
@@ -92,15 +206,17 @@ def test_an_adapter_and_a_head(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peft = pytest.importorskip("peft")
-    model = AutoModelForCausalLM.from_pretrained(saved)
-    EagleHead(EagleConfig.for_target(model.config)).save_pretrained(tmp_path / "head")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(tmp_path / "adapter")
-    run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, "--adapter", tmp_path / "adapter",
-        "--drafter", tmp_path / "head", "--max-new-tokens", 8)  # fmt: skip
+    run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, *adapter_and_head(saved, tmp_path),
+        "--max-new-tokens", 8)  # fmt: skip
     text = capsys.readouterr().out
     assert "with the adapter: tau 1." in text
     assert "without: tau 1." in text
+    answer = text.splitlines()[0].strip()
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved), tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    inputs = encode_chat(tokenizer, ["w05 w06 w07"], model.device)
+    ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer == tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
 def test_a_pipeline(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,8 +264,7 @@ def test_an_evaluation(
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "task.yaml").write_text(TASK.replace("QUESTIONS", str(tmp_path / "q.jsonl")))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    module = run("evaluate", monkeypatch, "--model", saved, "--tasks", "going_on", "--include-path", tmp_path)
-    assert module.HFLM
+    run("evaluate", monkeypatch, "--model", saved, "--tasks", "going_on", "--include-path", tmp_path)
     first, second, last = [
         line for line in capsys.readouterr().out.splitlines() if " exact_match " in line or "equal" in line
     ]
@@ -243,14 +358,40 @@ def llava(tmp_path: Path) -> Path:
     return tmp_path / "llava"
 
 
+@pytest.fixture
+def idefics3(tmp_path: Path) -> Path:
+    """A tiny Idefics3, the class of the default model, with its processor: an image is four tokens `<image>`."""
+    vision = Idefics3VisionConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+                                  image_size=16, patch_size=4)  # fmt: skip
+    tokenizer = zoo.chat_tokenizer()
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    text = copy.deepcopy(zoo.build("llama").config)
+    text.vocab_size = len(tokenizer)
+    torch.manual_seed(0)
+    config = Idefics3Config(vision_config=vision, text_config=text, scale_factor=2,
+                            image_token_id=tokenizer.convert_tokens_to_ids("<image>"))  # fmt: skip
+    zoo.decisive(Idefics3ForConditionalGeneration(config)).save_pretrained(tmp_path / "idefics3")
+    part = "{{ '<image>' if part.type == 'image' else part.text }} "
+    template = f"{{% for m in messages %}}w90 {{% for part in m.content %}}{part}{{% endfor %}}w92 {{% endfor %}}w91 "
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 16}, max_image_size={"longest_edge": 16},
+                                       do_image_splitting=False)  # fmt: skip
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template).save_pretrained(
+        tmp_path / "idefics3"
+    )
+    return tmp_path / "idefics3"
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
 def test_an_image_and_a_question(
-    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """The answer depends on the picture, and is the same with speculation."""
-    answers = []
+    saved, answers = request.getfixturevalue(kind), []
     for color in ("red", "blue"):
         Image.new("RGB", (20, 30), color).save(tmp_path / "picture.png")
-        run("vision", monkeypatch, tmp_path / "picture.png", "w05 w06 w07", "--model", llava, "--max-new-tokens", 24)
+        run("vision", monkeypatch, tmp_path / "picture.png", "w05 w06 w07", "--model", saved, "--max-new-tokens", 24)
         lines = capsys.readouterr().out.splitlines()
         assert lines[1].startswith("plain: ")
         assert re.fullmatch(r"auto: .* tokens/s, tau \d\.\d\d", lines[2])

@@ -160,11 +160,13 @@ def test_continuous_batching_rolls_out_plainly(
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_example(
-    lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    lora: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:  # fmt: skip
     arguments = ["--model", saved, "--steps", 2, "--max-new-tokens", 12, "--output", tmp_path / "run"]
     run("grpo_rollouts", monkeypatch, *arguments, *(["--lora"] if lora else []))
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
     assert [line.split(":")[0] for line in lines] == ["rollout"] * 2 + ["rewards", "same tokens for the same seed"]
     assert lines[-1].endswith("True")
     assert "grpo_rollouts" in sys.argv[0]
+    assert not [warning for warning in recwarn if issubclass(warning.category, FutureWarning)]

@@ -13,7 +13,8 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from run_notebooks import WIDGET, executed, without_widgets
+import run_notebooks
+from run_notebooks import WIDGET, executed, shows_times, without_widgets
 from test_words import MANNERISMS
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +95,68 @@ def test_of_a_widget_the_picture_is_stored() -> None:
         without_widgets(nbformat.v4.new_notebook(cells=[cell]))
     for path in NOTEBOOKS:
         assert WIDGET not in path.read_text(), f"{path.name}: make notebooks"
+
+
+class Busy:
+    """A meter that measures the same load again and again."""
+
+    def __init__(self, load: float | None) -> None:
+        self.load = load
+
+    def cores(self) -> float | None:
+        return self.load
+
+
+@pytest.mark.parametrize(
+    ("shown", "load", "arguments", "is_run"),
+    [
+        ("auto: 63 tokens, 0.8 s", 0.5, [], False),
+        ("auto: 63 tokens, 0.8 s", 0.5, ["--force"], True),
+        ("auto: 63 tokens, 0.8 s", 0.0, [], True),
+        ("auto: 63 tokens, 0.8 s", None, [], True),  # the load is not known
+        ("tau 7.75, the same ids: True", 0.5, [], True),
+    ],
+)
+def test_times_are_not_taken_on_a_busy_machine(
+    shown: str, load: float | None, arguments: list[str], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = nbformat.v4.new_code_cell("run()", outputs=[nbformat.v4.new_output("stream", text=shown)])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "1_times.ipynb")
+    run: list[Path] = []
+
+    def note(path: Path) -> nbformat.NotebookNode:
+        run.append(path)
+        return nbformat.read(path, as_version=4)
+
+    monkeypatch.setattr(run_notebooks, "FOLDER", tmp_path)
+    monkeypatch.setattr(run_notebooks, "executed", note)
+    monkeypatch.setattr(run_notebooks, "OtherProcesses", lambda: Busy(load))
+    monkeypatch.setattr(run_notebooks.time, "sleep", lambda _: None)
+    if is_run:
+        run_notebooks.main(["1", *arguments])
+    else:
+        with pytest.raises(
+            SystemExit, match=r"1_times.ipynb shows times, and other processes use 0.50 cores.*--force"
+        ):
+            run_notebooks.main(["1", *arguments])
+    assert bool(run) == is_run
+
+
+def test_notebooks_with_times_are_known() -> None:
+    timed = {path.stem for path in NOTEBOOKS if shows_times(nbformat.read(path, as_version=4))}
+    assert {"1_quickstart", "2_seeing_the_tree", "4_write_a_drafter", "5_measure"} <= timed
+
+
+CONDITIONS = "clone the repository, run `make demo` once, then `.venv/bin/pip install -e '.[notebooks]'` and "
+
+
+def test_how_to_run_them_is_the_same_everywhere() -> None:
+    first, *others = (nbformat.read(path, as_version=4).cells[0].source for path in NOTEBOOKS)
+    assert CONDITIONS + "`.venv/bin/jupyter lab notebooks`" in first
+    assert CONDITIONS + "`.venv/bin/jupyter lab notebooks`" in (ROOT / "notebooks" / "README.md").read_text()
+    for source in others:
+        assert "the same as for [1_quickstart](1_quickstart.ipynb)" in source
+        assert "pip install" not in source
 
 
 def test_what_is_made_shorter_is_there() -> None:

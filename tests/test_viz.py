@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,72 @@ def test_a_step_that_drafted_nothing_and_a_row_that_has_ended() -> None:
     ended = TracedRow([5, 6], [-1, 0], None, [1.0, 0.5], [7, 8], ["a", "a"], [], [])
     assert "1 drafted, 0 accepted" in texts(viz.plot_step(TracedStep([ended], 0.0, 0.0, 0.1, 0.0)))
     assert viz.plot_widths([]).get_xlabel() == "step"
+
+
+SOURCES = ("eagle", "prompt_lookup", "token_recycling")
+
+
+def drafted(number: int, *, num_accepted: int = 0) -> TracedStep:
+    """A step whose first nodes are a chain, by the sources in turn, of which the first ones were accepted."""
+    nodes, path = [5, *range(10, 10 + number)], list(range(num_accepted + 1))
+    sources = ["eagle", *(SOURCES[place % len(SOURCES)] for place in range(number))]
+    row = TracedRow(nodes, [-1, *range(number)], [0.5] * len(nodes), [0.5] * len(nodes), nodes, sources, path,
+                    [*nodes[1 : num_accepted + 1], 99])  # fmt: skip
+    return TracedStep([row], 0.0, 0.01, 0.05, 0.001)
+
+
+def tick_labels(axes: Any, letter: str) -> list[str]:
+    """Labels within the axes."""
+    axes.figure.canvas.draw()
+    first, last = sorted(getattr(axes, f"get_{letter}lim")())
+    ticks = zip(getattr(axes, f"get_{letter}ticks")(), getattr(axes, f"get_{letter}ticklabels")(), strict=True)
+    return [label.get_text() for place, label in ticks if first <= place <= last]
+
+
+@pytest.mark.parametrize("count", [1, 5, 9, 30])
+def test_widths_show_no_step_that_was_not_done(count: int) -> None:
+    axes = viz.plot_widths([drafted(3 * number % 11) for number in range(count)])
+    assert axes.get_xlim() == pytest.approx((0.3, count + 0.7))
+    axes.figure.canvas.draw()
+    inches = axes.get_window_extent().width / axes.figure.dpi / (count + 0.4)
+    assert inches <= 1 or count < 5  # the figure is narrower if there are few steps
+    assert axes.get_legend().get_window_extent().x1 <= axes.figure.bbox.x1
+    matplotlib.pyplot.close(axes.figure)
+
+
+def test_widths_of_nothing_have_integer_labels() -> None:
+    for trace in ([], [drafted(0)] * 3):
+        assert tick_labels(viz.plot_widths(trace), "y") == ["1", "0", "1"]
+    assert viz.plot_widths([]).get_legend() is None
+
+
+@pytest.mark.parametrize("depth", [3, 15, 16, 18, 40])
+def test_labels_of_acceptance_overlap_neither_each_other_nor_bars(depth: int) -> None:
+    stats = SpeculationStats("eagle", 4, 9, 20, [[depth + 1]])
+    axes = viz.plot_acceptance(dict.fromkeys(SOURCES, stats))
+    assert tick_labels(axes, "x")
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert all(left.x1 + 4 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1  # every bar is full here
+    assert axes.get_legend().get_window_extent().x1 <= axes.figure.bbox.x1
+    matplotlib.pyplot.close(axes.figure)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("num_accepted", [0, 1, 2])
+def test_the_legend_of_a_step_has_the_colours_of_its_nodes(theme: Theme, num_accepted: int) -> None:
+    axes = viz.plot_step(drafted(4, num_accepted=num_accepted), theme=theme)
+    axes.figure.canvas.draw()
+    legend, data = axes.get_legend(), THEMES[theme].data
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == [*SOURCES, "root", *["accepted"] * (num_accepted > 0), "the model's own token"]
+    patches = legend.findobj(matplotlib.patches.Rectangle)  # its own frame is none
+    edges = [matplotlib.colors.to_hex(patch.get_edgecolor()).upper() for patch in patches]
+    assert edges[:-1] == [THEMES[theme].ink, *data[:num_accepted]]
+    faces = {patch.get_facecolor() for patch in axes.patches if patch.get_facecolor()[3] not in (0.0, 1.0)}
+    assert {patch.get_facecolor() for patch in patches[:-1]} == faces
+    assert legend.get_window_extent().x1 <= axes.figure.bbox.x1  # however small the tree is
+    matplotlib.pyplot.close(axes.figure)
 
 
 @pytest.mark.parametrize("color", PALETTE)

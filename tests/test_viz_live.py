@@ -68,6 +68,21 @@ def test_without_a_kernel_several_steps_are_one_picture(tmp_path: Any, monkeypat
     assert pyplot.get_fignums() == open_figures  # a notebook would show open figures as well
 
 
+def test_the_number_of_a_step_touches_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda _: None)
+        stepper._image(steps()[0], 1, 19, Letters(), 0)
+    figure = pyplot.gcf()
+    figure.canvas.draw()
+    boxes = {text.get_text(): text.get_window_extent() for text in figure.findobj(matplotlib.text.Text)
+             if text.get_text()}  # fmt: skip
+    number = boxes.pop("step 1 of 19")
+    assert boxes
+    assert not [text for text, box in boxes.items() if box.overlaps(number)]
+    assert figure.bbox.x0 <= number.x0 < number.x1 <= figure.bbox.x1
+    pyplot.close(figure)
+
+
 def test_a_notebook_gets_a_slider_with_a_page_per_step() -> None:
     """In a real kernel, see test_notebooks.py."""
     texts = [stepper._text_until(steps(), number, Letters(), 0) for number in range(1, len(STEPS) + 1)]

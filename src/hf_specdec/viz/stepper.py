@@ -15,7 +15,7 @@ from hf_specdec.reporting.palette import PALETTE, drawing
 from hf_specdec.reporting.trace import TracedStep
 from hf_specdec.viz.kernel import has_kernel
 from hf_specdec.viz.text import colored_text
-from hf_specdec.viz.trees import plot_step
+from hf_specdec.viz.trees import PADDING, plot_step
 
 DPI = 100
 NUM_COLORS = 64
@@ -81,8 +81,9 @@ def _image(step: TracedStep, number: int, total: int, tokenizer: Any, row: int) 
     axes: Any = plot_step(step, tokenizer, row=row)
     content = io.BytesIO()
     with drawing() as (pyplot, _):
-        axes.annotate(f"step {number} of {total}", (0, 0), xycoords="figure fraction", xytext=(4, 4),
-                      textcoords="offset points", fontsize=8)  # fmt: skip
+        # in the line of the title, because the footer is on the left; one unit of the axes is one point
+        axes.text(axes.get_xlim()[1] - PADDING, axes.get_ylim()[1] - 4, f"step {number} of {total}", ha="right",
+                  va="top")  # fmt: skip
         axes.figure.savefig(content, format="png", dpi=DPI, bbox_inches="tight")
         pyplot.close(axes.figure)
     return _compressed(content.getvalue())

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 STAGES = ("draft", "verify", "rest")
 NUMBER_WIDTH = 0.025
 """Width of a number of two digits, as a fraction of the width of the timeline."""
+STEP_INCHES, WIDTHS_INCHES = 0.75, (6.0, 9.0)
+"""Width of a step in `plot_widths`, and the minimum and maximum width of its figure, in inches."""
 
 
 def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "light") -> Axes:
@@ -40,7 +42,8 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "li
         axes.set_xlim(0.5, max([1, *(len(one.acceptance_by_depth) for one in stats.values())]) + 0.5)
         axes.set_ylim(0, 1)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-        axes.legend()
+        # above the plot: with many depths, bars fill the corner in which a legend would be
+        axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return axes
 
 
@@ -94,7 +97,9 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
               for one in rows]  # fmt: skip
     places = range(1, len(rows) + 1)
     with drawing(theme) as (pyplot, colors):
-        axes: Axes = pyplot.figure(figsize=(9, 2.6)).gca()
+        narrowest, widest = WIDTHS_INCHES
+        width = min(max(STEP_INCHES * len(rows), narrowest), widest)
+        axes: Axes = pyplot.figure(figsize=(width, 2.6)).gca()
         bottom = [0] * len(rows)
         for number, name in enumerate(sorted({name for count in counts for name in count})):
             heights = [count[name] for count in counts]
@@ -103,9 +108,11 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
         axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=colors.muted, label="accepted")
         axes.axhline(0, color=colors.ink, linewidth=0.8)
         axes.yaxis.set_major_formatter(lambda value, _place: f"{abs(value):g}")
-        axes.set_xlim(0.3, max(len(rows), 12) + 0.7)
+        axes.set_xlim(0.3, max(len(rows), 1) + 0.7)
+        axes.set_ylim(min(axes.get_ylim()[0], -1), max(axes.get_ylim()[1], 1))  # also if nothing was drafted
         axes.locator_params(axis="both", integer=True, min_n_ticks=1)
         axes.set_xlabel("step")
         axes.set_ylabel("tokens")
-        axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+        if rows:
+            axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1.2, handlelength=1.5)
     return axes

@@ -29,9 +29,13 @@ BOX_HEIGHT, ROW_HEIGHT, PADDING, GAP = 25.0, 32.0, 6.0, 34.0
 """Height of a node's box, distance of two leaves, space beside a box's text, and between two levels, in points."""
 HEADER, FOOTER, NARROWEST = 44.0, 24.0, 430.0
 """Height of the lines above and below a step's tree, and its minimum width, in points."""
+LEGEND_SPACING = 14.0
+"""Space between two entries of a step's legend, in points."""
 LONGEST = 16
 """Characters of a token's text in a box."""
 CHOSEN = "the model's own token"
+FILLED = 0.16
+"""Opacity of the colour inside the root and accepted nodes."""
 NODE_MARKER = 150.0
 """Area of a node of a static tree, in square points: room for a rank of two digits."""
 
@@ -97,12 +101,14 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: T
     boxes, width, height = _boxes(traced, parents, tokenizer)
     sources = list(dict.fromkeys(traced.sources[node] for node in nodes[1:]))
     with drawing(theme) as (pyplot, colors):
+        colored = {source: colors.data[number % len(colors.data)] for number, source in enumerate(sources)}
+        legend = _legend(traced, colored, colors)
+        width = max(width, _legend_width([label for label, _ in legend]))
         size = width / POINTS_PER_INCH, (height + HEADER + FOOTER) / POINTS_PER_INCH
         axes: Axes = pyplot.figure(figsize=size).add_axes((0, 0, 1, 1))
         axes.set_xlim(0, width)
         axes.set_ylim(-FOOTER, height + HEADER)
         axes.set_axis_off()
-        colored = {source: colors.data[number % len(colors.data)] for number, source in enumerate(sources)}
         for node, parent in parents.items():
             known = traced.draft_probs is not None and node != TARGET
             confidence = traced.draft_probs[node] if known and traced.draft_probs else 0.2
@@ -113,7 +119,7 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: T
         for node, box in boxes.items():
             color = colored[traced.sources[node]] if node in parents and node != TARGET else colors.ink
             _draw_node(axes, traced, node, box, color, colors)
-        _explain(axes, traced, height, colored, colors)
+        _explain(axes, traced, height, legend, colors)
     return axes
 
 
@@ -187,7 +193,7 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, col
     kept, chosen, numbers = node in row.path, node == TARGET, _probabilities(row, node)
     corner, style = (box.left, box.middle - BOX_HEIGHT / 2), "round,pad=0,rounding_size=4"
     for face, edge, alpha in (
-        (colors.ink if chosen else colors.background, "none", 1.0), (color if kept else "none", "none", 0.16),
+        (colors.ink if chosen else colors.background, "none", 1.0), (color if kept else "none", "none", FILLED),
         ("none", color, 1.0 if kept or chosen else 0.6),
     ):  # fmt: skip
         axes.add_patch(patches.FancyBboxPatch(
@@ -203,22 +209,43 @@ def _draw_node(axes: Axes, row: TracedRow, node: int, box: _Box, color: str, col
                   ha="center", va="center_baseline")  # fmt: skip
 
 
-def _explain(axes: Axes, row: TracedRow, height: float, colored: Mapping[str, str], colors: Colors) -> None:
-    """Add title, legend and the meaning of the numbers to the plot of a step."""
+def _legend(row: TracedRow, colored: Mapping[str, str], colors: Colors) -> list[tuple[str, Any]]:
+    """Return the legend's labels with their handles; the boxes of root and accepted nodes look as in the tree."""
     from matplotlib import lines, patches
 
-    handles: list[Any] = [
-        lines.Line2D([], [], color=color, linewidth=3, label=source) for source, color in colored.items()
+    def box(color: str) -> Any:
+        return patches.Patch(facecolor=(color, FILLED) if row.path else "none", edgecolor=color)
+
+    entries: list[tuple[str, Any]] = [
+        (source, lines.Line2D([], [], color=color, linewidth=3)) for source, color in colored.items()
     ]
-    if len(row.path) > 1:
-        handles.append(patches.Patch(facecolor=colors.muted + "40", edgecolor=colors.muted, label="accepted"))
+    entries.append(("root", box(colors.ink)))
+    accepted = dict.fromkeys(row.sources[node] for node in row.path[1:])
+    if accepted:
+        entries.append(("accepted", tuple(box(colored[source]) for source in accepted)))
     if row.path:
-        handles.append(patches.Patch(facecolor=colors.ink, label=CHOSEN))
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(PADDING, height + HEADER - 18),
-                bbox_transform=axes.transData, ncols=len(handles) or 1, borderaxespad=0.0, borderpad=0.0)  # fmt: skip
+        entries.append((CHOSEN, patches.Patch(facecolor=colors.ink)))
+    return entries
+
+
+def _legend_width(labels: Sequence[str]) -> float:
+    """Return the width of a step's legend in points, with the padding beside it."""
+    handle = (2.0 + 0.8) * TOKEN_TEXT  # with the space after it; matplotlib's default, in units of the font size
+    return sum(_text_width(label, TOKEN_TEXT) + handle + LEGEND_SPACING for label in labels) + 2 * PADDING
+
+
+def _explain(axes: Axes, row: TracedRow, height: float, legend: Sequence[tuple[str, Any]], colors: Colors) -> None:
+    """Add title, legend and the meaning of the numbers to the plot of a step."""
+    from matplotlib import legend_handler
+
+    labels, handles = zip(*legend, strict=True)
+    axes.legend(handles, labels, loc="upper left", ncols=len(legend), borderaxespad=0.0,
+                bbox_to_anchor=(PADDING, height + HEADER - 18), bbox_transform=axes.transData, borderpad=0.0,
+                columnspacing=LEGEND_SPACING / TOKEN_TEXT, fontsize=TOKEN_TEXT,
+                handler_map={tuple: legend_handler.HandlerTuple(ndivide=None, pad=0.2)})  # fmt: skip
     title = f"{row.num_drafted} drafted, {max(len(row.emitted) - 1, 0)} accepted"
     axes.text(PADDING, height + HEADER - 4, title, fontsize=11, fontweight="bold", va="top")
-    if colored:
+    if row.num_drafted:
         by = "the model" if row.draft_probs is None else "the drafter / by the model"
         axes.text(PADDING, 4 - FOOTER, f"numbers: probability by {by}", fontsize=SMALL_TEXT, color=colors.muted)
 
