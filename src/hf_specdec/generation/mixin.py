@@ -97,23 +97,21 @@ class SpeculativeGenerationMixin(GenerationHooks):
         In float32 greedy ids are those of plain `generate()`, and sampled tokens have the same distribution. In half
         precision the output may differ after a near-tie between two tokens.
 
-        All other arguments are those of transformers' `GenerationMixin.generate` and keep their meaning. With
-        `speculative`, these are refused: beam search, contrastive search and `custom_generate`; `use_cache=False`; a
+        `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
+        keep their meaning. With `speculative`, these are refused: beam search, contrastive search and `custom_generate`; `use_cache=False`; a
         `cache_implementation` other than dynamic and static; caches that are offloaded, quantised or static with a
         sliding window; attentions over a static cache; `prefill_chunk_size` with `inputs_embeds`; PEFT prefix tuning;
-        gradient checkpointing in train mode; model inputs that are tensors and unknown to this package; an
-        `assistant_model` that the method does not use.
+        gradient checkpointing in train mode; model inputs that are tensors and unknown to this package; a
+        prompt on another device; an `assistant_model` that the method does not use; passing a cache to a model that
+        supports chains only; `acceptance` other than the lossless token-by-token rules with processors of several rows.
 
         Args:
-            inputs, generation_config, ...: As in transformers' `generate()`.
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a
                 `SpeculativeConfig`, or a dict of its fields, to set sizes as well. None or False: plain decoding. If
                 the argument is missing: `generation_config.speculative`, if that is set.
-            assistant_model: With `speculative`, this package drafts with it.
-            tokenizer: The model's tokenizer; needed for stop strings, and for an assistant with another tokenizer.
-            assistant_tokenizer: The assistant's tokenizer, if it is not the model's; refused without `tokenizer`.
-            **kwargs: Further arguments of transformers' `generate()`. `cache` is `past_key_values`, its name before
-                transformers 5.24.
+            **kwargs: Further arguments of transformers' `generate()`. With `speculative`, this package drafts with
+                `assistant_model`. `assistant_tokenizer` is its tokenizer, if that is not the model's; `tokenizer`, the
+                model's, is then needed as well. `cache` is `past_key_values`, its name before transformers 5.24.
 
         Returns:
             As in transformers: ids `[B, L]` of prompt and answer, or a `ModelOutput` with `return_dict_in_generate`,
@@ -283,9 +281,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' continuous batching, without speculation.
 
-        Args:
-            inputs, generation_config, ...: As in transformers' `generate_batch()`.
-            **kwargs: Further arguments of it. `speculative` and `assistant_model` are refused.
+        All arguments are those of transformers' `generate_batch()`; `speculative` and `assistant_model` are refused.
 
         Returns:
             As in transformers: a `GenerationOutput` by request id.
