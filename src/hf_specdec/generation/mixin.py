@@ -98,12 +98,13 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused: beam search, contrastive search and `custom_generate`; `use_cache=False`; a
-        `cache_implementation` other than dynamic and static; caches that are offloaded, quantised or static with a
-        sliding window; attentions over a static cache; `prefill_chunk_size` with `inputs_embeds`; PEFT prefix tuning;
-        gradient checkpointing in train mode; model inputs that are tensors and unknown to this package; a
-        prompt on another device; an `assistant_model` that the method does not use; passing a cache to a model that
-        supports chains only; `acceptance` other than the lossless token-by-token rules with processors of several rows.
+        keep their meaning. With `speculative`, these are refused: beam search, contrastive search and
+        `custom_generate`; `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are
+        offloaded, quantised or static with a sliding window; attentions over a static cache; `prefill_chunk_size` with
+        `inputs_embeds`; PEFT prefix tuning; gradient checkpointing in train mode; model inputs that are tensors and
+        unknown to this package; a prompt on another device; an `assistant_model` that the method does not use; a cache
+        or attentions with a model that verifies chains only; `acceptance` of `"block"`, `"typical"` or `"nucleus"`
+        with processors that read more than one row's text.
 
         Args:
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a
