@@ -41,7 +41,8 @@ def swap_out(model: Any, mixin: type) -> None:
         UnsupportedModelError: The model was not attached but its class inherits from the mixin, or another thread is
             generating with it.
     """
-    name, base = type(model).__name__, type(model).__bases__[-1]
+    name = type(model).__name__
+    base: Any = type(model).__bases__[-1]
     if issubclass(base, mixin) or type(model) is not speculative_class(mixin, base):
         raise UnsupportedModelError(f"The mixin is a base class of {name}.", "Only attach() can be undone.")
     with SWAP:
