@@ -163,6 +163,12 @@ def test_the_compiled_baseline_is_compiled_before_it_is_timed(
     assert compiled[0].warm_up_seconds > max(compiled[0].seconds)
 
 
+def test_an_unknown_method_is_refused_before_it_is_timed(llama: Any) -> None:
+    bench.check_methods(["prompt_lokup"], assistant=False)
+    with pytest.raises(InvalidConfigError, match="no method or drafter 'prompt_lokup'"):
+        next(bench.measure(llama, zoo.chat_tokenizer(), QUESTIONS, ["prompt_lokup"], max_new_tokens=4))
+
+
 def test_a_forward_that_transformers_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_compile_config", eager)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))

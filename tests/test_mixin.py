@@ -108,6 +108,12 @@ def test_the_mixin_is_a_base_class_too(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="base class of SpeculativeLlama"):
         SpeculativeGenerationMixin.detach(model)
 
+    class Derived(SpeculativeLlama):
+        pass
+
+    with pytest.raises(UnsupportedModelError, match="base class of Derived"):
+        SpeculativeGenerationMixin.detach(Derived.from_pretrained(tmp_path))
+
 
 def test_training_mode_survives_the_probe() -> None:
     model = copy.deepcopy(zoo.build("llama")).train()
@@ -149,17 +155,28 @@ def test_peft_models_attach_around_the_adapter() -> None:
 
 
 def test_generate_is_documented(llama: Any) -> None:
-    """`help(model.generate)`: types, values, errors and an example of `speculative`, then transformers' arguments."""
+    """`help(model.generate)`: types, values, errors and an example of `speculative`, with transformers' parameters.
+
+    transformers' own text would contradict it: it describes arguments and results that are refused.
+    """
     parameters = inspect.signature(llama.generate).parameters
     plain = inspect.signature(GenerationMixin.generate).parameters
     assert [*parameters] == [*[name for name in plain if name not in ("self", "kwargs")], "speculative", "kwargs"]
     assert parameters["speculative"].kind is inspect.Parameter.KEYWORD_ONLY
     assert repr(parameters["speculative"].default) == "<generation_config.speculative>"
     text = inspect.getdoc(llama.generate) or ""
-    theirs = (inspect.getdoc(GenerationMixin.generate) or "").splitlines()[0]
+    assert "<Tip" not in text
+    assert "exact same tokenizer" not in text
     for part in ('"prompt_lookup"', "`SpeculativeConfig`", "Returns:", "Raises:", "UnsupportedGenerationError",
-                 "Example:", 'speculative="auto"', theirs):  # fmt: skip
+                 "Example:", 'speculative="auto"', "these are refused", "`custom_generate`"):  # fmt: skip
         assert part in text, part
+
+
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching"])
+def test_continuous_batching_is_documented_as_plain(llama: Any, name: str) -> None:
+    method, theirs = getattr(llama, name), getattr(GenerationMixin, name)
+    assert [*inspect.signature(method).parameters] == [*inspect.signature(theirs).parameters][1:]
+    assert "without speculation" in (inspect.getdoc(method) or "").splitlines()[0]
 
 
 def test_transformers_hooks_have_the_signatures_we_extend() -> None:
@@ -581,4 +598,7 @@ def test_statistics_add_up(llama: Any) -> None:
     assert 0 < stages < stats.total_seconds
     assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second
     assert "tau" in repr(stats)
+    assert "..." not in repr(stats)
+    stats.accepted_per_step = [[51]]
+    assert "depth " + "1.00 " * 6 + "..." in repr(stats)
     assert "<table>" in stats._repr_html_()

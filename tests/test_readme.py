@@ -47,14 +47,20 @@ def test_the_example_runs(
 def test_the_tutorial_runs(
     small_model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every Python block in turn, from the repository's root, with the packaged model; they print what is shown."""
+    """Every Python block in turn, from the repository's root, with the packaged model; they print what is shown.
+
+    In a line of statistics all numbers may differ: they depend on the machine.
+    """
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "tutorial.md").read_text()
     assert page.count("```python\n") > 5
     scope: dict[str, Any] = {}
     for code, shown in re.findall(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", page, flags=re.DOTALL):
         exec(code, scope)
-        assert capsys.readouterr().out == shown
+        printed = capsys.readouterr().out
+        if shown.startswith("SpeculationStats("):
+            printed, shown = (re.sub(r"[\d.]+( [\d.]+)*", "0", text) for text in (printed, shown))
+        assert printed == shown
 
 
 def test_the_commands_of_the_tutorial_exist() -> None:

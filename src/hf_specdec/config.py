@@ -42,15 +42,16 @@ PER_PROMPT = "per_prompt"
 class AdaptiveConfig(ConfigFields):
     """Settings for adapting the drafted depth to a moving average of the accepted drafted tokens per row and step.
 
-    Invalid values raise `InvalidConfigError`. See also `control/tiers.py`.
+    Invalid values raise `InvalidConfigError`. Depths change every few steps only, and at thresholds that differ
+    upwards and downwards, so that the depth does not oscillate, as in SGLang.
 
     Args:
         candidate_steps: Depths to choose from, ascending.
         ema_alpha: Weight of the newest value in the moving average, in (0, 1].
         update_interval: Steps between two decisions.
         warmup_batches: Steps before the first decision.
-        down_hysteresis, up_hysteresis: Added to the average at or below which the depth decreases, and to the average
-            above which it increases.
+        down_hysteresis: Added to the threshold at or below which the depth decreases; negative values delay it.
+        up_hysteresis: Added to the threshold above which the depth increases; positive values delay it.
     """
 
     candidate_steps: tuple[int, ...] = (1, 3, 7)
@@ -129,8 +130,11 @@ class SpeculativeConfig(ConfigFields):
     None means the drafter's default unless stated otherwise.
 
     Args:
-        method: Name of a built-in method or of a registered drafter, `"hybrid"` (several drafters merged into one
-            tree), or `"auto"` (the same, but only the first loaded drafter if `tree` is given).
+        method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no
+            draft pays; only the first loaded drafter if `tree` is given), `"hybrid"` (merged as well), or one method:
+            `"prompt_lookup"` (or `"ngram"`), `"token_recycling"`, `"draft_model"`, `"pard"`, `"eagle"`, `"dflash"`,
+            `"mtp"`, `"medusa"`; experimental: `"last_logits"`, `"lookahead"`, `"early_exit"`. Also the name of a
+            drafter of yours.
         num_steps: Maximum depth of the drafted tree below the root.
         top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
         num_draft_tokens: Maximum nodes verified per step. Counts the root, the token emitted last, as
@@ -138,31 +142,40 @@ class SpeculativeConfig(ConfigFields):
             does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
         tree: `"dynamic"` (grown by likelihood), `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
         acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
-            sampled chains). `"typical"` and `"nucleus"` accept more and change the output (docs/acceptance.md).
-        posterior_threshold, posterior_alpha: Both in (0, 1]. `"typical"` keeps a drafted token x if and only if
-            `p(x) > min(threshold, alpha * exp(-H(p)))`; H is the entropy.
+            sampled chains). `"typical"` and `"nucleus"` accept more and change the output.
+        posterior_threshold: Probability, in (0, 1], above which `"typical"` always keeps a drafted token. It keeps a
+            token x if and only if `p(x) > min(threshold, alpha * exp(-H(p)))`; H is the entropy.
+        posterior_alpha: Factor in (0, 1] of `exp(-H(p))` in this rule: the smaller, the more tokens are kept if the
+            model is uncertain.
         adaptive: How the tree size is chosen. None: from measured costs for `"hybrid"` and `"auto"`, fixed for all
             other methods. True: from measured costs for `"hybrid"` and `"auto"`, by a default `AdaptiveConfig` for all
             others. An `AdaptiveConfig`, a dict of its fields or the path of a JSON file: by that config. False: fixed.
         compile: How the draft and verify forwards run: `"none"` (or False) eagerly, `"kernels"` with this package's
             CPU kernels, `"inductor"` (or True, or `"compile"`) compiled by torch.compile's inductor, `"cuda_graph"` as
             captured graphs, `"auto"` as graphs if the device can capture them, on a CPU with the kernels as soon as
-            that pays (docs/compile.md), else eagerly.
+            that pays, else eagerly.
         max_cache_length: Slots of the KV cache, allocated at once. None: as many as the text needs, reallocated as it
             grows.
-        methods: Methods or drafters that `"hybrid"` and `"auto"` merge. None: all loaded drafters, prompt lookup and
-            token recycling.
+        methods: Names of the methods or drafters that `"hybrid"` and `"auto"` merge, such as
+            `["eagle", "prompt_lookup"]`: any of the above except `"hybrid"` and `"auto"`. None: all loaded drafters,
+            prompt lookup and token recycling.
         trace: Record every step in `stats.trace`, for the plots of `hf_specdec.viz`.
         history: Earlier answers of this model as another source of drafts, for `"auto"` and `"hybrid"`; None uses and
             stores none. True: one history for all calls. A name (such as `"user-42"`): the history of that name, which
             other names do not see. A list: one name per prompt. `"per_prompt"`: a history for each prompt, for
-            repeated samples of the same prompts. What is stored: docs/history.md.
+            repeated samples of the same prompts. Token ids of the answers and of the last 16 tokens of each prompt
+            are stored, see `model.answer_history`.
         draft_window: Last tokens of the text that an EAGLE, MTP or block head attends to, in addition to the first
-            four; up to half as many more between two cuts of its cache (docs/heads.md). None: the length of the texts
-            that the head was trained on, if that is known, otherwise all. Refused if no part of the method has such a
-            head.
+            four; up to half as many more between two cuts of its cache. None: the length of the texts that the head
+            was trained on, if that is known, otherwise all. Refused if no part of the method has such a head.
         eagle_topk: Another name of `top_k`, as in SGLang's `speculative_eagle_topk`: children per expanded node,
             unrelated to the sampling parameter.
+
+    Example:
+        ```python
+        config = SpeculativeConfig(method="eagle", num_draft_tokens=12)
+        ids = model.generate(**inputs, speculative=config)
+        ```
     """
 
     _aliases = ("eagle_topk",)

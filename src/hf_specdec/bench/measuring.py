@@ -56,7 +56,8 @@ def measure(
             otherwise the first turn only.
 
     Raises:
-        InvalidConfigError: `transformers_assisted` has no assistant model, or transformers does not compile the model.
+        InvalidConfigError: A method is unknown, `transformers_assisted` has no assistant model, or transformers does
+            not compile the model.
     """
     order = list(dict.fromkeys(["plain", *methods]))
     chosen = [Question(q.question_id, q.category, q.turns if all_turns else q.turns[:1]) for q in questions]

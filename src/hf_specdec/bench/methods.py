@@ -35,8 +35,10 @@ MAX_WARM_UPS = 3
 def check_methods(methods: Iterable[str], *, assistant: bool) -> None:
     """Check that an assistant model is given if `transformers_assisted` is among the methods.
 
+    Other names are not checked here: an unknown one raises `InvalidConfigError` in `measure`, before it times any.
+
     Args:
-        methods: Method names; all others are accepted, even unknown ones.
+        methods: Method names.
         assistant: Whether an assistant model is given.
 
     Raises:

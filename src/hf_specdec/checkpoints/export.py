@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, replace: bool = False) -> Path:
     """Write a head in an engine's layout, with a card that describes how to use it there.
 
-    Settings that the format cannot store are lost; their names are logged, see `lost_settings`.
+    Settings that the format cannot store are lost; their names are logged.
 
     Args:
         head: Any head of this package.
@@ -46,6 +46,11 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         InvalidConfigError: The format is unknown; or the directory is the one the head was loaded from, is not empty
             (without `replace`), holds other files than a head's, or another process writes to it.
         CheckpointFormatError: The format cannot store this head, or the head needs an adapter. Nothing is written.
+
+    Example:
+        ```python
+        export_head(load_head("org/head"), "out", format="speculators")
+        ```
     """
     folder = Path(path)
     _check_format(head, format)

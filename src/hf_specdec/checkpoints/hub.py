@@ -66,7 +66,9 @@ def load_head(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     hot_tokens: Tensor | str | Path | None = None,
 ) -> Head:  # fmt: skip
-    """Return a head, in eval mode, from files in any layout of `checkpoints/layouts.py`; `head.layout` names it.
+    """Load a head from files in any published layout: EAGLE, Medusa, DFlash, MTP, speculators, SpecForge, ...
+
+    The layout is recognised by configuration and tensor names.
 
     Args:
         repo_or_path: A local directory or a Hub id.
@@ -79,10 +81,19 @@ def load_head(
         hot_tokens: Restrict drafts to these target ids `[n]`, or to an FR-Spec list (path of a `freq_*.pt`); only for
             heads that share the target's lm_head.
 
+    Returns:
+        The head, in eval mode; `head.layout` names the layout that was found.
+
     Raises:
         CheckpointFormatError: The head does not exist, has an unknown or unsupported layout, or a file is broken.
         HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
         InvalidConfigError: The hot tokens are invalid, or the head does not support them.
+
+    Example:
+        ```python
+        head = load_head("org/head", dtype=torch.bfloat16)
+        model.load_drafter(head)
+        ```
     """
     checkpoint = open_checkpoint(
         repo_or_path, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir,

@@ -104,7 +104,7 @@ class DraftSession(ABC):
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
-        Called only if the accepted tokens are chosen on the device (`acceptance/pipelining.py`). After the host
+        Called only if the accepted tokens are chosen on the device, as on accelerators. After the host
         has read the step, `observe` gets it; then `propose` may be called, possibly with another budget. If
         `can_launch`, `hybrid` calls `propose` before `observe` as well, with the budget of `launch`.
 

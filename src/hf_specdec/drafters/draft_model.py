@@ -59,8 +59,8 @@ class DraftModelDrafter(Drafter):
     assistant that cannot verify trees (recurrent state) drafts chains for any `top_k`, and processes a batch row by
     row if its rows may keep different numbers of tokens. No draft exceeds its `max_position_embeddings`.
 
-    With another tokenizer, only tokens that both have are drafted (see `drafters/token_translation.py`); all other
-    tokens of the text are spelled in the assistant's tokens.
+    With another tokenizer, only tokens that both have are drafted; all other tokens of the text are spelled in the
+    assistant's tokens.
 
     With `sample=True` the output has the target's distribution, but a seed does not reproduce plain `generate()`'s
     tokens; otherwise the output does not depend on the assistant. The assistant is not modified and may be unattached.
@@ -69,8 +69,8 @@ class DraftModelDrafter(Drafter):
         assistant: Any decoder-only transformers model that can verify trees or chains, on any device.
         sample: Draw a chain from the assistant's softmax (of raw logits over the target's vocabulary) and return the
             distributions, for acceptance by `"rejection"` or `"block"`. False drafts the most likely tokens.
-        tokenizer, assistant_tokenizer: The tokenizers of target and assistant, both or neither. None: the assistant
-            has the target's tokenizer.
+        tokenizer: The target's tokenizer, if the assistant has another one; None if it has the same.
+        assistant_tokenizer: The assistant's tokenizer; given together with `tokenizer`, or not at all.
 
     Raises:
         InvalidConfigError: Only one of the tokenizers is given.

@@ -45,17 +45,25 @@ ENTRY_POINTS = "hf_specdec.methods"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One drafting method."""
+    """One drafting method, as `register_drafter` adds it.
+
+    Args:
+        name: Name of the method.
+        make: Returns its drafter. Called with a loaded head if `heads` is not empty, otherwise without arguments.
+        aliases: Further names.
+        heads: Classes of heads that it drafts with; empty if it needs no trained head.
+        part: Another part that its drafter needs, such as "an assistant model".
+        how_given: How a user provides that part, as an imperative sentence.
+        native: Makes a drafter of the model's own modules, without a head.
+    """
 
     name: str
-    make: Callable[..., Drafter]  # called with a loaded head if `heads` is not empty, otherwise without arguments
+    make: Callable[..., Drafter]
     aliases: tuple[str, ...] = ()
-    heads: tuple[type[DraftHead], ...] = ()  # classes of heads that it drafts with; empty if it needs no trained head
-    part: str = ""  # another part that its drafter needs, such as "an assistant model"
-    how_given: str = ""  # how a user provides that part, as an imperative sentence
-    native: Callable[[PreTrainedModel], Drafter] | None = (
-        None  # makes a drafter of the model's own parts, without a head
-    )
+    heads: tuple[type[DraftHead], ...] = ()
+    part: str = ""
+    how_given: str = ""
+    native: Callable[[PreTrainedModel], Drafter] | None = None
 
     @property
     def requires(self) -> str | None:
@@ -79,7 +87,7 @@ def register_drafter(
     heads: Sequence[type[DraftHead]] = (), part: str = "", how_given: str = "",
     native: Callable[[PreTrainedModel], Drafter] | None = None,
 ) -> Method:  # fmt: skip
-    """Add a drafting method, so that `speculative=name` finds it, and return it.
+    """Add a drafting method, so that `speculative=name` finds it.
 
     Args:
         name: Name of the method.
@@ -89,6 +97,9 @@ def register_drafter(
         part: Another part that it needs, for error messages, such as "an assistant model".
         how_given: How a user provides that part, as an imperative sentence.
         native: Makes a drafter of the model's own modules if no head is loaded.
+
+    Returns:
+        The method.
 
     Raises:
         InvalidConfigError: A name is `"auto"`, `"hybrid"` or another method's, or a head belongs to another method.

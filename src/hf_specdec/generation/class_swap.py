@@ -41,8 +41,9 @@ def swap_out(model: Any, mixin: type) -> None:
         UnsupportedModelError: The model was not attached but its class inherits from the mixin, or another thread is
             generating with it.
     """
-    name, base = type(model).__name__, type(model).__mro__[2]
-    if type(model) is not speculative_class(mixin, base):
+    name = type(model).__name__
+    base: Any = type(model).__bases__[-1]
+    if issubclass(base, mixin) or type(model) is not speculative_class(mixin, base):
         raise UnsupportedModelError(f"The mixin is a base class of {name}.", "Only attach() can be undone.")
     with SWAP:
         if state_of(model).is_running_elsewhere():
@@ -67,7 +68,7 @@ def speculative_class(mixin: type, base: type) -> type:
 
 def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
     """Implement `__reduce_ex__` with mixin, model class and attributes: pickle cannot import a `speculative_class`."""
-    return _new_attached, type(self).__mro__[1:3], self.__dict__
+    return _new_attached, type(self).__bases__, self.__dict__
 
 
 def _new_attached(mixin: type, base: type) -> Any:

@@ -1,4 +1,7 @@
-"""The documented signature of `generate()`: transformers' parameters and ours, for `help(model.generate)`."""
+"""The documented signature of `generate()`: transformers' parameters and ours, for `help(model.generate)`.
+
+transformers' text is not repeated: it describes decoding loops and arguments that are refused with `speculative`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ STORED_DEFAULT: Any = _Unset.STORED_DEFAULT
 
 
 def extends(original: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Decorator for a method that passes its arguments on: document it with the original's parameters and text, too.
+    """Decorator for a method that passes its arguments on: show the original's parameters in its signature, too.
 
-    The method's own keyword-only parameters follow those of the original. Its docstring comes first.
+    The method's own keyword-only parameters follow those of the original. Its docstring is kept.
 
     Example: `f(self, *args, new=None, **kwargs)` that extends `f(self, old, **kwargs)` has the signature
     `(self, old, *, new=None, **kwargs)`.
@@ -41,9 +44,8 @@ def extends(original: Callable[..., Any]) -> Callable[[Method], Method]:
         rest = [parameter for parameter in given if parameter.kind is parameter.VAR_KEYWORD]
         kept = [parameter for parameter in given if parameter not in rest]
         documented = inspect.signature(original).replace(parameters=[*kept, *added, *rest])
-        text = inspect.cleandoc(method.__doc__ or "")
-        functools.update_wrapper(method, original, updated=())
-        method.__doc__ = f"{text}\n\nAll other arguments are those of transformers:\n\n{inspect.getdoc(original)}"
+        kept_names = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__doc__"]
+        functools.update_wrapper(method, original, assigned=kept_names, updated=())
         method.__signature__ = documented  # type: ignore[attr-defined]
         return method
 

@@ -95,7 +95,7 @@ class DraftHead(HotTokens, PreTrainedModel):
 
     Attributes:
         method: Name for `speculative=`.
-        layout: Layout of the checkpoint that it was read from, see `checkpoints/layouts.py`.
+        layout: Layout of the checkpoint that it was read from, such as `"eagle3"` or `"speculators-eagle3"`.
         ambiguity: Possible interpretations of the files of an EAGLE-3 head in a layout other than ours; else None.
         reading: The interpretation chosen for an ambiguous head; None until one is chosen.
         adapter: The adapter of the target with which it was trained (`checkpoints.adapters.AdapterFiles`), or None.

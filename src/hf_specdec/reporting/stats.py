@@ -21,6 +21,10 @@ EAGER = "eager"
 """Value of `SpeculationStats.forwards` if the model's own modules ran."""
 
 
+SHOWN_DEPTHS = 6
+"""Depths of `acceptance_by_depth` that `repr` shows, so that it fits a screen: lookup accepts up to 50 tokens."""
+
+
 def shown_tau(tau: float) -> str:
     """Format tau with two decimals, or as a dash if it is 0 because no target forward was counted."""
     return f"{tau:.2f}" if tau else "-"
@@ -31,7 +35,8 @@ class SpeculationStats:
     """Token counts and durations of one speculative `generate()` call.
 
     Seconds are wall-clock times on the host, except those of drafts launched during acceptance, which are measured on
-    the device. On an accelerator a stage's work may finish during a later stage; only `total_seconds` is exact there.
+    the device. On an accelerator stages may overlap, because a stage's work may finish during a later stage; only
+    `total_seconds` is exact there.
 
     Args:
         method: Name of the drafter.
@@ -44,7 +49,11 @@ class SpeculationStats:
         trace: Records of all steps if `SpeculativeConfig(trace=True)`, else empty.
         forwards: How the verify forwards ran: `"eager"` by the model's own modules, as in plain `generate()`; or
             `"kernels"`, `"inductor"` or `"cuda_graph"`, see `SpeculativeConfig.compile`.
-        prefill_seconds, draft_seconds, verify_seconds, accept_seconds, commit_seconds: Time per stage.
+        prefill_seconds: Seconds of reading the prompt.
+        draft_seconds: Seconds of drafting.
+        verify_seconds: Seconds of the target's forwards.
+        accept_seconds: Seconds of choosing tokens.
+        commit_seconds: Seconds of moving accepted keys and values.
         total_seconds: Time of prefill and decoding, without preparation (checks, compilation, cost measurements).
     """
 
@@ -126,7 +135,9 @@ class SpeculationStats:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __repr__(self) -> str:
-        depths = " ".join(f"{share:.2f}" for share in self.acceptance_by_depth) or "-"
+        shares = self.acceptance_by_depth
+        depths = " ".join(f"{share:.2f}" for share in shares[:SHOWN_DEPTHS]) or "-"
+        depths += " ..." if len(shares) > SHOWN_DEPTHS else ""
         return (
             f"SpeculationStats({self.method}: {self.num_generated_tokens} tokens in {self.num_target_forwards} target "
             f"forwards, tau {shown_tau(self.mean_accepted_length)}, {self.tokens_per_second:.1f} tokens/s; "

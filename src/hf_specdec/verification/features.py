@@ -21,15 +21,19 @@ LAST = -1
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Hidden states of one forward by layer, so that several drafters can share one tap.
+    """Hidden states of one forward by layer, which all drafters share.
 
-    Layer 0 is the embedding, layer i the output of the first i decoder layers, and `LAST` the output of the final
+    Layer 0 is the embedding, layer i the output of the first i decoder layers, and -1 the output of the final
     norm. The output of all decoder layers is taken before the final norm, unlike the last entry of transformers'
     `hidden_states`.
+
+    Args:
+        states: `[B, T, D]` by layer.
+        chosen: Which T of a prompt's slots these are (`slots` `[B, T]`, and `valid`, False for padding); None: all.
     """
 
-    states: Mapping[int, Tensor]  # [B, T, D] by layer
-    chosen: ChosenStates | None = None  # which T of a prompt's slots these are; None: all of them
+    states: Mapping[int, Tensor]
+    chosen: ChosenStates | None = None
 
     def of(self, layers: Sequence[int]) -> Tensor:
         """Concatenate the hidden states of layers to `[B, T, len(layers) * D]`, on the device of the last one."""

@@ -56,11 +56,17 @@ class MaskLayout:
 
 @dataclass(frozen=True, slots=True)
 class PromptPadding:
-    """Padding of a batch of prompts; in a draft head's cache, also the tokens that it has dropped (`window.py`)."""
+    """Padding of a batch of prompts; in a draft head's cache, also the tokens that its window has dropped.
 
-    valid: Tensor  # [B, P] bool, True for tokens
-    counts: Tensor  # [B] slot minus position of the tokens after the prompt: padding slots, less dropped tokens
-    left: Tensor  # [B] padding slots before the first token
+    Args:
+        valid: `[B, P]` bool, True for tokens.
+        counts: `[B]` slot minus position of the tokens after the prompt: padding slots, less dropped tokens.
+        left: `[B]` padding slots before the first token.
+    """
+
+    valid: Tensor
+    counts: Tensor
+    left: Tensor
 
     @classmethod
     def of(cls, attention_mask: Tensor | None) -> PromptPadding | None:

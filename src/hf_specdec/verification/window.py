@@ -20,7 +20,11 @@ SINKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Sizes of a window over the last `last` tokens, at least 1."""
+    """Sizes of a window over the first four and the last tokens of a text.
+
+    Args:
+        last: Number of last tokens, at least 1.
+    """
 
     last: int
 
