@@ -97,7 +97,7 @@ def timed(
     measured.close()
     for mode, kept in state_of(model).programs.items():
         captured = kept.runner.captured_keys() if isinstance(kept.runner, GraphForward) else []
-        kit.row(forwards=mode, runner=type(kept.runner).__name__, captured=captured)
+        kit.row(program=mode, runner=type(kept.runner).__name__, captured=captured)
     ratios = {name: times_plain(found, name) for name in methods}
     for name, values in ratios.items():
         kit.row(method=name, times_plain=statistics.median(values), worst=min(values), questions=len(values))

@@ -295,6 +295,7 @@ os._exit(0)  # transformers' server leaves threads behind
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_openai_client_asks_a_server_that_speculates(small_model_path: Path) -> None:
     """Transformers' own server: whole, in a stream, and as plain `generate()` answers."""
     for package in ("fastapi", "uvicorn", "openai"):

@@ -10,7 +10,9 @@ import fuzz_changes
 BATCH = 40
 
 
-@pytest.mark.parametrize("first", range(0, 8 * BATCH, BATCH))
+@pytest.mark.parametrize(
+    "first", [0, BATCH, *(pytest.param(n * BATCH, marks=pytest.mark.exhaustive) for n in range(2, 8))]
+)
 def test_random_combinations_are_equal_or_refused(first: int) -> None:
     outcomes = []
     for number in range(first, first + BATCH):
@@ -33,7 +35,7 @@ def test_the_check_sees_a_difference() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, 60, 15))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(15, 60, 15))])
 def test_changes_between_calls_are_seen(first: int) -> None:
     outcomes = [outcome for number in range(first, first + 15) for outcome in fuzz_changes.check(number)]
     assert outcomes.count("equal") > len(outcomes) / 3

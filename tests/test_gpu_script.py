@@ -507,7 +507,7 @@ def test_answers_to_texts_are_timed_and_compared(
     (summary,) = [row for row in rows if row.get("method") == "auto" and "times_plain" in row]
     assert 0 < summary["worst"] <= summary["times_plain"]
     assert [row["equal"] for row in rows if "float32" in row] == [True] * len(text.EXACT)
-    assert [row["captured"] != [] for row in rows if row.get("forwards") == "cuda_graph"] == [True]
+    assert [row["captured"] != [] for row in rows if row.get("program") == "cuda_graph"] == [True]
     assert text.timed(text_kit(on_cpu, tmp_path), *packaged(text_kit(on_cpu, tmp_path)), ["auto"], 0)["auto"]
 
 

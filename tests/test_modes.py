@@ -218,7 +218,9 @@ def trained(head: Any, kind: str, target: Any, folder: Path) -> tuple[Any, Any]:
     return head, find_tree(target, head, captured, num_nodes=4, top_k=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "eagle3" else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
+)
 def test_training_in_every_mode(kind: str, tmp_path: Path) -> None:
     """The same weights and the same tree."""
     target = zoo.build("llama")

@@ -85,7 +85,7 @@ def test_the_mixin_as_a_base_class_refuses_at_the_first_call(base: Any) -> None:
         model.generate(ids, max_new_tokens=3, speculative="prompt_lookup")
 
 
-class _SkipsChecks(Llama):
+class _SkipsChecks:
     def _validate_generation_mode(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is validated, as in a `generate()` that calls the hooks itself."""
 

@@ -50,6 +50,7 @@ def test_a_padded_batch_is_equal(small_model: Any, small_tokenizer: Any) -> None
         assert torch.equal(plain, small_model.generate(ids, speculative=method, **options))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [0.9])
 def test_the_same_seed_gives_the_same_tokens(small_model: Any, small_tokenizer: Any, temperature: float) -> None:
     inputs = encode(small_tokenizer, PROMPTS[0], small_model.device)
@@ -75,6 +76,7 @@ def test_a_text_iterator_streams_from_a_thread(small_model: Any, small_tokenizer
     assert "".join(pieces) == small_tokenizer.decode(plain, skip_special_tokens=True)
 
 
+@pytest.mark.exhaustive
 def test_a_chat_of_six_turns_on_one_cache(small_model: Any, small_tokenizer: Any) -> None:
     """Speculative and plain turns on the same cache, against plain generation that reads the whole chat anew."""
     cache, messages = DynamicCache(config=small_model.config), []
@@ -105,6 +107,7 @@ def test_stop_strings_end_an_accepted_run(small_model: Any, small_tokenizer: Any
         assert torch.equal(plain, small_model.generate(**inputs, speculative=method, **options))
 
 
+@pytest.mark.exhaustive
 def test_half_precision_differs_only_at_near_ties(small_model_path: Any, small_tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(small_model_path, dtype=torch.bfloat16)
     SpeculativeGenerationMixin.attach(model)

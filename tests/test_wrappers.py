@@ -197,6 +197,7 @@ def test_quantised_with_quanto(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["tensor", "synced"])
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     """Tensor parallelism over gloo, and `synced_gpus` with answers of different lengths."""
