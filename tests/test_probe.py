@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ def compared(distances: list[float], rounding: list[float]) -> str:
 
 
 def test_a_text_that_is_sensitive_to_rounding_is_accepted() -> None:
-    """On an H100, SmolLM2's logits at one node moved by more than a tenth, twice as much as its own rounding error."""
+    """With simulated kernel noise, SmolLM2's logits at one node move by 0.125, twice as much as its rounding error."""
     assert not compared([0.006, 0.15, 0.12, 0.005, 0.1, 0.12], [0.005, 0.07, 0.06, 0.004, 0.05, 0.06])
 
 
@@ -43,7 +44,7 @@ def test_a_small_change_of_a_text_with_little_rounding_is_refused() -> None:
 
 
 def test_a_rounding_error_that_is_zero_by_chance_or_unusually_large_decides_nothing() -> None:
-    assert not compared([0.01] * 6, [0.0] * 6)
+    assert not compared([0.008] * 6, [0.0] * 6)
     assert compared([0.7] * 6, [0.5] * 6)
     assert compared([float("nan")] * 6, [0.5] * 6)
 
@@ -67,6 +68,30 @@ def test_a_model_without_graphs_is_a_warning_even_if_nobody_asked_for_them(
         assert model_programs._build(model, probe.inspect_target(model), frozenset(), mode, requested=False) is None
     (record,) = [record for record in caplog.records if "for a reason" in record.message]
     assert record.levelno == level
+
+
+# ------------------------------------------------------------------------------------------------- wrong masks
+
+RIGHT = TokenTree.ancestor_mask
+
+
+def sibling_seen(tree: TokenTree) -> Tensor:
+    """The mask of the probe's tree, but its third node sees its sibling."""
+    mask = RIGHT(tree).clone()
+    if mask.shape[-1] == 4:
+        mask[:, 2, 1] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "glm4", "phi", "qwen3_moe"])
+def test_a_wrong_mask_is_refused_in_half_precision(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(zoo.build(name)).to(dtype)
+    assert probe.inspect_target(model).uses_packed_attention
+    monkeypatch.setattr(TokenTree, "ancestor_mask", sibling_seen)
+    assert not probe.inspect_target(model).supports_trees
 
 
 # ------------------------------------------------------------------------------------- the small model, with noise
@@ -97,14 +122,6 @@ def test_kernel_noise_is_no_wrong_forward_and_hides_none(small_bfloat16: Any, mo
     for seed in range(3):
         monkeypatch.setattr(torch.nn.functional, "linear", with_noise(seed))
         assert probe.inspect_target(small_bfloat16).unpacked_reason == "", seed
-    right = TokenTree.ancestor_mask
-
-    def sibling_seen(tree: TokenTree) -> Tensor:
-        mask = right(tree).clone()
-        if mask.shape[-1] == 4:
-            mask[:, 2, 1] = True
-        return mask
-
     monkeypatch.setattr(TokenTree, "ancestor_mask", sibling_seen)
     facts = probe.inspect_target(small_bfloat16)
     assert not facts.supports_trees

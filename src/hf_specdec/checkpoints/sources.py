@@ -1,4 +1,4 @@
-"""Where heads and models are loaded from: tell directories from Hub ids, and say why a download failed."""
+"""Where heads and models are loaded from: distinguish directories from Hub ids, and recognise connection errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def local_directory(name: str | Path, what: str, expected: str) -> Path | None:
         expected: What to give instead, as a sentence.
 
     Raises:
-        CheckpointFormatError: The path is a file; or there is no such directory, and the name cannot be a Hub id,
+        CheckpointFormatError: The path is a file; or the directory does not exist, and the name cannot be a Hub id,
             because it is absolute, begins with `.` or `~`, or has more than one `/`.
     """
     text = str(name)

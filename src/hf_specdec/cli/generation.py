@@ -213,7 +213,7 @@ def _read_prompt(prompt: str | None, interactive: bool) -> str | None:
     """Return the prompt, read from standard input if it is "-"; None if a chat is to begin without one.
 
     Raises:
-        InvalidConfigError: There is no prompt, or it is empty.
+        InvalidConfigError: The prompt is missing or empty.
     """
     if prompt is None and not interactive:
         raise InvalidConfigError("No prompt was given.", "Give one, '-' to read standard input, or --interactive.")
