@@ -46,7 +46,7 @@ check: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 models: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/models.py

@@ -140,11 +140,28 @@ def test_files_that_are_not_a_policy(tmp_path: Path) -> None:
 
 
 def test_costs_between_widths_lie_on_a_line() -> None:
-    known = StepCosts({1: 1.0, 2: 3.0, 4: 2.0, 8: 4.0})
-    assert known.table() == (1.0, 3.0, 2.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+    known = StepCosts({1: 1.0, 2: 2.0, 4: 1.0, 8: 2.0})
+    assert known.table() == (1.0, 2.0, 1.5, 1.0, 1.25, 1.5, 1.75, 2.0)
     assert known.covers(8, rows=1)
     assert not known.covers(9, rows=1)
     assert known.covers(64, rows=64)  # so wide trees are not measured for so many rows
+
+
+def test_a_node_costs_no_more_in_a_wide_step_than_in_a_narrow_one() -> None:
+    """Width 2 was measured beside other work, and so was width 8; two steps of width 4 take 4 seconds."""
+    known = StepCosts({1: 1.0, 2: 20.0, 4: 2.0, 8: 30.0})
+    assert known.table() == (1.0, 2.0, 2.0, 2.0, 2.5, 3.0, 3.5, 4.0)
+    known.observe(8, 3.0)  # a little faster than the cap: a usual correction, from 4 seconds on
+    assert 3.0 <= known.table()[7] < 4.0
+
+
+def test_a_step_far_below_its_cost_corrects_it_fully() -> None:
+    known = StepCosts({1: 1.0, 2: 1.9, 4: 3.6, 8: 7.0})
+    for _ in range(20):  # more than the first steps, which always count fully
+        known.observe(4, 3.6)
+    known.observe(4, 1.2)
+    assert known.table()[3] == pytest.approx(1.2)
+    assert known.table()[0] == pytest.approx(1.0, rel=0.2)  # other widths change little
 
 
 def test_real_steps_correct_the_costs() -> None:

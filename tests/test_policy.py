@@ -133,6 +133,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 MEASURED = {
     "free": dict.fromkeys(WIDTHS, 0.032),
     "dear": {width: 0.032 if width == 1 else 0.09 for width in WIDTHS},
+    "20 times too dear": {width: (1 if width == 1 else 20) * one_row(width, 1, 0) for width in WIDTHS},
 }
 
 
@@ -150,6 +151,24 @@ def test_what_was_measured_wrong_is_corrected_by_steps(monkeypatch: pytest.Monke
         )
         speeds.append(speedup(world.generate(400)[200:], plain()) / speedup(truth.generate(400)[200:], plain()))
     assert median(speeds) > 0.9
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.6, 0.85])
+def test_other_load_in_the_first_steps_is_soon_forgotten(monkeypatch: pytest.MonkeyPatch, accuracy: float) -> None:
+    """Nine of the first twelve steps take 20 times as long: thirty steps later, drafting pays as without them."""
+
+    def disturbed(width: int, rows: int, step: int) -> float:
+        return one_row(width, rows, step) * (20 if 3 <= step < 12 else 1)
+
+    speeds = []
+    for seed in range(16):
+        lookup = Source(lambda _step: accuracy, says=accuracy, seed=seed)
+        taken, usual = (
+            World(Clock(monkeypatch), {"lookup": lookup}, seconds).generate(150)[40:]
+            for seconds in (disturbed, one_row)
+        )
+        speeds.append(speedup(taken, plain()) / speedup(usual, plain()))
+    assert median(speeds) > 0.85
 
 
 # ------------------------------------------------------------------------------------------- batches

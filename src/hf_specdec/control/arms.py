@@ -14,6 +14,7 @@ from hf_specdec.control.constants import (
     ARM_SMOOTHING,
     CLEAR_GAIN,
     MAX_PLAIN_STEPS,
+    MAX_SURPRISE,
     PLAIN_TRIAL_STEPS,
     RETRIAL_STEPS,
     STRETCH_STEPS,
@@ -38,11 +39,17 @@ class ArmGains:
     def __init__(self) -> None:
         self.gains: dict[Arm, float | None] = {"drafting": None, "plain": 1.0}
         self.pause, self.plain_steps, self.since_plain = STRETCH_STEPS, 0, 0
+        self._stretches: dict[Arm, int] = {"drafting": 0, "plain": 1}
 
     def learn(self, arm: Arm, gain: float) -> None:
-        """Add a stretch to the moving average of an arm."""
-        known = self.gains[arm]
-        self.gains[arm] = gain if known is None else known + ARM_SMOOTHING * (gain - known)
+        """Add a stretch to the average gain of an arm: the plain mean at first, then a moving average.
+
+        Gains below 1 / `MAX_SURPRISE` count as that: other load has slowed the stretch down.
+        """
+        known, gain = self.gains[arm], max(gain, 1 / MAX_SURPRISE)
+        self._stretches[arm] += 1
+        weight = max(ARM_SMOOTHING, 1 / self._stretches[arm])
+        self.gains[arm] = gain if known is None else known + weight * (gain - known)
 
     def advantage(self) -> float:
         """Return the gain of drafting relative to that of plain decoding; 1 if it is unknown."""

@@ -47,8 +47,9 @@ COST_SMOOTHING = 0.2
 long, see `StepCosts.observe`."""
 
 MAX_SURPRISE = 2.0
-"""Limit of the ratio of a step's time to its expected time, and of the reverse. Larger ratios are clamped to it: they
-come from other load."""
+"""Limit of the ratio of a step's time to its expected time; larger ratios come from other load and are clamped to it.
+In the other direction there is no limit: a step below 1 / `MAX_SURPRISE` of its expected time corrects the cost fully,
+because no load makes a step faster. A stretch of steps counts as at least 1 / `MAX_SURPRISE` as fast as plain ones."""
 
 STALE_STEPS = 50
 """A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
@@ -72,7 +73,7 @@ MAX_PLAIN_STEPS = 64
 for each token then costs 2 %."""
 
 ARM_SMOOTHING = 0.15
-"""Weight of the newest stretch in the moving average of an arm's gain."""
+"""Minimum weight of the newest stretch in the average of an arm's gain (higher at first, see `ArmGains.learn`)."""
 
 ARM_MARGIN = 0.03
 """Drafting continues if it loses less than this: text that repeats may begin at any time."""

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from math import exp, log, log2
+from math import exp, inf, log, log2
 
 import torch
 from torch import Tensor, nn
@@ -254,18 +254,19 @@ class StepCosts:
         width = round(width * share)
         if not 1 <= width <= self.max_width:
             return
-        surprise = seconds / _interpolated(self._current())[width - 1]
-        if not any(self._seen.values()):  # only ratios were known
-            self._factors = dict.fromkeys(self._given, surprise)
-            surprise = 1.0
-        surprise = min(max(surprise, 1 / MAX_SURPRISE), MAX_SURPRISE)
+        if not any(self._seen.values()):  # only ratios are known
+            self._factors = dict.fromkeys(self._given, seconds / _interpolated(self._given)[width - 1])
+        current = self._current()
+        surprise = seconds / _interpolated(current)[width - 1]
+        is_certain = surprise < 1 / MAX_SURPRISE  # other load makes no step faster, so the cost was wrong
+        surprise = min(surprise, MAX_SURPRISE)
         for known, seen in self._seen.items():
             near = max(0.0, 1 - abs(log2(known / width)))  # 1 at the step's own width, 0 at half and double
             stale = 1 - exp(-self._unvisited[known] / STALE_STEPS)
-            if near and not seen:  # this step gives it a factor
-                self._factors[known] = self._factor(known)
+            if near:  # this step gives it a factor, or corrects a cost that was capped
+                self._factors[known] = current[known] / self._given[known]
             first = 0.0 if seen >= FIRST_STEPS else 1.0 if surprise < 1 else 1 / (2 + seen)
-            weight = near * max(COST_SMOOTHING, stale, first) + (1 - near) * stale * COST_SMOOTHING
+            weight = near * max(COST_SMOOTHING, stale, first, float(is_certain)) + (1 - near) * stale * COST_SMOOTHING
             self._factors[known] *= surprise**weight
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
         for known in self._seen:
@@ -282,8 +283,16 @@ class StepCosts:
         return is_new
 
     def _current(self) -> dict[int, float]:
-        """Return the seconds by width, with the factors learned so far."""
-        return {width: seconds * self._factor(width) for width, seconds in self._given.items()}
+        """Return the seconds by width, with the factors learned so far.
+
+        A step costs at most as much per node as a narrower one: verifying the nodes in several steps would take no
+        longer. A higher cost was measured beside other work.
+        """
+        found, least_per_node = dict[int, float](), inf
+        for width, seconds in self._given.items():
+            found[width] = min(seconds * self._factor(width), least_per_node * width)
+            least_per_node = min(least_per_node, found[width] / width)
+        return found
 
     def _factor(self, width: int) -> float:
         """Return the factor of a width; if no step has had it, between those of the nearest widths that steps had."""
