@@ -518,6 +518,7 @@ def text_kit(items: dict[str, Any], folder: Path) -> Any:
 # ------------------------------------------------------------------------------------------- on the simulated device
 
 
+@pytest.mark.exhaustive
 def test_every_item_runs_on_the_simulated_device(tmp_path: Path) -> None:
     """A tensor on the wrong device, a name that is none, a bar that is forgotten."""
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):

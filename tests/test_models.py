@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import transformers
+from _pytest.mark.structures import ParameterSet
 from packaging.version import Version
 
 import drafters
@@ -19,9 +22,16 @@ TOLD = {
 }
 HEADS = {"architecture", "class"}
 """First cells of the tables' heads."""
+SLOW = {"dots3_note_text"}
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
+def _parameters(names: Iterable[str]) -> list[ParameterSet]:
+    """Ordinary architectures with trees are much alike: `make test` runs those of `zoo.CORE`, CI runs all."""
+    ordinary = {name for name in names if name not in zoo.CORE and "| equal, trees |" in TOLD.get(name, "")} | SLOW
+    return [pytest.param(name, marks=pytest.mark.exhaustive if name in ordinary else []) for name in names]
+
+
+@pytest.mark.parametrize("name", _parameters(zoo.NAMES))
 def test_equal_or_refused(name: str) -> None:
     if Version(transformers.__version__) != TABLE_VERSION and name not in zoo.CORE:
         try:
@@ -36,7 +46,7 @@ def test_equal_or_refused(name: str) -> None:
 
 
 @pytest.mark.skipif(Version(transformers.__version__) != TABLE_VERSION, reason="made for another transformers")
-@pytest.mark.parametrize("name", [name for name in TOLD if name not in zoo.NAMES and name not in HEADS])
+@pytest.mark.parametrize("name", _parameters([name for name in TOLD if name not in zoo.NAMES and name not in HEADS]))
 def test_other_classes_are_equal_or_refused(name: str) -> None:
     verdict = models.class_verdict(name, [drafters.BY_NAME["sometimes"]], batch_sizes=[3])
     assert TOLD[name].split(" | ")[1] == verdict.row.split(" | ")[1], verdict

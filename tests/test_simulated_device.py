@@ -19,8 +19,8 @@ OF_GPU_TESTS = "llama and 3 and (eagle3 or auto or graphs)"
 
 
 SHARDS = {
-    "graphs_on_simulated_device.py": 8, "on_simulated_device.py": 5, "gpu_on_simulated_device.py": 1,
-    "attention_on_simulated_device.py": 1, "blocks_on_simulated_device.py": 6,
+    "graphs_on_simulated_device.py": 12, "on_simulated_device.py": 8, "gpu_on_simulated_device.py": 1,
+    "attention_on_simulated_device.py": 1, "blocks_on_simulated_device.py": 10,
 }  # fmt: skip
 """In how many parts a file runs, so that two workers share it; `make test` runs the last part of each."""
 
