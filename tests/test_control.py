@@ -147,6 +147,17 @@ def test_costs_between_widths_lie_on_a_line() -> None:
     assert known.covers(64, rows=64)  # so wide trees are not measured for so many rows
 
 
+def test_costs_of_another_batch_size_are_those_of_as_many_nodes() -> None:
+    one = StepCosts({1: 2.0, 2: 2.5, 4: 3.5, 8: 5.5})
+    four = StepCosts.expected(torch.device("cpu"), rows=4, widest=4, known=(1, one))
+    assert not four.is_plain_known
+    assert four.table() == (3.5, 5.5, 7.5, 9.5)
+    four.observe(1, 7.0)  # its first step sets the level
+    assert four.table() == pytest.approx((7.0, 11.0, 15.0, 19.0), rel=0.01)  # wider ones are assumed to be cheaper
+    back = StepCosts.expected(torch.device("cpu"), rows=1, widest=8, known=(4, four))
+    assert back.table()[3] == pytest.approx(7.0)
+
+
 def test_a_node_costs_no_more_in_a_wide_step_than_in_a_narrow_one() -> None:
     """Width 2 was measured beside other work, and so was width 8; two steps of width 4 take 4 seconds."""
     known = StepCosts({1: 1.0, 2: 20.0, 4: 2.0, 8: 30.0})

@@ -172,16 +172,27 @@ class StepCosts:
         self._shapes = set[tuple[int, float]]()  # widths and shares of rows of earlier steps
 
     @classmethod
-    def expected(cls, device: torch.device, *, rows: int, widest: int) -> StepCosts:
-        """Return costs of which only the expected ratios are known, see `EXPECTED_NODE_COST`; runs no forward.
+    def expected(
+        cls, device: torch.device, *, rows: int, widest: int, known: tuple[int, StepCosts] | None = None
+    ) -> StepCosts:
+        """Return costs of which only the expected ratios are known; runs no forward.
+
+        Seconds are assumed to depend on the nodes of all rows together: as learned at another batch size, otherwise
+        see `EXPECTED_NODE_COST`.
 
         Args:
             device: The target's device.
             rows: Batch size.
             widest: Nodes per row of the largest tree.
+            known: Another batch size and its costs.
         """
+        widths = _widths(widest, rows)
+        if known is not None:
+            others, costs = known
+            table = _interpolated(costs._current())
+            return cls({width: _at(table, width * rows / others) for width in widths}, is_measured=False)
         slope = EXPECTED_NODE_COST["cpu" if device.type == "cpu" else "accelerator"]
-        return cls({width: 1 + slope * (rows * width - 1) for width in _widths(widest, rows)}, is_measured=False)
+        return cls({width: 1 + slope * (rows * width - 1) for width in widths}, is_measured=False)
 
     @classmethod
     def measure(

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -253,6 +254,8 @@ def current_costs(
 ) -> StepCosts:
     """Return the costs of a step by its width (nodes per row): those known, or expected ones that steps correct.
 
+    Costs are expected from those of the nearest batch size that is known.
+
     Args:
         model: An attached model.
         facts: The result of the probe.
@@ -264,7 +267,16 @@ def current_costs(
     for known, costs in state.costs:
         if known == key and costs.covers(widest, rows):
             return costs
-    return _keep_costs(state, key, StepCosts.expected(execution_device(model), rows=rows, widest=widest))
+    fingerprint, _, mode = key
+    others = [
+        (size, costs)
+        for (its_model, size, its_mode), costs in state.costs
+        if (its_model, its_mode) == (fingerprint, mode) and size != rows and costs.is_plain_known
+    ]
+    nearest = min(others, key=lambda entry: abs(log2(entry[0] / rows)), default=None)
+    return _keep_costs(
+        state, key, StepCosts.expected(execution_device(model), rows=rows, widest=widest, known=nearest)
+    )
 
 
 def measure_costs(
