@@ -75,7 +75,7 @@ bounds: .venv-bounds/.installed
 	.venv-bounds/bin/python -m pip install --quiet --upgrade pip
 	.venv-bounds/bin/python -m pip install --quiet $(OLDEST_TORCH)
 	.venv-bounds/bin/python tests/oldest.py > .venv-bounds/oldest.txt
-	.venv-bounds/bin/python -m pip install --quiet --constraint .venv-bounds/oldest.txt --editable '.[dev]'
+	.venv-bounds/bin/python -m pip install --quiet --constraint .venv-bounds/oldest.txt --editable '.[training,demo,test]'
 	touch $@
 
 COUNT ?= 3000
