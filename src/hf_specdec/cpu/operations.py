@@ -199,21 +199,21 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     functions_for(x.dtype).rotate(
         x.data_ptr(), (_Long * 4)(*x.shape), (_Long * 4)(*x.stride()), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0) if len(cos) > 1 else 0, y.data_ptr(),
+        cos.stride(0) if cos.shape[0] > 1 else 0, y.data_ptr(),
     )  # fmt: skip
     return y
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether `attend` supports these tensors, see there; False if the kernels have not been loaded."""
+    dtype = query.dtype
     return (
-        query.dtype in DTYPES
+        dtype in DTYPES
         and is_loaded()
-        and all(
-            tensor.device.type == "cpu" and tensor.dtype == query.dtype and tensor.stride(-1) == 1
-            for tensor in (query, key, value)
-        )
-    )
+        and query.is_cpu and key.is_cpu and value.is_cpu
+        and key.dtype == dtype and value.dtype == dtype
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    )  # fmt: skip
 
 
 def attend(
@@ -235,14 +235,12 @@ def attend(
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     _check_mask(mask, nodes, begin)
     y = query.new_empty(batch, nodes, heads, value_dim)
-    sizes = _AttentionSizes(
-        batch, heads, key.shape[1], nodes, dim, value_dim, begin, 0, begin + nodes,
-        keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3],
-        _mask_strides(mask),
-        dim**-0.5 if scale is None else scale,
+    sizes = _attention_sizes(
+        batch, heads, key.shape[1], nodes, dim, value_dim, begin, keys.stride()[:2], values.stride()[:2],
+        key.stride()[:3], value.stride()[:3], _mask_strides(mask), scale,
     )  # fmt: skip
     functions_for(query.dtype).attend(
-        ctypes.addressof(sizes), query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(),
+        sizes, query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(),
         values.data_ptr(), None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -267,16 +265,31 @@ def attend_joined(
     _check_mask(mask, nodes, begin)
     joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
     y = joined.new_empty(batch, nodes, heads, dim)
-    sizes = _AttentionSizes(
-        batch, heads, shared, nodes, dim, dim, begin, 0, begin + nodes, keys.stride()[:2], values.stride()[:2],
-        (0, 0, 0), (0, 0, 0), _mask_strides(mask), dim**-0.5 if scale is None else scale,
+    sizes = _attention_sizes(
+        batch, heads, shared, nodes, dim, dim, begin, keys.stride()[:2], values.stride()[:2], (0, 0, 0), (0, 0, 0),
+        _mask_strides(mask), scale,
     )  # fmt: skip
     functions_for(joined.dtype).attend_joined(
-        ctypes.addressof(sizes), joined.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-        cos.stride(0) if len(cos) > 1 else 0, keys.data_ptr(), values.data_ptr(),
+        sizes, joined.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        cos.stride(0) if cos.shape[0] > 1 else 0, keys.data_ptr(), values.data_ptr(),
         None if mask is None else mask.data_ptr(), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+@functools.lru_cache(maxsize=64)
+def _attention_sizes(
+    batch: int, heads: int, shared: int, nodes: int, dim: int, value_dim: int, begin: int,
+    cache_stride: tuple[int, ...], value_stride: tuple[int, ...], new_stride: tuple[int, ...],
+    new_value_stride: tuple[int, ...], mask_stride: tuple[int, int], scale: float | None,
+) -> Any:  # fmt: skip
+    """Return a pointer to the sizes of an attention, which are the same in most layers of a forward."""
+    return ctypes.pointer(
+        _AttentionSizes(
+            batch, heads, shared, nodes, dim, value_dim, begin, 0, begin + nodes, cache_stride, value_stride,
+            new_stride, new_value_stride, mask_stride, dim**-0.5 if scale is None else scale,
+        )
+    )  # fmt: skip
 
 
 def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
@@ -285,7 +298,7 @@ def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))
+    return (0, 0) if mask is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
 
 
 def can_search(logits: Tensor) -> bool:

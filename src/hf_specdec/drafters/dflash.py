@@ -178,12 +178,12 @@ class _DFlashSession(FeatureSession):
 
     def _read_block(self, size: int) -> Tensor:
         """Run a block of `size` slots behind the committed tokens and return its outputs `[B, size, D]`."""
-        device, batch_size = self._head.device, len(self._roots)
+        device, batch_size = self._device, len(self._roots)
         slots = torch.arange(size, dtype=torch.long, device=self._roots.device)
         tokens = torch.where(slots == 0, self._roots[:, None], self._head.config.mask_token_id)
         positions = self._first_positions(batch_size) + slots
         outputs = self._head.read(
-            self._embedding(tokens).to(device, self._head.dtype), positions.to(device), self._cache, self._masks(size)
+            self._embedding(tokens).to(device, self._dtype), positions.to(device), self._cache, self._masks(size)
         )
         self._cache.rollback()
         return outputs
@@ -194,7 +194,7 @@ class _DFlashSession(FeatureSession):
         visible = committed_slots(lengths, self._cache.start, self._padding)
         masks = []
         for seen, block in block_masks(self._head, visible, lengths, size):
-            masks.append(torch.cat([seen, block.expand(len(seen), -1, -1)], dim=-1)[:, None].to(self._head.device))
+            masks.append(torch.cat([seen, block.expand(len(seen), -1, -1)], dim=-1)[:, None].to(self._device))
         return masks
 
     def _read_prompt(self, prompt: Entries) -> None:
@@ -210,7 +210,7 @@ class _DFlashSession(FeatureSession):
         self._append(entries, rows + (valid.cumsum(-1) - 1).clamp(min=0))
 
     def _append(self, entries: Entries, positions: Tensor) -> None:
-        device, rows = self._head.device, len(entries.path)
-        features = entries.features.to(device, self._head.dtype)
+        device, rows = self._device, len(entries.path)
+        features = entries.features.to(device, self._dtype)
         self._head.append_context(features, positions.expand(rows, -1).to(device), self._cache)
         self._commit(entries)

@@ -61,6 +61,7 @@ class FeatureSession(LaunchingSession):
             raise ValueError(f"A {type(self).__name__} needs the target's features of the prompt, got none.")
         super().__init__(context.roots)
         self._head, self._limits = head, limits
+        self._device, self._dtype = head.device, head.dtype  # torch searches the parameters each time
         self._embedding = head.embedding_for(model)
         self._lm_head: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
         self._hot_token_ids = head.hot_token_ids

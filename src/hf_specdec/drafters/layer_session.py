@@ -111,7 +111,7 @@ class EagleSession(FeatureSession):
         self._last = features.gather(1, last[:, :, None].expand(-1, -1, features.shape[-1]))
 
     def _fuse(self, features: Tensor) -> Tensor:
-        return self._head.fuse(features.to(self._head.device, self._head.dtype))
+        return self._head.fuse(features.to(self._device, self._dtype))
 
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         """Run the layer over T new entries and return their features `[B, T, D]`.
@@ -121,11 +121,10 @@ class EagleSession(FeatureSession):
             visible: `[B or 1, T, appended]` bool: the entries appended since the last commit that each new entry
                 attends to, in addition to the committed ones. None means causal attention (a prompt without padding).
         """
-        device = self._head.device
         output = self._head.read(
-            self._embedding(tokens).to(device, self._head.dtype),
-            features.to(device, self._head.dtype),
-            positions.expand(len(tokens), -1).to(device),
+            self._embedding(tokens).to(self._device, self._dtype),
+            features.to(self._device, self._dtype),
+            positions.expand(len(tokens), -1).to(self._device),
             self._cache,
             self._mask(positions, visible, len(tokens)),
         )
@@ -138,11 +137,11 @@ class EagleSession(FeatureSession):
         mask = visible.expand(batch_size, -1, -1)
         if self._cache.start:  # windows are longer than trees are deep, so they hide no ancestors
             mask = torch.cat([self._committed(positions, batch_size, self._window), mask], dim=-1)
-        return mask[:, None].to(self._head.device)
+        return mask[:, None].to(self._device)
 
     def _score(self, features: Tensor, top_k: int) -> Level:
         """Return the `Level` of K nodes with features `[B, K, D]`: the `top_k` likeliest children of each."""
-        logits = self._head.score(features.to(self._head.device, self._head.dtype), self._lm_head).to(features.device)
+        logits = self._head.score(features.to(self._device, self._dtype), self._lm_head).to(features.device)
         return scored(features, logits, top_k, self._hot_token_ids)
 
     def _expand(

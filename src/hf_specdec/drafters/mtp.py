@@ -222,9 +222,9 @@ class _ModulesSession(EagleSession):
 
     def _run_layer(self, layer: int, tokens: Tensor, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Run module number `layer` over T entries; other arguments and result as in `EagleSession._run`."""
-        mask, device = self._mask(positions, visible, len(tokens)), self._head.device
+        mask, device = self._mask(positions, visible, len(tokens)), self._device
         assert mask is not None
-        embeddings = self._embedding(tokens).to(device, self._head.dtype)
+        embeddings = self._embedding(tokens).to(device, self._dtype)
         output = self._head.read_layer(
             layer,
             embeddings,
