@@ -30,11 +30,17 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     rows, count = first_page.rows_of(RESULTS), overall["plain"]["questions"]
     parted = {method: count - row["ids_equal"] for method, row in overall.items()}
     text = " ".join(README.split())
-    assert f"{parted['auto+none']} of these {count} answers part" in text
+    assert f"{parted['auto+none']} of these {count} answers differ from plain" in text
     assert f"as {parted['transformers_prompt_lookup']} of {count} do with transformers' own lookup" in text
     for method, name in (("auto+none", "`auto` is"), ("auto+kernels", "CPU kernels")):
         speeds = f"{rows['mean'][method][0]:.2f}x", f"{rows['worst'][method][0]:.2f}x"
         assert re.search(f"{name} {speeds[0]}.{{,40}}{speeds[1]}", text), (method, speeds)
+    gains = {mode: rows["mean"][f"auto+{mode}"][0] / rows["mean"][alone][0]
+             for mode, alone in (("none", "auto_no_head"), ("kernels", "auto_no_head+kernels"))}  # fmt: skip
+    assert "With the kernels, the head gains nothing on this machine" in text
+    assert 0.95 < gains["kernels"] < 1.03 < gains["none"]
+    for category in ("summarization", "rag"):  # "behind long prompts it costs more than its drafts save"
+        assert rows[category]["auto+kernels"] < rows[category]["auto_no_head+kernels"]
     assert f"kernels alone give {rows['mean']['nothing+kernels'][0]:.2f}x" in text
 
 
