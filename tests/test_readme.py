@@ -96,7 +96,8 @@ def test_links_and_files_exist() -> None:
 def test_the_landing_page_has_the_example_of_the_readme() -> None:
     """With the line that it prints; `test_the_example_runs` runs it."""
     page = (ROOT / "docs" / "index.md").read_text()
-    assert README.split("<!-- example -->")[1].split("```\n")[:3] == page.split("<!-- example -->")[1].split("```\n")[:3]
+    example, shown = (text.split("<!-- example -->")[1].split("```\n")[:3] for text in (README, page))
+    assert example == shown
     assert "pip install -e ." in page
 
 
