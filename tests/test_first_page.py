@@ -39,7 +39,7 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
              for mode, alone in (("none", "auto_no_head"), ("kernels", "auto_no_head+kernels"))}  # fmt: skip
     assert "With the kernels, the head gains nothing on this machine" in text
     assert 0.95 < gains["kernels"] < 1.03 < gains["none"]
-    for category in ("summarization", "rag"):  # "behind long prompts it costs more than its drafts save"
+    for category in ("summarization", "rag"):  # "after long prompts it costs more than its drafts save"
         assert rows[category]["auto+kernels"] < rows[category]["auto_no_head+kernels"]
     assert f"kernels alone give {rows['mean']['nothing+kernels'][0]:.2f}x" in text
 
@@ -57,6 +57,22 @@ def test_rows_have_a_commit_and_a_machine() -> None:
     for recorded in (RESULTS, RACE, FIRST_CALLS):
         assert re.fullmatch(r"[0-9a-f]{40}", recorded["environment"]["commit"])
         assert {"device", "cores", "torch", "transformers", "date"} <= {**recorded, **recorded["environment"]}.keys()
+
+
+def test_the_table_of_real_text_on_the_gpu_is_computed_from_its_rows() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "results.md").read_text().split("### Real text on the GPU")[1]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text())["runs"]
+    rows = {(row["question_id"], row["method"]): row for run in runs for row in run["rows"] if row["item"] == "text"}
+    speeds = {key: row["num_tokens"] / row["seconds"][0] for key, row in rows.items()}
+    methods = ("transformers_prompt_lookup", "nothing", "auto_no_head", "auto", "auto+none", "eagle")
+    for question in dict.fromkeys(question for question, _ in rows):
+        cells = [f"{rows[question, 'plain']['seconds'][0]:.2f}"]
+        for method in methods:
+            tau = rows[question, method]["tau"]
+            shown = f"{speeds[question, method] / speeds[question, 'plain']:.2f}x"
+            cells.append(shown if method in methods[:2] else f"{shown} ({tau:.2f})")
+        assert re.search(rf"^\| {question} \(\w+\) \| {re.escape(' | '.join(cells))} \|$", page, re.MULTILINE), cells
+    assert len(re.findall(r"^\| \d", page, re.MULTILINE)) == len(rows) / 7 == 4
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
