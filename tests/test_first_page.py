@@ -30,11 +30,17 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     rows, count = first_page.rows_of(RESULTS), overall["plain"]["questions"]
     parted = {method: count - row["ids_equal"] for method, row in overall.items()}
     text = " ".join(README.split())
-    assert f"{parted['auto+none']} of these {count} answers part" in text
+    assert f"{parted['auto+none']} of these {count} answers differ from plain" in text
     assert f"as {parted['transformers_prompt_lookup']} of {count} do with transformers' own lookup" in text
     for method, name in (("auto+none", "`auto` is"), ("auto+kernels", "CPU kernels")):
         speeds = f"{rows['mean'][method][0]:.2f}x", f"{rows['worst'][method][0]:.2f}x"
         assert re.search(f"{name} {speeds[0]}.{{,40}}{speeds[1]}", text), (method, speeds)
+    gains = {mode: rows["mean"][f"auto+{mode}"][0] / rows["mean"][alone][0]
+             for mode, alone in (("none", "auto_no_head"), ("kernels", "auto_no_head+kernels"))}  # fmt: skip
+    assert "With the kernels, the head gains nothing on this machine" in text
+    assert 0.95 < gains["kernels"] < 1.03 < gains["none"]
+    for category in ("summarization", "rag"):  # "after long prompts it costs more than its drafts save"
+        assert rows[category]["auto+kernels"] < rows[category]["auto_no_head+kernels"]
     assert f"kernels alone give {rows['mean']['nothing+kernels'][0]:.2f}x" in text
 
 
@@ -51,6 +57,22 @@ def test_rows_have_a_commit_and_a_machine() -> None:
     for recorded in (RESULTS, RACE, FIRST_CALLS):
         assert re.fullmatch(r"[0-9a-f]{40}", recorded["environment"]["commit"])
         assert {"device", "cores", "torch", "transformers", "date"} <= {**recorded, **recorded["environment"]}.keys()
+
+
+def test_the_table_of_real_text_on_the_gpu_is_computed_from_its_rows() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "results.md").read_text().split("### Real text on the GPU")[1]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "gpu_h100.json").read_text())["runs"]
+    rows = {(row["question_id"], row["method"]): row for run in runs for row in run["rows"] if row["item"] == "text"}
+    speeds = {key: row["num_tokens"] / row["seconds"][0] for key, row in rows.items()}
+    methods = ("transformers_prompt_lookup", "nothing", "auto_no_head", "auto", "auto+none", "eagle")
+    for question in dict.fromkeys(question for question, _ in rows):
+        cells = [f"{rows[question, 'plain']['seconds'][0]:.2f}"]
+        for method in methods:
+            tau = rows[question, method]["tau"]
+            shown = f"{speeds[question, method] / speeds[question, 'plain']:.2f}x"
+            cells.append(shown if method in methods[:2] else f"{shown} ({tau:.2f})")
+        assert re.search(rf"^\| {question} \(\w+\) \| {re.escape(' | '.join(cells))} \|$", page, re.MULTILINE), cells
+    assert len(re.findall(r"^\| \d", page, re.MULTILINE)) == len(rows) / 7 == 4
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

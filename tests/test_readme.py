@@ -93,6 +93,14 @@ def test_links_and_files_exist() -> None:
         assert (ROOT / "src" / "hf_specdec" / name).exists(), name
 
 
+def test_the_landing_page_has_the_example_of_the_readme() -> None:
+    """With the line that it prints; `test_the_example_runs` runs it."""
+    page = (ROOT / "docs" / "index.md").read_text()
+    example, shown = (text.split("<!-- example -->")[1].split("```\n")[:3] for text in (README, page))
+    assert example == shown
+    assert "pip install -e ." in page
+
+
 def test_the_first_screen_is_short() -> None:
     before_code = README[: README.index("```python")]
     assert len(before_code.splitlines()) < 15
