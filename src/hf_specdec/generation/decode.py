@@ -35,8 +35,8 @@ from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
 from hf_specdec.verification.target import Target, Verification
 
 MIN_REMAINING = 8
-"""Tokens that every unfinished row may still emit if finished rows are to leave the batch. Moving a row copies its
-keys and values, which every forward reads: a few steps pay for it."""
+"""Minimum number of tokens that some unfinished row may still emit, for finished rows to leave the batch. Moving a row
+copies its keys and values, which every forward reads: a few steps pay for it."""
 
 
 @dataclass
@@ -72,7 +72,8 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
 
     Args:
         call: The call, whose target has an empty cache or the one passed by the caller.
-        transcript: Gets every emitted token; the loop ends when all its rows are finished.
+        transcript: Gets every emitted token; the loop ends when all its rows are finished (with `synced_gpus`, when
+            those of all ranks are).
     """
     config, target = call.generation_config, call.target
     stats = SpeculationStats(call.drafter.method, forwards=call.forwards)
