@@ -34,8 +34,8 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     The output is the same as that of plain greedy decoding. On an accelerator transfers to the host are expensive, so
     tokens are chosen on the device. On the CPU each row of V logits is expensive, so only nodes on the path are
     evaluated (`follow`); without processors and kept scores, a loaded CPU kernel reads the logits of all nodes in less
-    time. Logits processors that read the text are called with the exact prefix, so they always need a walk on the host,
-    as do stopping criteria other than EOS and length, and kept scores.
+    time. Logits processors that read the text are called with the exact prefix, so they always need a walk on the
+    host, as do stopping criteria other than EOS and length, and kept scores.
     """
     if not transcript.decides_on(logits.device):
         if transcript.processes_scores or transcript.keeps_scores or not can_search(logits):

@@ -100,8 +100,8 @@ class FeatureSession(LaunchingSession):
     def observe(self, step: Step) -> None:
         """See `LaunchingSession.observe`. With a window, two more things keep the memory bounded.
 
-        If more than `window.spare` entries are pending, they are read: `hybrid` may not query the head for a long time.
-        If the cache exceeds the window by more than `window.spare`, the tokens outside of it are dropped.
+        If more than `window.spare` entries are pending, they are read, because `hybrid` may not query the head for a
+        long time. If the cache exceeds the window by more than `window.spare`, the tokens outside of it are dropped.
         """
         super().observe(step)
         window = self._limits.window
