@@ -66,14 +66,13 @@ class Call:
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Run the decoding loop until every row is finished, and return its output.
+    """Run the decoding loop until every row is finished (with `synced_gpus`, on all ranks), and return its output.
 
     A returned cache holds all columns of the returned sequences except the last, as in plain `generate()`.
 
     Args:
         call: The call, whose target has an empty cache or the one passed by the caller.
-        transcript: Gets every emitted token; the loop ends when all its rows are finished (with `synced_gpus`, when
-            those of all ranks are).
+        transcript: Gets every emitted token, and shows which rows are finished.
     """
     config, target = call.generation_config, call.target
     stats = SpeculationStats(call.drafter.method, forwards=call.forwards)

@@ -294,7 +294,7 @@ def _answer_part(
     A conversation ends early if an answer is cut or dropped, its prompt is too long or empty, or an invented turn is
     empty or dropped. `label` is a unique name of the part, from which the random seeds are derived.
     """
-    active = list(dialogs)
+    active, temperature = list(dialogs), dialogs[0].temperature  # the same in the whole part, see `_plan`
     for turn in range(config.num_turns):
         unprompted = [dialog for dialog in active if not dialog.pending]
         openings = [_encode(tokenizer, dialog.messages, None) for dialog in unprompted]
@@ -307,13 +307,9 @@ def _answer_part(
         encoded = {dialog.number: _encode(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
         active = [dialog for dialog in active if 0 < len(encoded[dialog.number]) <= config.max_prompt_tokens]
         prompts = [encoded[dialog.number] for dialog in active]
-        temperature = dialogs[0].temperature  # the same in the whole part, see `_plan`
         answers = teacher.generate(prompts, temperature, config.max_new_tokens, f"{call}/answer")
-        answered = [
-            (dialog, prompt, answer)
-            for dialog, prompt, answer in zip(active, prompts, answers, strict=True)
-            if answer is not None
-        ]
+        triples = zip(active, prompts, answers, strict=True)
+        answered = [(dialog, prompt, answer) for dialog, prompt, answer in triples if answer is not None]
         for dialog, prompt, answer in answered:
             text = tokenizer.decode(answer, skip_special_tokens=True)
             dialog.add(prompt, answer, text, "stop" if teacher.ended(answer) else "length")
