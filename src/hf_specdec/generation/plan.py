@@ -203,8 +203,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
     """Generate a few tokens after prompts of two lengths, the longer first, to capture graphs and allocate memory.
 
     The longer prompt needs the next larger graphs (`bucket_of`), as a growing text will. A length that exceeds the
-    model's maximum position is skipped. What drafters and merged drafting learn from these calls is not kept; the
-    costs of steps are.
+    model's maximum position is skipped. Statistics learned from these calls are not kept; the costs of steps are.
     """
     state = state_of(model)
     learned, last = state.state_dict(), state.last
