@@ -269,9 +269,9 @@ def verify(kit: Kit) -> None:
                 far, slow = [*far, apart / max(rounding[width], 1e-6)], [*slow, times]
     kit.bar("distance of a replay from the eager forward, times that of SDPA's math kernel", largest(far))
     kit.bar("captured verification, times the copy floor", largest(slow))
-    for key, shape in runner._captures._shapes.items():  # last, because profilers have crashed with graphs
-        if shape.replay is not None:
-            operations = device_operations(shape.replay, device)
+    for key, step in runner._captures._steps.items():  # last, because profilers have crashed with graphs
+        if step.replay is not None:
+            operations = device_operations(step.replay, device)
             times = Counter()
             for name, seconds in operations:
                 times[name[:NAME_LENGTH]] += 1000 * seconds
@@ -335,9 +335,9 @@ def captures() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     found: list[tuple[str, tuple[int, ...]]] = []
     original = Captures._capture
 
-    def noted(self: Any, shape: Any) -> Any:
-        replay = original(self, shape)
-        found.append((self._name, next(key for key, known in self._shapes.items() if known is shape)))
+    def noted(self: Any, step: Any) -> Any:
+        replay = original(self, step)
+        found.append((self._name, next(key for key, known in self._steps.items() if known is step)))
         return replay
 
     Captures._capture = noted

@@ -491,7 +491,7 @@ def test_captures_that_fail_at_random_operations_leave_everything_else_as_it_was
         rows = 1 + number % 2
         generate(model, rows, config, max_new_tokens=2)  # makes the graph backend
         backend, captures = backend_of(model), runner_of(model)._captures
-        captures._shapes.clear()
+        captures._steps.clear()
         backend.graphs.clear()
         backend.failures = [(rng.randrange(140), RuntimeError("operation failed due to a previous error"))]
         assert generate(model, rows, config, max_new_tokens=5) == plain[rows]
@@ -507,9 +507,9 @@ def test_a_shape_without_memory_is_captured_later(llama: Any, monkeypatch: pytes
     backend_of(llama).failures = [(20, torch.OutOfMemoryError("of the moment"))]
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    shapes = runner_of(llama)._captures._shapes.values()
-    assert not any(shape.refused for shape in shapes)
-    assert all(shape.replay for shape in shapes if shape.times > CAPTURE_AFTER)
+    steps = runner_of(llama)._captures._steps.values()
+    assert not any(step.refused for step in steps)
+    assert all(step.replay for step in steps if step.times > CAPTURE_AFTER)
 
 
 def test_after_three_failures_in_a_row_nothing_more_is_tried(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -669,7 +669,7 @@ def test_steps_that_were_not_used_for_long_go(llama: Any, monkeypatch: pytest.Mo
     plain = plain_llama(1)
     for _ in range(3):
         assert generate(llama, 1, LOOKUP) == plain
-    assert len(runner_of(llama)._captures._shapes) == 2
+    assert len(runner_of(llama)._captures._steps) == 2
 
 
 def test_buckets_are_at_most_half_as_long_again() -> None:

@@ -322,11 +322,11 @@ def test_the_shape_that_was_used_longest_ago_goes_and_its_results_with_it(monkey
     kept = graphs.Captures(None, "It")  # type: ignore[arg-type]
     first, second, third = (1, 4, 256), (1, 8, 256), (1, 4, 384)
     for key in (first, second, first):
-        kept.run(kept.shape(key, 0, lambda key=key: Ones(key)))
-    assert kept.shape(first, 0, lambda: Ones(first)).times == 2
-    kept.shape(third, 0, lambda: Ones(third))  # in the place of the second
-    assert list(kept._shapes) == [first, third]
+        kept.run(kept.step_for(key, 0, lambda key=key: Ones(key)))
+    assert kept.step_for(first, 0, lambda: Ones(first)).times == 2
+    kept.step_for(third, 0, lambda: Ones(third))  # in the place of the second
+    assert list(kept._steps) == [first, third]
     assert list(kept._outputs) == [(1, 4)]
-    assert kept.shape(second, 0, lambda: Ones(second)).times == 0
-    kept.shape(third, 1, lambda: Ones(third))  # memory has moved: nothing of it can be used
-    assert (list(kept._shapes), list(kept._outputs)) == ([third], [(1, 4)])
+    assert kept.step_for(second, 0, lambda: Ones(second)).times == 0
+    kept.step_for(third, 1, lambda: Ones(third))  # memory has moved: nothing of it can be used
+    assert (list(kept._steps), list(kept._outputs)) == ([third], [(1, 4)])

@@ -150,7 +150,7 @@ class HostTree:
 
 
 Choose = Callable[[Sequence[int | None]], list[int]]
-"""Function of each row's node, None in rows that have ended, that returns the next token of every row."""
+"""Function of each row's node, None in rows whose walk has ended, that returns the next token of every row."""
 
 
 def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Acceptance:
@@ -163,7 +163,7 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
     Args:
         tree: The tree.
         transcript: The tokens are appended to it.
-        choose: Chooses the tokens, see `by_scores`; in rows that have ended, any token.
+        choose: Chooses the tokens, see `by_scores`; in rows whose walk has ended, any token.
         host: The tree on the host, if the rule has already read it.
     """
     host = host or HostTree(tree)
@@ -192,7 +192,7 @@ def by_scores(
 ) -> Choose:
     """Return a function that chooses tokens by processed scores.
 
-    Without lockstep, tokens are drawn for rows that have ended as well, so that random numbers are used in the same
+    Without lockstep, tokens are also drawn for rows whose walk has ended, so that random numbers are used in the same
     order as in `rules.descend`; these tokens are discarded.
 
     Args:

@@ -32,9 +32,10 @@ def greedy(tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptanc
     """Keep the longest path on which every token is the target's argmax after its parent.
 
     The output is the same as that of plain greedy decoding. On an accelerator transfers to the host are expensive, so
-    tokens are chosen on the device; on the CPU each row of V logits is expensive, so only nodes on the path are
-    evaluated. Logits processors that read the text are called with the exact prefix, so they always need the walk on
-    the host (`follow`), as do stopping criteria other than EOS and length, and kept scores.
+    tokens are chosen on the device. On the CPU each row of V logits is expensive, so only nodes on the path are
+    evaluated (`follow`); without processors and kept scores, a loaded CPU kernel reads the logits of all nodes in less
+    time. Logits processors that read the text are called with the exact prefix, so they always need a walk on the
+    host, as do stopping criteria other than EOS and length, and kept scores.
     """
     if not transcript.decides_on(logits.device):
         if transcript.processes_scores or transcript.keeps_scores or not can_search(logits):
@@ -78,7 +79,8 @@ def match(tree: TokenTree, choices: Tensor, remaining: Tensor, eos: Tensor | Non
     Args:
         tree: The tree.
         choices: `[B, N]` the target's choice after each node.
-        remaining, eos, ends: See `DeviceAccount`.
+        remaining, ends: See `DeviceAccount`.
+        eos: `[E]` EOS tokens; None if there are none.
     """
     choices = torch.where((remaining == 0)[:, None], ends.pad_token_id, choices)
     ancestors = tree.ancestor_mask()

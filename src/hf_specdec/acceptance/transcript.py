@@ -1,8 +1,9 @@
 """`Transcript`: the text of each row, and the choice of its next token as in transformers' `_sample`.
 
-Each emitted token is drawn exactly once, by the same calls in the same order as there (processors on the exact prefix,
-float32 softmax, `torch.multinomial` with the global generator), so the same seed gives the same tokens as in plain
-`generate()`. Independent of trees, models and caches.
+Tokens are drawn by the same calls as there: processors on the exact prefix, float32 softmax, `torch.multinomial` with
+the global generator. In lockstep, an acceptance rule that draws once per emitted token (`rejection` of a deterministic
+draft) also keeps the order of draws, so the same seed gives the same tokens as in plain `generate()`. Independent of
+trees, models and caches.
 """
 
 from __future__ import annotations
@@ -128,7 +129,11 @@ class Transcript:
         return [row for row, done in enumerate(self.finished) if done and self._pads_finished]
 
     def padded(self, device: torch.device) -> Tensor:
-        """Return `padded_rows` as `[B]` bool on a device; needs no transfer if tokens are chosen there."""
+        """Return as `[B]` bool on a device which rows get the pad token; no transfer if tokens are chosen there.
+
+        These are the `padded_rows`. If tokens are chosen on the device, they are all rows that have ended: the same,
+        except that `padded_rows` is empty without an EOS criterion.
+        """
         if self._account is not None and self._account.device == device:
             return self._account.remaining == 0
         rows = self.padded_rows

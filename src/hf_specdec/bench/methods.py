@@ -1,7 +1,7 @@
 """Names of the benchmarked methods, and the arguments of `generate()` that select them.
 
 `PEERS` are methods of transformers, plain decoding included; other names are values of `speculative=`, with or without
-the suffix `+compile`.
+one of `SUFFIXES`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
     """Return the arguments of `generate()` that select a method.
 
     Args:
-        method: A name of `PEERS`, or a value of `speculative=`.
+        method: A name of `PEERS`, or a value of `speculative=` with or without one of `SUFFIXES`.
         given: The assistant model of `transformers_assisted`; for other methods a value of `speculative=` that
             replaces the name. None if not needed.
         model: The model, for its device.

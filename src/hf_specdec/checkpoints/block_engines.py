@@ -21,7 +21,7 @@ from hf_specdec.verification.features import LAST
 
 
 def _block_refusals(head: DFlashHead) -> Mapping[str, bool]:
-    """Return reasons against a head for both layouts."""
+    """Return the possible reasons why neither layout can hold a head, and whether each one applies."""
     config, is_cut = head.config, head.config.draft_vocab_size is not None
     return {
         "the format has norms of queries and keys (train with qk_norm=True)": not config.qk_norm,
@@ -54,7 +54,7 @@ def _directions(head: DFlashHead) -> set[bool]:
 
 
 def dflash_refusals(head: DFlashHead) -> Mapping[str, bool]:
-    """Return reasons against a head for z-lab's layout."""
+    """Return the possible reasons why z-lab's layout cannot hold a head, and whether each one applies."""
     config, ids = head.config, head.config.aux_hidden_state_layer_ids or ()
     return {
         **_block_refusals(head),
@@ -71,7 +71,7 @@ def dflash_refusals(head: DFlashHead) -> Mapping[str, bool]:
 
 
 def speculators_block_refusals(head: DFlashHead) -> Mapping[str, bool]:
-    """Return reasons against a head for speculators."""
+    """Return the possible reasons why speculators' layout cannot hold a head, and whether each one applies."""
     types = _types(head)
     return {
         **_block_refusals(head),

@@ -1,4 +1,4 @@
-"""The published layouts of block heads, and the fields of our config that only they have.
+"""The published layouts of block heads, and the reading of config fields that only block heads have.
 
 Sources: z-lab/dflash (`dflash/model.py`), hao-ai-lab/JetSpec (`jetspec/models/draft_head.py`), deepseek-ai/DeepSpec
 (`deepspec/modeling/dspark`), speculators 0.9 (`speculators/models/dflash` and `dspark`), vLLM (`qwen3_dflash.py`) for

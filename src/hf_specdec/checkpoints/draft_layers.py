@@ -27,7 +27,8 @@ LAYER_FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                 "hidden_act", "rms_norm_eps", "max_position_embeddings", "mlp_bias")  # fmt: skip
-"""Fields that a Llama or Qwen3 config and ours have in common."""
+"""Fields that a Llama or Qwen3 config and ours have in common. `mlp_bias` is among them only to be checked:
+`_from_config` replaces its value."""
 
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
@@ -49,31 +50,59 @@ def layer_fields(layout: Layout, fields: Fields, shapes: Shapes) -> dict[str, An
     layer: Any = lookup(fields, layout.layer_config) if layout.layer_config else fields
     if not isinstance(layer, dict):
         raise CheckpointFormatError(f"`{layout.layer_config}` is {type(layer).__name__}, expected an object.")
-    prefix = "midlayer." if layout.config_class is Eagle3Config else "layers.0."
-    family = _family(layout, layer)
-    config = family(num_hidden_layers=1, **_checked_layer(layout, layer))
+    config = _family(layout, layer)(num_hidden_layers=1, **_checked_layer(layout, layer))
+    given = _from_config(layout, layer, config)
+    # tensors win
+    return {**given, **_from_tensors(layout, given, shapes), "sliding_window": _window(layout, layer, config, shapes)}
+
+
+def _from_config(layout: Layout, layer: Fields, config: Any) -> dict[str, Any]:
+    """Return the fields that the config determines, unless tensors show something else.
+
+    Args:
+        layout: The layout.
+        layer: The draft layer's config as in the file.
+        config: The same as an instance of transformers' config class, which adds defaults.
+    """
     found = {name: getattr(config, name) for name in LAYER_FIELDS if hasattr(config, name)}
-    heads = found["num_attention_heads"]
-    rows = shapes.get(f"{prefix}self_attn.q_proj.weight", (0,))[0]
-    if heads < 1 or rows % heads:
-        raise CheckpointFormatError(f"{prefix}self_attn.q_proj has {rows} rows for {heads} attention heads.")
-    if shapes.get(f"{prefix}mlp.gate_proj.weight"):  # Llama 4 has two sizes in its config
-        found["intermediate_size"] = shapes[f"{prefix}mlp.gate_proj.weight"][0]
-    # a nested config describes the draft layer; at the top level these fields are often copied from the target
-    own = layer if layout.layer_config else {}
-    rope = {name: value for name, value in config.rope_parameters.items() if name != "type"}
+    rope = {name: value for name, value in config.rope_parameters.items() if name != "type"}  # old name of rope_type
     if isinstance(layer.get("partial_rotary_factor"), int | float):
         rope.setdefault("partial_rotary_factor", layer["partial_rotary_factor"])
+    # a nested config describes the draft layer; at the top level these fields are often copied from the target
+    own = layer if layout.layer_config else {}
     return {
         **found,
-        "head_dim": rows // heads,
         "rope_parameters": rope,
-        "attention_bias": bool(own.get("attention_bias")) or f"{prefix}self_attn.o_proj.bias" in shapes,
+        "attention_bias": bool(own.get("attention_bias")),
+        "mlp_bias": bool(own.get("mlp_bias")),
+        "qk_norm": isinstance(config, Qwen3Config),
+    }
+
+
+def _from_tensors(layout: Layout, given: Fields, shapes: Shapes) -> dict[str, Any]:
+    """Return the fields that the tensors determine; biases and norms exist if the config or a tensor says so.
+
+    Args:
+        layout: The layout.
+        given: Result of `_from_config`.
+        shapes: Shapes of the tensors, by our names.
+
+    Raises:
+        CheckpointFormatError: The query projection does not fit the number of attention heads.
+    """
+    prefix = "midlayer." if layout.config_class is Eagle3Config else "layers.0."
+    heads, rows = given["num_attention_heads"], shapes.get(f"{prefix}self_attn.q_proj.weight", (0,))[0]
+    if heads < 1 or rows % heads:
+        raise CheckpointFormatError(f"{prefix}self_attn.q_proj has {rows} rows for {heads} attention heads.")
+    gate = shapes.get(f"{prefix}mlp.gate_proj.weight")
+    return {
+        "head_dim": rows // heads,
+        "intermediate_size": gate[0] if gate else given["intermediate_size"],  # Llama 4 has two sizes in its config
+        "attention_bias": given["attention_bias"] or f"{prefix}self_attn.o_proj.bias" in shapes,
         "qkv_bias": f"{prefix}self_attn.q_proj.bias" in shapes,
-        "mlp_bias": bool(own.get("mlp_bias")) or f"{prefix}mlp.gate_proj.bias" in shapes,
-        "qk_norm": family is Qwen3Config or f"{prefix}self_attn.q_norm.weight" in shapes,
+        "mlp_bias": given["mlp_bias"] or f"{prefix}mlp.gate_proj.bias" in shapes,
+        "qk_norm": given["qk_norm"] or f"{prefix}self_attn.q_norm.weight" in shapes,
         "own_embedding": "embed_tokens.weight" in shapes,
-        "sliding_window": _window(layout, layer, config, shapes),
         "draft_vocab_size": shapes["d2t"][0] if shapes.get("d2t") else None,
     }
 
@@ -104,6 +133,7 @@ def _family(layout: Layout, layer: Fields) -> Any:
 
 def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
     """Return the checked fields of a layer config, as arguments of transformers' config class."""
+    # at the top level these describe the target, see `_window`
     windows = ("layer_types", "sliding_window", "use_sliding_window") if layout.layer_config else ()
     wanted = {name: layer[name] for name in (*LAYER_FIELDS, *ROPE_FIELDS, *windows) if layer.get(name) is not None}
     if "hidden_act" not in wanted and layer.get("hidden_activation") is not None:  # Gemma's name
@@ -112,7 +142,7 @@ def _checked_layer(layout: Layout, layer: Fields) -> dict[str, Any]:
     if isinstance(types, list) and types:
         if not layout.of_verifier and any(kind != types[0] for kind in types):
             raise CheckpointFormatError(f"`layer_types` is {shown(types)}; all draft layers must have the same type.")
-        wanted["layer_types"] = types[:1]
+        wanted["layer_types"] = types[:1]  # the caller makes a config of one layer
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(wanted.get(name), dict):
             wanted[name] = text_positions(wanted[name])

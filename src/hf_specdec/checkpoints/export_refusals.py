@@ -32,7 +32,7 @@ def _tied(head: MedusaHeads) -> bool:
 
 
 def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[str, bool]:
-    """Return reasons against rotary settings and head sizes that EAGLE's code does not support."""
+    """Return the rotary settings and head sizes that EAGLE's code does not support, and whether each one applies."""
     config = head.config
     rope = config.rope_parameters
     kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta", PLAIN_THETA)
@@ -47,7 +47,7 @@ def _rotary_refusals(head: EagleHead | Eagle3Head, alternative: str) -> Mapping[
 
 
 def medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
-    """Return reasons against a head for Medusa's code."""
+    """Return the possible reasons why Medusa's code cannot read heads, and whether each one applies."""
     config = head.config
     return {
         "Medusa's code repeats one residual block per head, but these heads have "
@@ -59,7 +59,7 @@ def medusa_refusals(head: MedusaHeads) -> Mapping[str, bool]:
 
 
 def eagle_refusals(head: EagleHead) -> Mapping[str, bool]:
-    """Return reasons against a head for EAGLE's code (versions 1 and 2)."""
+    """Return the possible reasons why EAGLE's code (1 and 2) cannot read a head, and whether each one applies."""
     config = head.config
     return {
         "the format has no draft vocabulary (engines read one from another file)": config.draft_vocab_size is not None,
@@ -84,7 +84,7 @@ def _plain_layer_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 
 
 def eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    """Return reasons against a head for EAGLE's code (version 3)."""
+    """Return the possible reasons why EAGLE's code (3) cannot read a head, and whether each one applies."""
     ids = head.config.eagle_aux_hidden_state_layer_ids
     paper = are_paper_layers(ids)
     return {
@@ -101,7 +101,7 @@ def eagle3_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 
 
 def sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    """Return reasons against a head for SGLang."""
+    """Return the possible reasons why SGLang cannot read a head, and whether each one applies."""
     ids = head.config.eagle_aux_hidden_state_layer_ids
     return {
         **_plain_layer_refusals(head),
@@ -115,7 +115,7 @@ def sglang_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 
 
 def speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
-    """Return reasons against a head for speculators."""
+    """Return the possible reasons why speculators cannot read a head, and whether each one applies."""
     config = head.config
     return {
         "the target must have the hidden size of the head": config.target_hidden_size is not None,
@@ -134,7 +134,7 @@ def speculators_refusals(head: Eagle3Head) -> Mapping[str, bool]:
 
 
 def mtp_refusals(head: MtpHead) -> Mapping[str, bool]:
-    """Return reasons against a head for speculators' MTP modules."""
+    """Return the possible reasons why speculators cannot read an MTP module, and whether each one applies."""
     config = head.config
     return {
         "the format has no draft vocabulary": config.draft_vocab_size is not None,

@@ -37,7 +37,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command with subcommands, which lists them if one does not exist."""
+    """A command with subcommands. If the user gives an unknown one, the error message lists those that exist."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the name of the subcommand that the arguments begin with, the subcommand, and the other arguments."""

@@ -32,7 +32,7 @@ class ArmGains:
     Attributes:
         gains: Moving average of each arm's gain; at first, plain decoding has 1 and drafting is unknown.
         pause: Plain steps of the next stretch of plain decoding.
-        plain_steps: Plain steps left until drafting is tried again; 0 while drafting wins.
+        plain_steps: Plain steps left until drafting is tried again; 0 during a stretch of drafting.
         since_plain: Drafting steps since a stretch of plain decoding.
     """
 
@@ -42,7 +42,7 @@ class ArmGains:
         self._stretches: dict[Arm, int] = {"drafting": 0, "plain": 1}
 
     def learn(self, arm: Arm, gain: float) -> None:
-        """Add a stretch to the average gain of an arm: the plain mean at first, then a moving average.
+        """Add a stretch to the average gain of an arm: the arithmetic mean at first, then a moving average.
 
         Gains below 1 / `MAX_SURPRISE` count as that: other load has slowed the stretch down.
         """

@@ -96,8 +96,8 @@ MIN_BATCH_GAIN = 1.1
 
 
 INITIAL_TRUST, TRUST_WEIGHT = 1.0, 1.0
-"""Trust in a source that was never observed, and the weight of this guess (in expected hits, see `LearnedStats`). The
-trust in its other classes has the same weight as a guess of the trust in a class."""
+"""Trust in a source that was never observed, and the weight of this guess (in expected hits, see `LearnedStats`). For
+one class of probabilities, the guess is the trust in the source's other classes, with the same weight."""
 
 TRUST_CLASSES = (0.3, 0.6, 0.85)
 """Bounds of the classes of probabilities that have a trust each: long repetitions, to which prompt lookup gives 0.95

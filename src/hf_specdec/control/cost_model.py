@@ -35,7 +35,8 @@ class CostModelController:
     def next(self) -> Budget:
         """Return a plain step, or the limits with at most as many nodes as the widest tree with a known cost.
 
-        The first two steps of all are plain, so that everything else can be compared with the second one.
+        Without a timed plain step, steps are plain until one is timed: usually the second, because the first of a size
+        contains one-time work.
         """
         if self._arms.arm == "plain" or not self._costs.is_plain_known:
             return PLAIN_STEP

@@ -227,7 +227,7 @@ class StepCosts:
         return self._seen[1] > 0
 
     def covers(self, widest: int, rows: int) -> bool:
-        """Whether no wider trees are needed for this number of rows and largest width."""
+        """Whether there is a cost for the largest width needed with this batch size and trees up to `widest` nodes."""
         return self.max_width >= _widest(widest, rows)
 
     @property
@@ -260,7 +260,7 @@ class StepCosts:
     def observe(self, width: int, seconds: float, share: float = 1.0) -> None:
         """Correct the costs by the seconds that a real step took to verify, accept and commit.
 
-        Ignored if the step is wider than `max_width`, or with few of the rows narrower than any width with a cost.
+        Ignored if the step is wider than `max_width`, or if so few rows took part that `width * share` rounds to 0.
         """
         width = round(width * share)
         if not 1 <= width <= self.max_width:

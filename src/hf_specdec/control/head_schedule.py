@@ -54,7 +54,7 @@ class QueryStats:
         return self.waited > min(self.pause, max(longest, MIN_PAUSE))
 
     def fade(self) -> None:
-        """Let new queries count more than the known gains, and come earlier; keep the cost."""
+        """Give new queries more weight against the known gains, and let them come earlier; keep the cost."""
         self.gains = {place: (min(queries, FADED_QUERIES), gain) for place, (queries, gain) in self.gains.items()}
         self.pause = max(MIN_PAUSE, self.pause // 2)
 

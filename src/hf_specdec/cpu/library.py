@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: chosen for the processor, built on first use, kept on disk, checked before it is used.
+"""The library of compiled CPU kernels: chosen for the processor, built on first use and kept on disk.
 
 It has a plain C interface and no torch headers, so that it compiles in a few seconds and one file serves all versions
 of torch. The cache directory is `$XDG_CACHE_HOME/hf_specdec` or `~/.cache/hf_specdec`; file names contain a hash of

@@ -190,7 +190,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return `x * cos + rotate_half(x) * sin`, contiguous.
 
     Args:
-        x: `[B, H, N, D]`; the last dimension contiguous.
+        x: `[B, H, N, D]`; copied if the last dimension is not contiguous.
         cos, sin: `[B or 1, N, D]`, of the dtype of x.
     """
     if x.stride(-1) != 1:

@@ -136,9 +136,10 @@ def _replace(old: Node, target: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _match_norm(rsqrt: Node) -> None:
-    """Replace `x * rsqrt(mean(x ** 2) + eps) * weight`, computed in float32, that ends in the dtype of x.
+    """Replace an RMSNorm that is computed in float32 and converted back to the dtype of x by the kernel `rms_norm`.
 
-    The conversion back to that dtype comes before the multiplication with the weight (Llama) or after it (Gemma).
+    The pattern is `x * rsqrt(mean(x ** 2) + eps) * weight`. The conversion back comes before the multiplication with
+    the weight (Llama) or after it (Gemma).
     """
     if not _is(rsqrt, aten.rsqrt.default) or not _is(rsqrt.args[0], aten.add.Tensor):
         return
@@ -170,7 +171,7 @@ def _match_norm(rsqrt: Node) -> None:
 
 
 def _match_rotary(total: Node) -> None:
-    """Replace `x * cos + cat(-x2, x1) * sin` for the halves x1 and x2 of x `[B, H, N, D]`."""
+    """Replace `x * cos + cat(-x2, x1) * sin` by the kernel `rotary`; x1 and x2 are the halves of x `[B, H, N, D]`."""
     if not _is(total, aten.add.Tensor) or not all(_is(part, aten.mul.Tensor) for part in total.args[:2]):
         return
     (x, cos), (turned, sin) = (part.args[:2] for part in total.args[:2])
@@ -205,7 +206,7 @@ def _is_turned(turned: Node, x: Node, size: int) -> bool:
 
 
 def _match_gate(product: Node) -> None:
-    """Replace `act(linear(x, W0)) * linear(x, W1)`."""
+    """Replace `act(linear(x, W0)) * linear(x, W1)` by one call of the kernel `linear`."""
     if not _is(product, aten.mul.Tensor):
         return
     for active, other in (product.args[:2], product.args[1::-1]):
@@ -226,7 +227,7 @@ def _match_gate(product: Node) -> None:
 
 
 def _match_residual(total: Node) -> None:
-    """Replace `residual + linear(x, W)`."""
+    """Replace `residual + linear(x, W)` by one call of the kernel `linear`."""
     if not _is(total, aten.add.Tensor) or total.kwargs:
         return
     for product, residual in (total.args[:2], total.args[1::-1]):
@@ -287,7 +288,7 @@ def _products(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _is_product(node: Node) -> bool:
-    """Whether a node is a product with a single weight."""
+    """Whether a node is a product with a single weight and without a residual."""
     return _is(node, kernels.linear.default) and len(node.args[1]) == 1 and len(node.args) == 4
 
 

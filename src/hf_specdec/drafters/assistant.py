@@ -78,22 +78,38 @@ class AssistantReader:
         if width + num_masks == 0:
             assert self._last is not None
             return self._last[:, None]
-        order = (self._pending < 0).int().sort(dim=-1, stable=True).indices[:, :width]
-        tokens = nn.functional.pad(self._pending.gather(1, order), (0, num_masks), value=-1)
-        counts = (tokens >= 0).sum(-1, keepdim=True)
-        nodes = torch.arange(width + num_masks, device=tokens.device)
-        masks = (nodes >= counts) & (nodes < counts + num_masks)
-        chain = TokenTree(torch.where(masks, mask_token, tokens), nodes + ROOT_PARENT)
+        chain, counts = self._packed(width, num_masks, mask_token)
         logits = self._verify(chain)
-        self._keep(chain, torch.where(nodes < counts, nodes, -1)[:, :width])
-        wanted = (counts + torch.arange(-1, num_masks, device=tokens.device)).clamp(min=0)
-        logits = logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[-1]))
-        if self._last is not None and min(self._counts) == 0:  # its text has not changed, nor have the logits after it
+        nodes = torch.arange(width, device=counts.device)
+        self._keep(chain, torch.where(nodes < counts, nodes, -1))
+        # index of the last queued token, then of each mask
+        last_token_and_masks = (counts + torch.arange(-1, num_masks, device=counts.device)).clamp(min=0)
+        logits = logits.gather(1, last_token_and_masks[..., None].expand(-1, -1, logits.shape[-1]))
+        if self._last is not None and min(self._counts) == 0:
+            # the text of a row without queued tokens has not changed, nor have the logits after it
             after = torch.where(counts > 0, logits[:, 0], self._last)
             logits = torch.cat([after[:, None], logits[:, 1:]], dim=1)
         self._pending, self._counts = self._pending[:, :0], [0] * len(self._counts)
         self._last = logits[:, 0]
         return logits
+
+    def _packed(self, width: int, num_masks: int, mask_token: int) -> tuple[TokenTree, Tensor]:
+        """Return the queued tokens of each row without gaps, then the masks, as a chain padded with -1.
+
+        Args:
+            width: Queued tokens of the row that has the most.
+            num_masks, mask_token: See `read`.
+
+        Returns:
+            The chain of `width + num_masks` nodes, and the number of queued tokens of each row, `[R, 1]`.
+        """
+        # tokens first, in order: each `add` has padded its own columns
+        tokens_first = (self._pending < 0).int().sort(dim=-1, stable=True).indices[:, :width]
+        tokens = nn.functional.pad(self._pending.gather(1, tokens_first), (0, num_masks), value=-1)
+        counts = (tokens >= 0).sum(-1, keepdim=True)
+        nodes = torch.arange(width + num_masks, device=tokens.device)
+        masks = (nodes >= counts) & (nodes < counts + num_masks)
+        return TokenTree(torch.where(masks, mask_token, tokens), nodes + ROOT_PARENT), counts
 
     def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
         """Append a level of K drafted nodes per row and return the logits `[R, K, V]` after them.

@@ -51,10 +51,11 @@ class CapturedRecycling:
         log_probs, ids = table.candidates(step.verification.logits)
         with self._turn:
             key = rows, budget.num_nodes, width, length, budget.num_steps, budget.top_k
-            shape = self._captures.shape(key, id(table), lambda: _Recycling(table, budget, rows, width, length))
-            assert isinstance(shape, _Recycling)
-            shape.fill(step, log_probs, ids, previous)
-            integers, edges = (output.clone() for output in self._captures.run(shape))
+            captured = self._captures.step_for(key, id(table), lambda: _Recycling(table, budget, rows, width, length))
+            assert isinstance(captured, _Recycling)
+            captured.fill(step, log_probs, ids, previous)
+            # the next run of this size overwrites the outputs
+            integers, edges = (output.clone() for output in self._captures.run(captured))
         size = (integers.shape[1] - 1) // 2
         tree = TokenTree(integers[:, :size], integers[:, size:-1], max_depth=budget.num_steps)
         return Draft(tree, edges), integers[:, -1]

@@ -52,7 +52,7 @@ class DraftVocabulary:
         return cls(len(target_ids), width, translation, target_ids, assistant_ids, table)
 
     def narrowed(self, logits: Tensor) -> Tensor:
-        """Return the logits `[..., S]` of these tokens, of the assistant's logits `[..., Va]`."""
+        """Select the logits `[..., S]` of this vocabulary's tokens from the assistant's logits `[..., Va]`."""
         if self._assistant_ids is None:
             return logits[..., : self.size]
         return logits.index_select(-1, self._assistant_ids)

@@ -99,9 +99,10 @@ class FeatureSession(LaunchingSession):
         return Entries(states.gather(1, index), kept.tokens.clamp(min=0), path, nodes)
 
     def observe(self, step: Step) -> None:
-        """See `LaunchingSession.observe`; with a window, also read long pending entries, and drop old tokens.
+        """See `LaunchingSession.observe`. With a window, two more things keep the memory bounded.
 
-        Pending entries would otherwise accumulate while `hybrid` does not query the head.
+        If more than `window.spare` entries are pending, they are read, because `hybrid` may not query the head for a
+        long time. If the cache exceeds the window by more than `window.spare`, the tokens outside of it are dropped.
         """
         super().observe(step)
         window = self._limits.window

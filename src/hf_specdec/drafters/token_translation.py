@@ -38,7 +38,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
-        """Read a tokenizer.
+        """Return the vocabulary of a tokenizer, with ordinary tokens as the bytes that they stand for.
 
         Args:
             tokenizer: A tokenizer of transformers.

@@ -35,8 +35,8 @@ from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
 from hf_specdec.verification.target import Target, Verification
 
 MIN_REMAINING = 8
-"""Tokens that every unfinished row may still emit if finished rows are to leave the batch. Moving a row copies its
-keys and values, which every forward reads: a few steps pay for it."""
+"""Minimum number of tokens that some unfinished row may still emit, for finished rows to leave the batch. Moving a row
+copies its keys and values, which every forward reads: a few steps pay for it."""
 
 
 @dataclass
@@ -66,13 +66,13 @@ class Call:
 
 
 def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
-    """Run the decoding loop until every row is finished, and return its output.
+    """Run the decoding loop until every row is finished (with `synced_gpus`, on all ranks), and return its output.
 
     A returned cache holds all columns of the returned sequences except the last, as in plain `generate()`.
 
     Args:
         call: The call, whose target has an empty cache or the one passed by the caller.
-        transcript: Gets every emitted token; the loop ends when all its rows are finished.
+        transcript: Gets every emitted token, and shows which rows are finished.
     """
     config, target = call.generation_config, call.target
     stats = SpeculationStats(call.drafter.method, forwards=call.forwards)

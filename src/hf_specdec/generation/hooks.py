@@ -48,7 +48,7 @@ class GenerationHooks:
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
-        """Replace the `Request` by the call's `Plan`; refuse unsupported options before any work."""
+        """Replace the `Request` by the call's `Plan`; check the options that do not depend on the prompt."""
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)  # type: ignore[misc]
         request: Request | None = getattr(generation_config, "speculative", None)
         if request is not None:
@@ -61,7 +61,10 @@ class GenerationHooks:
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,
         batch_size: int, max_cache_length: int,
     ) -> bool | None:  # fmt: skip
-        """Check inputs and size, and add to the plan a `Target` whose cache can hold prompt, answer and one tree."""
+        """Check inputs and size; add to the plan the compiled forwards and a `Target`.
+
+        The target's cache can hold prompt, answer and one tree.
+        """
         plan = plan_of(generation_config)
         if plan is None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]

@@ -53,7 +53,8 @@ def current_program(
         facts: The result of the probe.
         layers: Layers whose hidden states this call's drafter reads.
         mode: See `make_runner`.
-        requested: Whether the user asked for this mode; a failure is then logged as a warning, otherwise as info.
+        requested: Whether the user asked for this mode. A failure is logged as a warning if so or if the mode is
+            `"cuda_graph"`, otherwise as info.
 
     Returns:
         None if the model cannot be compiled or captured, which is logged once; its own forward is used then.

@@ -129,7 +129,7 @@ def _check_attentions(config: GenerationConfig) -> None:
 
 
 def check_runner(config: SpeculativeConfig, model: PreTrainedModel) -> None:
-    """Refuse `compile="cuda_graph"` on a device that does not support graphs, and `"kernels"` on other than a CPU."""
+    """Refuse `"cuda_graph"` on a device without device graphs, and `"kernels"` on a device that is not a CPU."""
     device = execution_device(model)
     if config.compile == "kernels" and device.type != "cpu":
         raise UnsupportedGenerationError(

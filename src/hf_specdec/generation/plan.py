@@ -1,7 +1,8 @@
-"""`Plan`: all decisions for one `generate()` call, made before any work.
+"""`Plan`: the decisions for one `generate()` call, all made before the prompt is processed.
 
-Unsupported options are refused here. The mixin keeps the plan as `speculative` in the call's copy of the generation
-config, in which it replaces the `Request`.
+`plan_call` decides what does not depend on the prompt, and checks those options. `generation/hooks.py` adds the target
+and the compiled forwards, and checks inputs and cache; `generation/call.py` checks prompt and processors. The mixin
+keeps the plan as `speculative` in the call's copy of the generation config, in which it replaces the `Request`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions for one call: drafter, maximum size of trees, acceptance rule, and outputs to collect."""
+    """The decisions for one call: drafter, maximum size of trees, acceptance rule, outputs to collect, ..."""
 
     config: SpeculativeConfig
     drafter: Drafter
@@ -85,7 +86,7 @@ def plan_call(
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> Plan:
-    """Check the options of a call and return a plan of everything that does not depend on the prompt.
+    """Return a plan of everything that does not depend on the prompt, after checking those options of the call.
 
     If the model has changed, it is probed again and the drafter is bound again.
 
@@ -202,7 +203,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
     """Generate a few tokens after prompts of two lengths, the longer first, to capture graphs and allocate memory.
 
     The longer prompt needs the next larger graphs (`bucket_of`), as a growing text will. A length that exceeds the
-    model's maximum position is skipped. Nothing learned from these calls is kept.
+    model's maximum position is skipped. Statistics learned from these calls are not kept; the costs of steps are.
     """
     state = state_of(model)
     learned, last = state.state_dict(), state.last
@@ -270,7 +271,10 @@ def controller_of(plan: Plan, model: PreTrainedModel, rows: int, *, synced_gpus:
 
 
 def _learns_costs(plan: Plan, *, synced_gpus: bool) -> bool:
-    """Whether the drafter decides by the costs of steps; not if several processes, with other costs, join in."""
+    """Whether the drafter chooses tree sizes by the costs of steps.
+
+    Not with several processes, which must choose the same sizes but measure different costs.
+    """
     if not plan.drafter.needs.step_costs or plan.config.adaptive is False or _tiers(plan.drafter, plan.config):
         return False
     if synced_gpus or is_distributed():

@@ -282,7 +282,7 @@ def current_costs(
 def measure_costs(
     model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int, runner: Runner | None = None
 ) -> None:
-    """Time steps of all widths, so that the first call need not learn what they cost; nothing if steps have shown it.
+    """Time steps of all widths, so that the first call need not learn their costs; nothing if a plain step was timed.
 
     Args:
         model, facts, rows, widest, runner: See `current_costs`.

@@ -79,14 +79,14 @@ class GraphDraftLayer(WrappedLayer):
         begin, width = layer.end, width_for(num_entries)
         cache.store.make_room(begin + width)
         key = rows, width, min(bucket_of(begin + width), cache.capacity)
-        shape = self._readings.shape(
+        step = self._readings.step_for(
             key, self._memory.moves, lambda: EntryRead(key, self._inner, layer, token_embeddings, hidden)
         )
-        assert isinstance(shape, EntryRead)
-        shape.fill(token_embeddings, hidden, position_ids, mask, begin)
-        (output,) = self._readings.run(shape)
+        assert isinstance(step, EntryRead)
+        step.fill(token_embeddings, hidden, position_ids, mask, begin)
+        (output,) = self._readings.run(step)
         layer.end = begin + num_entries
-        return output[:, :num_entries].clone()
+        return output[:, :num_entries].clone()  # the next run of this size overwrites the outputs
 
     def score(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
         """See `DraftLayer`; ignores `lm_head` and uses the one passed to the constructor."""
@@ -106,14 +106,14 @@ class GraphDraftLayer(WrappedLayer):
         bucket = min(bucket_of(begin + num_entries), cache.capacity)
         key = rows, num_nodes, bucket, num_steps, tree_shape.top_k, number
         (layer,) = cache.layers
-        shape = self._growths.shape(
+        step = self._growths.step_for(
             key,
             self._memory.moves,
             lambda: Growth(self._captured, tree_shape, layer, embedding, inputs, (num_entries, bucket)),
         )
-        assert isinstance(shape, Growth)
-        shape.fill(inputs, begin)
-        log_probs, tokens, parents = (output.clone() for output in self._growths.run(shape))
+        assert isinstance(step, Growth)
+        step.fill(inputs, begin)
+        log_probs, tokens, parents = (output.clone() for output in self._growths.run(step))
         return Draft(TokenTree(tokens, parents, max_depth=num_steps), log_probs)
 
     def advance(
@@ -136,14 +136,14 @@ class GraphDraftLayer(WrappedLayer):
         bucket = min(bucket_of(begin + width + num_entries), cache.capacity)
         key = rows, num_nodes, bucket, num_steps, tree_shape.top_k, number, num_states, width
         sizes = num_states, width, num_entries, bucket
-        shape = self._steps.shape(
+        captured = self._steps.step_for(
             key,
             self._memory.moves,
             lambda: Advance(self._captured, tree_shape, layer, embedding, states, sizes),
         )
-        assert isinstance(shape, Advance)
-        shape.fill(step, states, cache.lengths_on(self.device, rows))
-        integers, log_probs, last = self._steps.run(shape)
+        assert isinstance(captured, Advance)
+        captured.fill(step, states, cache.lengths_on(self.device, rows))
+        integers, log_probs, last = self._steps.run(captured)
         integers = integers.clone()
         cache.append_unread(width, integers[:, -1])
         tree = TokenTree(integers[:, :num_nodes], integers[:, num_nodes:-1], max_depth=num_steps)

@@ -183,8 +183,8 @@ class GraphBlockHead(WrappedBlockHead):
         rows, begin = len(roots), cache.start
         cache.store.make_room(begin + size)
         plan = self._plan(shape, size, begin + size, cache, embedding)
-        key = *self._key(plan, rows), 0, 0
-        step = self._growths.shape(key, self._memory.moves, lambda: BlockGrowth(plan, cache.layers, rows))
+        key = self._key(plan, rows)
+        step = self._growths.step_for(key, self._memory.moves, lambda: BlockGrowth(plan, cache.layers, rows))
         assert isinstance(step, BlockGrowth)
         lengths = cache.lengths_on(self.device, rows)
         first = lengths if padding is None else lengths - padding.counts
@@ -207,7 +207,8 @@ class GraphBlockHead(WrappedBlockHead):
         plan = self._plan(shape, size, begin + width + size, cache, embedding)
         key = *self._key(plan, rows), num_states, width
         sizes = num_states, width
-        captured = self._steps.shape(key, self._memory.moves, lambda: BlockAdvance(plan, cache.layers, states, sizes))
+        moves = self._memory.moves
+        captured = self._steps.step_for(key, moves, lambda: BlockAdvance(plan, cache.layers, states, sizes))
         assert isinstance(captured, BlockAdvance)
         captured.fill(step, states, cache.lengths_on(self.device, rows))
         integers, log_probs = (output.clone() for output in self._steps.run(captured))

@@ -1,4 +1,4 @@
-"""Block heads: one forward drafts a whole block of tokens, from masks in place of the tokens to predict.
+"""Block heads: one forward drafts a whole block of tokens, from mask tokens in place of those to predict.
 
 Sources: DFlash (https://github.com/z-lab/dflash); JetSpec (https://github.com/hao-ai-lab/JetSpec) for causal blocks;
 DSpark (https://github.com/deepseek-ai/DeepSpec) for the Markov and confidence heads; speculators

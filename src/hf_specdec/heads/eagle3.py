@@ -273,8 +273,8 @@ class Eagle3Head(EagleFamilyHead):
 
         Args:
             token_embeddings: `[B, T, D]` embeddings of x[t+1].
-            hidden: `[B, T, D]` output of `fuse` for the target's features at t, or the head's output for t below the
-                first level.
+            hidden: `[B, T, D]` output of `fuse` for the target's features at t; when drafting deeper than the first
+                level, the head's own output at t.
             position_ids: `[B, T]` positions t.
             attend: Attention function, see `Attend`.
 

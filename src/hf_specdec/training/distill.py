@@ -294,7 +294,7 @@ def _answer_part(
     A conversation ends early if an answer is cut or dropped, its prompt is too long or empty, or an invented turn is
     empty or dropped. `label` is a unique name of the part, from which the random seeds are derived.
     """
-    active = list(dialogs)
+    active, temperature = list(dialogs), dialogs[0].temperature  # the same in the whole part, see `_plan`
     for turn in range(config.num_turns):
         unprompted = [dialog for dialog in active if not dialog.pending]
         openings = [_encode(tokenizer, dialog.messages, None) for dialog in unprompted]
@@ -307,11 +307,12 @@ def _answer_part(
         encoded = {dialog.number: _encode(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
         active = [dialog for dialog in active if 0 < len(encoded[dialog.number]) <= config.max_prompt_tokens]
         prompts = [encoded[dialog.number] for dialog in active]
-        answers = teacher.generate(prompts, dialogs[0].temperature, config.max_new_tokens, f"{call}/answer")
-        answered = [triple for triple in zip(active, prompts, answers, strict=True) if triple[2] is not None]
+        answers = teacher.generate(prompts, temperature, config.max_new_tokens, f"{call}/answer")
+        triples = zip(active, prompts, answers, strict=True)
+        answered = [(dialog, prompt, answer) for dialog, prompt, answer in triples if answer is not None]
         for dialog, prompt, answer in answered:
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            dialog.add(prompt, answer or (), text, "stop" if teacher.ended(answer or ()) else "length")
+            dialog.add(prompt, answer, text, "stop" if teacher.ended(answer) else "length")
         active = [dialog for dialog, _, _ in answered if dialog.finish_reason == "stop"]
     return [
         {"model": teacher.name, **{name: getattr(dialog, name) for name in ROW_FIELDS}}

@@ -90,7 +90,7 @@ class TreeLayer(CacheLayerMixin):
         return self.reserve_slots(key_states.shape[-2])
 
     def reserve_slots(self, count: int) -> tuple[Tensor, Tensor, int]:
-        """Do the same for `count` slots of a layer that has memory."""
+        """Make room for `count` slots of a layer that has memory, see `reserve`."""
         begin, self.end = self.end, self.end + count
         self.store.make_room(self.end)
         return self._allocated.keys, self._allocated.values, begin

@@ -48,11 +48,11 @@ class CapturedGreedy:
         account, width = transcript.account_on(logits.device), width_for(num_nodes)
         with self._lock:
             key = rows, width, self._ends.setdefault(account.ends, len(self._ends))
-            shape = self._captures.shape(key, 0, lambda: _Match(rows, width, account))
-            assert isinstance(shape, _Match)
-            shape.fill(tree, logits.max(-1).indices, account.remaining)
-            (packed,) = self._captures.run(shape)
-            packed = packed.clone()
+            step = self._captures.step_for(key, 0, lambda: _Match(rows, width, account))
+            assert isinstance(step, _Match)
+            step.fill(tree, logits.max(-1).indices, account.remaining)
+            (packed,) = self._captures.run(step)
+            packed = packed.clone()  # the next run of this size overwrites the outputs
         return settle(_unpacked(packed, tree.depth_bound + 1), transcript)
 
 

@@ -40,7 +40,7 @@ def append_and_attend_joined(
     cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
     scale: float | None,
 ) -> Tensor | None:  # fmt: skip
-    """Do the same for queries, keys and values side by side, see `operations.attend_joined`.
+    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
 
     Also returns None if the cache's layer has no memory yet.
     """

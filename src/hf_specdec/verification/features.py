@@ -113,7 +113,7 @@ class FeatureTap:
             self._chosen.add(layer, hidden)
 
     def choose(self, chosen: ChosenStates) -> None:
-        """Keep only some slots of the prompt that is read next, until `take`; all if it has virtual tokens."""
+        """Until `take`, keep only the chosen slots of the next prompt; all slots if virtual tokens precede it."""
         self._chosen = chosen
 
     def clear(self) -> None:

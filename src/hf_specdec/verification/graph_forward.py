@@ -73,16 +73,17 @@ class GraphForward(Runner):
         width = width_for(num_nodes)
         cache.store.make_room(start + width)
         key = rows, width, min(bucket_of(start + width), cache.capacity)
-        shape = self._captures.shape(
+        step = self._captures.step_for(
             key, self._memory.moves, lambda: _Verification(key, self._inner, cache.layers, inputs)
         )
-        assert isinstance(shape, _Verification)
-        shape.fill(inputs)
-        logits, *states = (output[:, :num_nodes].clone() for output in self._captures.run(shape))
+        assert isinstance(step, _Verification)
+        step.fill(inputs)
+        # the next run of this size overwrites the outputs
+        logits, *states = (output[:, :num_nodes].clone() for output in self._captures.run(step))
         for layer in cache.layers:
             if layer.is_initialized:
                 layer.end = start + num_nodes
-        return logits, dict(zip(shape.layers, states, strict=True))
+        return logits, dict(zip(step.layers, states, strict=True))
 
 
 class _Verification(CapturableStep):

@@ -39,9 +39,10 @@ CAPTURE_AFTER = 2
 RETRY_AFTER = 500
 """Runs of a shape to wait, in addition to `CAPTURE_AFTER`, after its capture ran out of memory."""
 MAX_FAILURES = 3
-"""Consecutive failed captures after which a step is no longer captured in any shape."""
+"""Consecutive failed captures after which a kind of step is no longer captured in any shape."""
 KEPT_SHAPES = 512
-"""Shapes kept per step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch size."""
+"""Shapes kept per kind of step; the least recently used is dropped. Texts up to 8,192 tokens need 88 per batch
+size."""
 REPLAY_TOLERANCE = 0.02
 """Maximum relative distance between the first output of the first replay and of the run without a graph."""
 
@@ -114,96 +115,96 @@ class CapturableStep(ABC):
 
 
 class Captures:
-    """The shapes of one step; those that occur often enough are captured.
+    """The steps of one kind, one for each shape of the inputs; those that run often enough are captured.
 
     Args:
         backend: Graph backend of the device.
-        name: Name of the step in log messages.
+        name: Name of the kind in log messages.
     """
 
     def __init__(self, backend: GraphBackend, name: str) -> None:
         self._backend, self._name = backend, name
-        self._shapes: dict[tuple[int, ...], CapturableStep] = {}  # least recently used first
+        self._steps: dict[tuple[int, ...], CapturableStep] = {}  # by shape, least recently used first
         self._outputs: dict[tuple[int, ...], list[Tensor]] = {}  # by batch size and width
-        self._moves = -1  # moves of the cache memory when the shapes were created
+        self._moves = -1  # moves of the cache memory when the steps were created
         self._failures = 0  # consecutive failed captures
 
     def captured_keys(self) -> list[tuple[int, ...]]:
         """Return the keys of the captured shapes."""
-        return [key for key, shape in self._shapes.items() if shape.replay is not None]
+        return [key for key, step in self._steps.items() if step.replay is not None]
 
-    def shape(self, key: tuple[int, ...], moves: int, make: Callable[[], CapturableStep]) -> CapturableStep:
+    def step_for(self, key: tuple[int, ...], moves: int, make: Callable[[], CapturableStep]) -> CapturableStep:
         """Return the step for the shape with this key, created if necessary.
 
         Args:
-            key: Batch size, width and whatever else distinguishes shapes of this step.
-            moves: `moves` of the cache memory that the shapes write to; if it changed, all shapes are dropped.
+            key: Batch size, width and whatever else distinguishes shapes of this kind of step.
+            moves: `moves` of the cache memory that the steps write to; if it changed, all steps are dropped.
             make: Creates the step.
         """
         if self._moves != moves:
-            self._shapes.clear()
+            self._steps.clear()
             self._outputs.clear()
             self._moves = moves
-        shape = self._shapes.pop(key, None)
-        if shape is None:
+        step = self._steps.pop(key, None)
+        if step is None:
             note_one_time_work()
-            shape = make()
-        shape.outputs = self._outputs.setdefault(key[:2], [])
-        self._shapes[key] = shape
-        if len(self._shapes) > KEPT_SHAPES:
-            oldest = next(iter(self._shapes))
-            del self._shapes[oldest]
-            if all(kept[:2] != oldest[:2] for kept in self._shapes):
+            step = make()
+        step.outputs = self._outputs.setdefault(key[:2], [])
+        self._steps[key] = step
+        if len(self._steps) > KEPT_SHAPES:
+            oldest = next(iter(self._steps))
+            del self._steps[oldest]
+            if all(kept[:2] != oldest[:2] for kept in self._steps):
                 del self._outputs[oldest[:2]]
-        return shape
+        return step
 
-    def run(self, shape: CapturableStep) -> Sequence[Tensor]:
-        """Run a shape, by replaying its graph if it is captured, and return its outputs.
+    def run(self, step: CapturableStep) -> Sequence[Tensor]:
+        """Run a step, by replaying its graph if it is captured, and return its outputs.
 
-        A shape is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run of any shape with
-        the same batch size and width overwrites the outputs.
+        A step is captured in its first run after `CAPTURE_AFTER` earlier ones. The next run of any step with the same
+        batch size and width overwrites the outputs.
         """
-        shape.times += 1
-        if shape.replay is not None:
-            shape.replay()
-            return shape.outputs
-        shape.run()
-        if shape.times > CAPTURE_AFTER and not shape.refused and self._failures < MAX_FAILURES:
+        step.times += 1
+        if step.replay is not None:
+            step.replay()
+            return step.outputs
+        step.run()
+        if step.times > CAPTURE_AFTER and not step.refused and self._failures < MAX_FAILURES:
             try:
-                shape.replay = self._capture(shape)
+                step.replay = self._capture(step)
                 self._failures = 0
             except Exception as error:  # model code and drivers raise various types
-                self._note_failure(shape, error)
-                shape.run()
-        return shape.outputs
+                self._note_failure(step, error)
+                step.run()
+        return step.outputs
 
-    def _note_failure(self, shape: CapturableStep, error: Exception) -> None:
+    def _note_failure(self, step: CapturableStep, error: Exception) -> None:
         """Log a failed capture and decide whether to retry: later if memory was full, otherwise not with this shape.
 
-        No shape of a step is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
+        No step of this kind is captured after a `NotCapturableError` or `MAX_FAILURES` consecutive failures.
         """
         # the exception from ending a capture hides the more informative one before it
         causes = [error, *([error.__context__] if error.__context__ else [])]
         if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-            shape.times = -RETRY_AFTER
+            step.times = -RETRY_AFTER
             logger.info("%s is not captured yet, because memory is full: %s", self._name, error)
             return
-        shape.refused = True
+        step.refused = True
         self._failures = MAX_FAILURES if isinstance(error, NotCapturableError) else self._failures + 1
         cause = causes[-1]
         scope = "It" if self._failures >= MAX_FAILURES else "This shape"
         reason = f"{type(cause).__name__}: {cause}"
         logger.warning("%s cannot be captured as a graph (%s). %s runs without a graph.", self._name, reason, scope)
 
-    def _capture(self, shape: CapturableStep) -> Callable[[], None]:
+    def _capture(self, step: CapturableStep) -> Callable[[], None]:
         note_one_time_work()
         with CapturableOnly():
-            shape.run()
-        replay = self._backend.capture(shape.run)
-        expected = shape.outputs[0].to(torch.float32, copy=True)
-        shape.outputs[0].zero_()
+            step.run()
+        replay = self._backend.capture(step.run)
+        expected = step.outputs[0].to(torch.float32, copy=True)
+        step.outputs[0].zero_()
         replay()
-        distance = (shape.outputs[0].float() - expected).norm() / expected.norm().clamp(min=1e-6)
+        distance = (step.outputs[0].float() - expected).norm() / expected.norm().clamp(min=1e-6)
         if not float(distance) <= REPLAY_TOLERANCE:
             raise RuntimeError(f"its replay differs from the run without a graph by {float(distance):.1e}")
         return replay

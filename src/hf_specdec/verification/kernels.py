@@ -67,19 +67,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float
         scale: Scale of the scores; None means `D ** -0.5`.
     """
     batch, heads, nodes, dim = query.shape
-    shared = key.shape[1]
-    rows = heads // shared * nodes
-    packed = query.reshape(batch, shared, rows, dim)
+    key_heads = key.shape[1]
+    rows = heads // key_heads * nodes
+    packed = query.reshape(batch, key_heads, rows, dim)  # queries of all heads that share a key head become rows
     kernel = kernel_for(packed, key, value)
     if kernel is None:
         output = scaled_dot_product_attention(packed, key, value, attn_mask=masks(1), scale=scale)
     else:
-        parts = num_parts(batch, shared, rows, key.shape[2], multiprocessors(key.device))
+        parts = num_parts(batch, key_heads, rows, key.shape[2], multiprocessors(key.device))
         if parts == 1:
             output, _ = kernel(packed, key, value, masks(1), scale)
         else:
             output = split_attention(packed, key, value, masks(parts), scale, parts, kernel)
-    unpacked = output.view(batch, shared, heads // shared, nodes, -1).permute(0, 3, 1, 2, 4)
+    unpacked = output.view(batch, key_heads, heads // key_heads, nodes, -1).permute(0, 3, 1, 2, 4)
     return unpacked.reshape(batch, nodes, heads, -1).contiguous()  # some layers call view() on it
 
 

@@ -254,7 +254,7 @@ def _along_paths(
     run: Callable[[PreTrainedModel, Tensor, Tensor, Tensor], list[Tensor]],
     model: PreTrainedModel, prompt: Tensor, mask: Tensor, nodes: Tensor, paths: list[list[int]],
 ) -> list[Tensor]:  # fmt: skip
-    """Return logits `[B, V]` after the prompt `[B, P]` and each path through the nodes `[B, N]`.
+    """Return, for each path through the nodes `[B, N]`, the logits `[B, V]` after prompt `[B, P]` and path.
 
     All paths run in one batch; shorter ones repeat their last node.
     """
@@ -265,7 +265,7 @@ def _along_paths(
 
 
 def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by the steps of plain `generate()`."""
+    """Return, for each of the tokens `[B, T]`, the logits `[B, V]` after it, by the steps of plain `generate()`."""
     inputs = first_inputs(model, mask, DynamicCache(config=text_config(model)))
     outputs = prefill(model, prompt, GenerationConfig(), inputs)
     text, logits = prompt, []

@@ -1,8 +1,8 @@
 """Programs: traced functions that run as compiled code, or operation by operation with the CPU kernels.
 
-A program takes its weights as inputs, by reference, so weights that change in place need no new program. On a CPU its
-products run as kernels (`cpu/`). Without those kernels, inductor compiles with constant weights, of which
-it makes a packed copy, because its own products are slow otherwise.
+A program reads the model's own weights, so weights that change in place need no new program. On a CPU its products run
+as kernels (`cpu/`). Without those kernels, inductor compiles with constant weights, of which it makes a packed copy,
+because its own products are slow otherwise.
 """
 
 from __future__ import annotations

@@ -236,10 +236,10 @@ def _shape_of_attention(
 def _append_and_attend_joined(
     joined: Tensor, cos: Tensor, sin: Tensor, shared: int, size: int, layer: int, kind: str, scaling: float | None
 ) -> Tensor:
-    """Do the same for queries, keys and values side by side `[B, N, (H + 2G) * D]`, before rotary embedding.
+    """Like `_append_and_attend`, for queries, keys and values side by side, before rotary embedding.
 
     Args:
-        joined: See above.
+        joined: `[B, N, (H + 2G) * D]`.
         cos, sin: `[B or 1, N, D]`.
         shared: Number G of key heads.
         size: Size D of a head.

@@ -42,10 +42,10 @@ class UnreadStep:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Wall-clock seconds of one step, measured on the host.
+    """Wall-clock seconds of one step, measured on the host; those of a launched draft are measured on the device.
 
     Args:
-        draft: Drafting, including the session's update after the step.
+        draft: Drafting, including the launch of the next draft and the session's update after the step.
         verify: The target's forward.
         rest: Acceptance and commit.
         active_share: Rows that the forward computed, as a fraction of the batch.

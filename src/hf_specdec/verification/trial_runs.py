@@ -33,7 +33,7 @@ def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> d
 
 
 def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return logits `[B, V]` after the prompt and each of the tokens `[B, T]`, by one forward without a cache."""
+    """Return, for each of the tokens `[B, T]`, the logits `[B, V]` after it, by one forward without a cache."""
     text = torch.cat([prompt, tokens], dim=-1)
     inputs = first_inputs(model, torch.cat([mask, torch.ones_like(tokens)], dim=-1), None)
     inputs = model.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
