@@ -26,6 +26,8 @@ from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, NAMED, SHARED, hi
 from hf_specdec.drafters.history import AnswerMatches
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
+from hf_specdec.generation import plan
+from hf_specdec.trees.draft import Budget
 from models import prompts
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -130,6 +132,16 @@ def test_what_is_stored(attached: Any) -> None:
         prompt = ids[row, mask[row].bool()].tolist()[-CONTEXT_TOKENS:]
         answer = plain[row][: plain[row].index(end) + 1] if end in plain[row] else plain[row]
         assert list(text) == [*prompt, *answer]
+
+
+def test_a_warmup_stores_nothing(attached: Any) -> None:
+    """The calls of a warmup with device graphs, made here on the CPU."""
+    attached.answer_history.add([5, 6, 7], NAMED + "ann")
+    before = attached.answer_history
+    plan._rehearse(attached, config("ann"), Budget(4, 3, 1), 2, 20)
+    assert attached.last_speculation is None
+    assert attached.answer_history is before
+    assert (len(before), before.num_tokens) == (1, 3)
 
 
 @pytest.mark.parametrize(("fields", "match"), [

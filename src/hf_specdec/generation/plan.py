@@ -203,13 +203,14 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
     """Generate a few tokens after prompts of two lengths, the longer first, to capture graphs and allocate memory.
 
     The longer prompt needs the next larger graphs (`bucket_of`), as a growing text will. A length that exceeds the
-    model's maximum position is skipped. Statistics learned from these calls are not kept; the costs of steps are.
+    model's maximum position is skipped. Statistics and answers of these calls are not kept; the costs of steps are.
     """
     state = state_of(model)
-    learned, last = state.state_dict(), state.last
+    learned, last, history = state.state_dict(), state.last, state.history
     new = (CAPTURE_AFTER + 2) * (limits.num_steps + 1)
     most = getattr(text_config(model), "max_position_embeddings", None) or context + new
     generate: Any = model.generate
+    state.history = None  # these answers go to one that is thrown away
     try:
         for length in (bucket_of(context + limits.num_nodes) + 1, context):
             if length + new <= most:
@@ -220,7 +221,7 @@ def _rehearse(model: PreTrainedModel, speculative: Any, limits: Budget, rows: in
                 )  # fmt: skip
     finally:
         state.load_state_dict(learned)
-        state.last = last
+        state.last, state.history = last, history
 
 
 def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
