@@ -6,7 +6,8 @@
 Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
 over the batch, in tokens per forward and row. To continue, run the same command again.
 
-Expected output for a file of two prompts, and a row of `answers.jsonl`:
+Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs; it is low
+for two short answers that share a batch):
 
     0 of 2 were answered before
     2 of 2, tau 1.12

@@ -8,10 +8,18 @@ The reward is the share of digits in the answer. To compare the times, every rol
 speculation; training uses the speculative one. The last line compares one rollout of a single row in float32: both
 ways give the same tokens for the same seed.
 
-Expected output, with one line per rollout and the trainer's log before the rewards; the first rollout includes the
-one-time probe and measurement of costs:
+`"history": "per_prompt"` also drafts from earlier answers to the same prompt (docs/history.md). Eight steps answer
+each of two prompts four times, so the first two steps have no earlier answers. The gain is small here, because short
+answers that are sampled at temperature 1 share few phrases.
 
-    rollout: plain ... s, speculative ... s, tau ...
+Expected output, with one line per rollout and the trainer's log before the rewards; the first rollout includes the
+one-time probe and measurement of costs. Tau varies: in one run it was 1.04 and 1.01 in the first two rollouts, and
+1.02 to 1.77 in the others:
+
+    rollout: plain ... s, speculative ... s, tau 1.04
+    rollout: plain ... s, speculative ... s, tau 1.01
+    rollout: plain ... s, speculative ... s, tau 1.24
+    ...
     rewards: ...
     same tokens for the same seed: True
 """
