@@ -6,7 +6,7 @@
 
 All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
 The commands `hf-specdec distill`, `train eagle` and `tree` do the same. See docs/training.md for their options and for
-the amount of data that a head needs. To try the script, three lines in prompts.txt are enough.
+the amount of data that a head needs. To try the script, three prompts are enough; such a head is of no use.
 
 Progress bars show the stages. Output at the end (values vary):
 

@@ -128,6 +128,7 @@ def test_every_picture_of_a_generation(stats: SpeculationStats, tmp_path: Path) 
     heights = [bar.get_height() for bar in drawn["widths"].containers[0]]
     assert heights == [step.rows[0].num_drafted for step in stats.trace]
     for name, axes in drawn.items():
+        assert name == "step" or axes.figure.get_figwidth() <= 9, "text of a wider one shrinks on a page"
         viz.save_plot(axes, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 2000
         assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., 3].min() == 1.0  # opaque
