@@ -1,12 +1,14 @@
 """Use a LoRA adapter together with a head that was trained for the model without it.
 
-    python examples/adapter_and_head.py --adapter you/adapter-for-smollm2 "Name the primary colours."
+    pip install peft
+    python examples/adapter_and_head.py
     python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "Why is it blue?"
 
 Prints tau with and without the adapter; the head usually drafts slightly worse with it. If the difference matters,
-train a head on the adapted model's own answers.
+train a head on the adapted model's own answers. Without --adapter a new one is used, which changes nothing yet: it
+only shows that the parts work together.
 
-Expected output, with an adapter that is not trained yet:
+Expected output, with the new adapter:
 
     The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
     with the adapter: tau 2.15
@@ -16,31 +18,43 @@ Expected output, with an adapter that is not trained yet:
 import argparse
 
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+
+PROMPT = "Name the primary colours."
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", nargs="?", default=PROMPT, help="default: %(default)s")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
-    parser.add_argument("--adapter", required=True)
+    parser.add_argument("--adapter", help="path or Hub id of a PEFT adapter; default: a new, untrained one")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
     options = parser.parse_args()
+    try:
+        from peft import LoraConfig, PeftModel, get_peft_model
+    except ImportError as error:
+        raise SystemExit(f"This example needs peft: pip install peft ({error})") from error
     head = options.drafter or default_head(options.model)
     if head is None:
         parser.error("give the head of this model: --drafter")
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), options.adapter)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    if options.adapter:
+        model = PeftModel.from_pretrained(model, options.adapter)
+    else:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).eval()
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
-    model = SpeculativeGenerationMixin.attach(model)
-    method = model.load_drafter(head).method
+    try:
+        model = SpeculativeGenerationMixin.attach(model)
+        method = model.load_drafter(head).method
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     messages = [{"role": "user", "content": options.prompt}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -6,7 +6,8 @@
 Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
 over the batch, in tokens per forward and row. To continue, run the same command again.
 
-Expected output for a file of two prompts, and a row of `answers.jsonl`:
+Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs; it is low
+for two short answers that share a batch):
 
     0 of 2 were answered before
     2 of 2, tau 1.12
@@ -19,7 +20,10 @@ import json
 import os
 from pathlib import Path
 
+from hf_specdec import SpeculativeDecodingError
 from hf_specdec.generation.loading import load_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def read_rows(path):
@@ -54,14 +58,16 @@ def count_answers(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", type=Path)
-    parser.add_argument("answers", type=Path)
+    parser.add_argument("prompts", type=Path, help='JSON lines such as {"prompt": "..."}')
+    parser.add_argument("answers", type=Path, help="file to write, or to continue")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batch-size", type=int, default=4, help="prompts per call; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer; default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
     options = parser.parse_args()
+    if options.batch_size < 1:
+        parser.error(f"--batch-size must be at least 1, got {options.batch_size}")
     try:
         rows, done = read_rows(options.prompts), count_answers(options.answers)
     except (OSError, ValueError) as error:
@@ -71,7 +77,10 @@ def main():
     print(f"{done} of {len(rows)} were answered before", flush=True)
     if done == len(rows):
         return
-    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     tokenizer.padding_side = "left"
     with options.answers.open("a", encoding="utf-8") as output:
         for start in range(done, len(rows), options.batch_size):

@@ -21,11 +21,12 @@ Expected output (answers and tau may differ with the machine, because the packag
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+from transformers import DynamicCache, TextStreamer
 
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec import SpeculativeDecodingError
+from hf_specdec.generation.loading import load_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def ask():
@@ -41,18 +42,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each answer; default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
     options = parser.parse_args()
-    name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
-    model = SpeculativeGenerationMixin.attach(model)
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     messages, cache, read = [], DynamicCache(config=model.config), []
     while message := ask():
         messages.append({"role": "user", "content": message})

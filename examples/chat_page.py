@@ -22,6 +22,7 @@ import time
 from queue import Queue
 from threading import Thread
 
+from hf_specdec import SpeculativeDecodingError
 from hf_specdec.generation.loading import load_model
 from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
@@ -31,6 +32,7 @@ try:
 except ImportError as error:  # `main` reports it, so that --help works without gradio
     gr, NO_GRADIO = None, error
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTION = "Write a Python function that returns the mean of a list of numbers, and explain it line by line."
 CSS = ".speed { margin-top: 0.6em; font-size: 0.85em; opacity: 0.75; font-variant-numeric: tabular-nums; }"
 
@@ -128,15 +130,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--method", default="auto", help="value of `speculative=`")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--port", type=int, default=7860)
+    parser.add_argument("--method", default="auto", help="value of `speculative=`; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer; default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
+    parser.add_argument("--port", type=int, default=7860, help="of the page; default: %(default)s")
     options = parser.parse_args()
     if gr is None:
         raise SystemExit(f"This example needs gradio: pip install 'gradio>=6' ({NO_GRADIO})")
-    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    model.warmup(options.method)  # so that the first answer is as fast as the others
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+        model.warmup(options.method)  # so that the first answer is as fast as the others
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     page = make_page(model, tokenizer, options.method, options.max_new_tokens)
     page.launch(server_port=options.port, css=CSS)
 

@@ -1,15 +1,17 @@
 """Train a head from a model and a file of prompts, and publish it: answers, training, tree, card, upload.
 
+    pip install 'hf-specdec[training]'
     python examples/distil_train_publish.py --prompts prompts.txt --work work
     python examples/distil_train_publish.py --model org/model --prompts prompts.txt --work work --publish you/your-head
 
 All files are in WORK, and an interrupted run continues when run again. Without --publish the head stays in WORK/head.
 The commands `hf-specdec distill`, `train eagle` and `tree` do the same. See docs/training.md for their options and for
-the amount of data that a head needs.
+the amount of data that a head needs. To try the script, three prompts are enough; such a head is of no use.
 
 Progress bars show the stages. Output at the end (values vary):
 
-    a static tree of ... nodes is expected to accept ... tokens per forward, ...x plain decoding here
+    a static tree of ... nodes: expected tau ..., ...x plain decoding here
+    the head is in work/head: use it with model.load_drafter("work/head")
 """
 
 import argparse
@@ -27,16 +29,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", required=True, help=".txt with one prompt per line, or JSON lines")
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="directory for all files; run again to continue")
     parser.add_argument("--publish", help="Hub repository to upload the head to")
-    parser.add_argument("--epochs", type=float, default=2)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--draft-vocab-size", type=int, default=8192)
+    parser.add_argument("--epochs", type=float, default=2, help="of training; default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of each answer; default: %(default)s")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, default=8192, help="tokens that the head can draft; default: %(default)s"
+    )
     options = parser.parse_args()
+    try:
+        import datasets  # noqa: F401  # reads and stores the answers
+    except ImportError as error:
+        raise SystemExit(f"This example needs datasets: pip install 'hf-specdec[training]' ({error})") from error
     try:
         prompts = training.read_prompts(options.prompts)
     except InvalidConfigError as error:
-        parser.error(str(error))
+        missing = "" if Path(options.prompts).exists() else f"There is no file {options.prompts}. "
+        parser.error(f"{missing}{error}")
     if not prompts:
         parser.error(f"{options.prompts} has no prompts")
     name = options.model or packaged_model() or HUB_ID
@@ -68,9 +77,11 @@ def main():
 
     head = head.to(model.dtype)
     found = training.find_tree(model, head, measured, max_nodes=32)
-    print(f"a static tree of {found.num_nodes} nodes is expected to accept {found.expected_tau[found.num_nodes]:.2f} "
-          f"tokens per forward, {found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
-    head.save_pretrained(options.work / "head", push_to_hub=bool(options.publish), repo_id=options.publish)
+    print(f"a static tree of {found.num_nodes} nodes: expected tau {found.expected_tau[found.num_nodes]:.2f}, "
+          f"{found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
+    folder = options.work / "head"
+    head.save_pretrained(folder, push_to_hub=bool(options.publish), repo_id=options.publish)
+    print(f'the head is in {folder}: use it with model.load_drafter("{folder}")')
 
 
 if __name__ == "__main__":

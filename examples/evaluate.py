@@ -6,7 +6,6 @@
 
 Generative tasks run twice, without and with speculation. The harness needs no change, because
 `generation_config.speculative` is the default of every call. Tasks that compare likelihoods generate nothing.
-`--include-path` is a directory with your own task files (YAML).
 
 Output (values vary), with the scores of the task:
 
@@ -21,18 +20,23 @@ import time
 
 from transformers.utils import logging as transformers_logging
 
+from hf_specdec import SpeculativeDecodingError
 from hf_specdec.generation.loading import load_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--tasks", required=True, help="comma-separated")
-    parser.add_argument("--include-path")
-    parser.add_argument("--limit", type=int, help="questions per task")
-    parser.add_argument("--method", default="auto", help="value of `speculative=`")
-    parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
+    parser.add_argument("--tasks", required=True, help="names of tasks, separated by commas")
+    parser.add_argument("--include-path", help="directory with your own task files (YAML)")
+    parser.add_argument("--limit", type=int, help="questions per task; default: all")
+    parser.add_argument("--method", default="auto", help="value of `speculative=`; default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
+    )
     options = parser.parse_args()
     try:
         from lm_eval import simple_evaluate
@@ -43,7 +47,10 @@ def main():
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     transformers_logging.set_verbosity_error()
 
-    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
     tasks = TaskManager(include_path=options.include_path)
     answers = []

@@ -32,9 +32,11 @@ import psutil
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec import SpeculativeDecodingError
 from hf_specdec.generation.loading import load_model
 
 DOCUMENT = Path(__file__).parents[1] / "LICENSE"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTION = "Summarize this license."
 
 
@@ -86,20 +88,27 @@ class PeakMemory:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("document", nargs="?", type=Path, default=DOCUMENT, help="text file; default: our licence")
-    parser.add_argument("question", nargs="?", default=QUESTION)
+    parser.add_argument("question", nargs="?", default=QUESTION, help="default: a summary")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--method", default="auto", help='method of `speculative=`, such as "prompt_lookup"')
     parser.add_argument("--chunk", type=int, default=512, help="tokens that prefill reads at a time; 0: all at once")
-    parser.add_argument("--draft-window", type=int, help="last tokens that the head attends to")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
+    parser.add_argument("--draft-window", type=int, help="last tokens that the head attends to; default: see above")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
+    )
     options = parser.parse_args()
+    if options.chunk < 0:
+        parser.error(f"--chunk must be 0 or the tokens of a piece, got {options.chunk}")
     try:
         document = options.document.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"the document cannot be read: {error}")
-    model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
 
     message = f"{options.question}\n\n{document}"
     inputs = tokenizer.apply_chat_template(

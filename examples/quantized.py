@@ -29,15 +29,19 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantoConfig, TorchAoConfig
 
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = {"quanto": "optimum-quanto", "torchao": "torchao"}
 QUESTION = "Write a Python function that returns the mean of a list of numbers, and explain it line by line."
 
 
 def quantization(backend):
     """Return transformers' configuration for int8 weights."""
     if backend == "quanto":
+        import optimum.quanto  # noqa: F401  # transformers would import it only after reading the weights
+
         return QuantoConfig(weights="int8")
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -53,23 +57,33 @@ def num_bytes(tensor):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", nargs="?", default=QUESTION)
+    parser.add_argument("question", nargs="?", default=QUESTION, help="default: about a Python function")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--backend", choices=["quanto", "torchao"], default="quanto")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", default="float32", help="of activations; only float32 gives identical answers")
+    parser.add_argument(
+        "--backend", choices=PACKAGES, default="quanto", help="package that quantises; default: %(default)s"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32",
+                        help="of activations; only float32 gives identical answers; default: %(default)s")  # fmt: skip
     options = parser.parse_args()
+    try:
+        quantized = quantization(options.backend)
+    except ImportError as error:
+        package = PACKAGES[options.backend]
+        raise SystemExit(f"This example needs {package}: pip install {package} ({error})") from error
     name = options.model or packaged_model() or HUB_ID
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=options.dtype, quantization_config=quantization(options.backend),
+        name, dtype=options.dtype, quantization_config=quantized,
         device_map="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
-    SpeculativeGenerationMixin.attach(model)
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
+    try:
+        SpeculativeGenerationMixin.attach(model)
+        if head := options.drafter or default_head(options.model):
+            model.load_drafter(head)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     model.warmup()  # one-time work, so that it is not timed below
     sizes = (sum(map(size, model.parameters())) / 2**20 for size in (num_bytes, lambda weight: weight.nbytes))
     print("weights: {:.1f} MiB instead of {:.1f} MiB".format(*sizes))

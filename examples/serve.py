@@ -9,7 +9,8 @@
     messages = [{"role": "user", "content": "Name three rivers."}]
     print(client.chat.completions.create(model="org/model", messages=messages).choices[0].message.content)
 
-Requests must name the model that is served; the server prints that name. Without --model it is a path:
+Requests must name the model that is served. The server prints that name, and `client.models.list()` returns it.
+Without --model it is a path:
 
     model: ".../.cache/hf-specdec/smollm2-135m-instruct-0.1.2"
     INFO:     Uvicorn running on http://localhost:8000 (Press CTRL+C to quit)
@@ -26,15 +27,20 @@ first token.
 import argparse
 import asyncio
 import json
+import time
 from contextvars import ContextVar
-
-from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
-from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+
+try:
+    from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
+except ImportError as error:
+    package = "transformers[serving]"
+    raise SystemExit(f"This example needs {package}: pip install '{package}' ({error})") from error
 
 MISTAKES = (
     SpeculativeDecodingError,
@@ -67,13 +73,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--method", default="auto", help="value of `speculative=`")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--method", default="auto", help="value of `speculative=`; default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="of the server; default: %(default)s")
     options = parser.parse_args()
     name = str(options.model or packaged_model() or HUB_ID)
     head = options.drafter or default_head(options.model)
     print(f'model: "{name}"', flush=True)
-    server, _ = start(name, head, options.method, options.port)
+    try:
+        server, _ = start(name, head, options.method, options.port)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     try:
         server._thread.join()
     except KeyboardInterrupt:
@@ -90,7 +99,7 @@ class SpeculativeServer(Serve):
     """transformers' server with an attached model; an error ends only its own request."""
 
     def __init__(self, name, drafter, method, port):
-        self.drafter, self.method = drafter, method
+        self.name, self.drafter, self.method = name, drafter, method
         super().__init__(force_model=name, port=port, non_blocking=True)
 
     def start_server(self):
@@ -99,7 +108,10 @@ class SpeculativeServer(Serve):
         self.model = SpeculativeGenerationMixin.attach(loaded.model)
         if self.drafter:
             self.model.load_drafter(self.drafter)
+        self.model.warmup(self.method)  # refuses a wrong method now, and the first request is not slower
         self.model.generation_config.speculative = self.method
+        served = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": ""}
+        self._model_manager.get_gen_models = lambda: [served]  # transformers lists the Hub cache, or fails without one
         self._generation_state._generate_managers[model_id] = Generations()
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
             handler.handle_request = when_started(handler.handle_request)

@@ -16,31 +16,26 @@ Expected output (tau depends on the measured costs):
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import pipeline
 
-from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec import SpeculativeDecodingError
+from hf_specdec.generation.loading import load_model
 
 QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", default=QUESTIONS)
+    parser.add_argument("questions", nargs="*", default=QUESTIONS, help="default: two questions")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
     options = parser.parse_args()
-    name = options.model or packaged_model() or HUB_ID
-    model = AutoModelForCausalLM.from_pretrained(name)
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
-    model = SpeculativeGenerationMixin.attach(model)
-    head = options.drafter or default_head(options.model)
-    if head:
-        model.load_drafter(head)
-    ask = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(name))
+    try:
+        model, tokenizer = load_model(options.model, options.drafter, "auto")
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
+    ask = pipeline("text-generation", model=model, tokenizer=tokenizer)
     for question in options.questions:
         chat = [{"role": "user", "content": question}]
         (found,) = ask(chat, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto")

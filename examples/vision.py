@@ -24,25 +24,32 @@ import argparse
 import time
 
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"
+QUESTION = "List everything that you see in this image."
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", help="path of a picture")
-    parser.add_argument("question", nargs="?", default="List everything that you see in this image.")
+    parser.add_argument("question", nargs="?", default=QUESTION, help="default: a list of what is seen")
     parser.add_argument(
         "--model", default=MODEL, help="path or Hub id of a vision-language model; default: %(default)s"
     )
     parser.add_argument("--drafter", help="path or Hub id of a draft head")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", default="float32", help="only float32 gives identical answers")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
+    )
     options = parser.parse_args()
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise SystemExit(f"This example needs pillow: pip install pillow ({error})") from error
     try:
         with Image.open(options.image) as opened:
             image = opened.convert("RGB")
@@ -52,9 +59,12 @@ def main():
     model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=options.dtype)
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
-    model = SpeculativeGenerationMixin.attach(model)
-    if options.drafter:
-        model.load_drafter(options.drafter)
+    try:
+        model = SpeculativeGenerationMixin.attach(model)
+        if options.drafter:
+            model.load_drafter(options.drafter)
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     content = [{"type": "image"}, {"type": "text", "text": options.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(images=image, text=prompt, return_tensors="pt")

@@ -1,6 +1,7 @@
 """Run the notebooks and keep what they show; a stream is kept as one text, not as the pieces in which it came.
 
 Of a widget only its picture is kept: GitHub, nbconvert and a notebook without a kernel would show nothing else.
+A notebook with pictures stores a hash of the code that drew them, so that a test finds pictures of older code.
 
 python tests/run_notebooks.py [NAME ...] [--force]     `make notebooks`
 
@@ -10,6 +11,8 @@ A notebook that shows times is only run on an idle machine, unless --force is gi
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import os
 import re
 import sys
@@ -23,6 +26,37 @@ from nbclient import NotebookClient
 from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
+PACKAGE = Path(__file__).parents[1] / "src" / "hf_specdec"
+DRAWING = (*sorted((PACKAGE / "viz").glob("*.py")), PACKAGE / "reporting" / "palette.py")
+"""Files of the code that draws pictures."""
+
+
+def code_lines(source: str) -> list[str]:
+    """The lines of a module that do something: no docstrings, comments and blank lines.
+
+    Not `ast.unparse`, whose text depends on the version of Python.
+    """
+    texts = [node for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]  # fmt: skip
+    skipped = {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = [re.sub(r"(^|\s+)# .*", "", line) for line in source.splitlines()]
+    return [line for number, line in enumerate(lines, start=1) if number not in skipped and line.strip()]
+
+
+def drawing_hash() -> str:
+    """A hash of the code that draws pictures; changes of docstrings and comments do not change it."""
+    lines = [line for path in DRAWING for line in code_lines(path.read_text())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def has_pictures(notebook: nbformat.NotebookNode) -> bool:
+    """Whether the notebook's code uses `hf_specdec.viz`."""
+    return any(cell.cell_type == "code" and "viz." in cell.source for cell in notebook.cells)
+
+
+def stored_hash(notebook: nbformat.NotebookNode) -> str | None:
+    """The hash of the code that drew the notebook's pictures."""
+    return notebook.metadata.get("hf_specdec", {}).get("drawing_hash")
 
 
 def executed(path: Path, timeout: int = 3600, changes: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
@@ -95,7 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.names or path.name.startswith(tuple(options.names)):
             if not options.force and shows_times(nbformat.read(path, as_version=4)):
                 refuse_busy_machine(path.name)
-            nbformat.write(without_widgets(executed(path)), path)
+            notebook = without_widgets(executed(path))
+            if has_pictures(notebook):
+                notebook.metadata["hf_specdec"] = {"drawing_hash": drawing_hash()}
+            nbformat.write(notebook, path)
             print(path.name, flush=True)
 
 

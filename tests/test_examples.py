@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.util
 import itertools
@@ -130,19 +131,88 @@ def test_a_file_is_read_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "arguments"),
-    [("chat_page", "gradio", []), ("structured_output", "xgrammar", []), ("evaluate", "lm_eval", ["--tasks", "one"])],
+    ("name", "module", "package", "arguments"),
+    [
+        ("chat_page", "gradio", "gradio", []),
+        ("structured_output", "xgrammar", "xgrammar", []),
+        ("evaluate", "lm_eval", "lm-eval", ["--tasks", "one"]),
+        ("adapter_and_head", "peft", "peft", []),
+        ("vision", "PIL", "pillow", ["picture.jpg"]),
+        ("grpo_rollouts", "trl", "trl", []),
+        ("distil_train_publish", "datasets", "datasets", ["--prompts", "prompts.txt", "--work", "work"]),
+        ("quantized", "optimum.quanto", "optimum-quanto", []),
+        ("quantized", "torchao.quantization", "torchao", ["--backend", "torchao"]),
+    ],
 )
 def test_without_an_optional_package_there_is_help(
-    name: str, package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # an import of it fails
+    name: str, module: str, package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     with pytest.raises(SystemExit) as ended:
         run(name, monkeypatch, "--help")
     assert ended.value.code == 0
     assert "usage: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=rf"^This example needs {package.replace('_', '-')}: pip install "):
+    with pytest.raises(SystemExit, match=rf"^This example needs {package}: pip install "):
         run(name, monkeypatch, *arguments)
+
+
+def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi.responses", None)
+    with pytest.raises(SystemExit, match=r"^This example needs transformers\[serving\]: pip install "):
+        run("serve", monkeypatch, "--help")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_every_option_is_described(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if path.stem == "serve":
+        pytest.importorskip("fastapi")
+    parsers: list[argparse.ArgumentParser] = []
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self: parsers.append(self) or parse(self))
+    with pytest.raises(SystemExit):
+        run(path.stem, monkeypatch, "--help")
+    assert not [action.dest for action in parsers[0]._actions if not action.help]
+    assert "default: None" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("answer_file", ["in.jsonl", "out.jsonl", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        ("long_document", ["--chunk", "-1"], "--chunk must be 0 or the tokens of a piece, got -1"),
+        ("chat", ["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
+        ("text_pipeline", ["--model", "/no/such"], "The model '/no/such' cannot be loaded"),
+        ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "There is no file /no/such.txt. "),
+    ],
+)
+def test_wrong_values_are_refused_before_any_work(
+    name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(name, monkeypatch, *arguments)
+    assert f"{name} [-h]" in (said := capsys.readouterr().err)
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("text_pipeline", ["w05"]), ("adapter_and_head", ["w05"]), ("answer_file", ["FILE", "ANSWERS"])],
+)
+def test_a_wrong_head_is_one_line(
+    name: str, arguments: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if name == "adapter_and_head":
+        pytest.importorskip("peft")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w05"}')
+    paths = {"FILE": tmp_path / "in.jsonl", "ANSWERS": tmp_path / "out.jsonl"}
+    given = [paths.get(argument, argument) for argument in arguments]
+    with pytest.raises(SystemExit):
+        run(name, monkeypatch, *given, "--model", saved, "--drafter", tmp_path / "none")
+    assert f"error: The head '{tmp_path / 'none'}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["chat", "text_pipeline", "adapter_and_head"])
@@ -217,6 +287,16 @@ def test_an_adapter_and_a_head(
     inputs = encode_chat(tokenizer, ["w05 w06 w07"], model.device)
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert answer == tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def test_a_new_adapter_changes_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = adapter_and_head(saved, tmp_path)[-2:]
+    run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, *head, "--max-new-tokens", 8)
+    answer, adapted, without = capsys.readouterr().out.splitlines()
+    assert answer.strip() == plain(saved, ["w05 w06 w07"], 8)[0]
+    assert adapted.removeprefix("with the adapter: ") == without.removeprefix("without: ")
 
 
 def test_a_pipeline(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +408,9 @@ def test_from_prompts_to_a_head(
     for _ in range(2):
         run("distil_train_publish", monkeypatch, "--model", saved, "--prompts", tmp_path / "prompts.jsonl",
             "--work", tmp_path / "work", "--epochs", 4, "--max-new-tokens", 24, "--draft-vocab-size", 40)  # fmt: skip
-        assert "tokens per forward" in capsys.readouterr().out
+        lines = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(r"a static tree of \d+ nodes: expected tau \d\.\d\d, .*x plain decoding here", lines[0])
+        assert lines[1].endswith(f'use it with model.load_drafter("{tmp_path / "work" / "head"}")')
     head = load_head(tmp_path / "work" / "head")
     assert head.config.draft_vocab_size == 40
     assert head.config.base_model_name_or_path == str(saved)

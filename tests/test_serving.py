@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from test_examples import EXAMPLES, plain
+from test_examples import EXAMPLES, plain, run
 from zoo import END, build, chat_tokenizer
 
 for package in ("fastapi", "uvicorn", "openai"):
@@ -74,7 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-W", "ignore", EXAMPLES / "serve.py", "--model", folder, "--port", str(port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_CACHE": str(folder / "none")}
     log = folder.with_suffix(".log")
     with (
         log.open("wb") as output,
@@ -177,6 +178,33 @@ def test_clients_that_leave(served: tuple[Server, str]) -> None:
         leaving.close()
         assert server.text(stream=stream) == expected
     assert time.perf_counter() - begin < 15
+
+
+def test_a_client_finds_the_name_of_the_model(served: tuple[Server, str]) -> None:
+    """The server has no Hub cache, which transformers would list."""
+    server, _ = served
+    connection = http.client.HTTPConnection("localhost", server.port, timeout=30)
+    connection.request("GET", "/v1/models")
+    response = connection.getresponse()
+    listed = json.loads(response.read())
+    connection.close()
+    assert response.status == 200
+    assert [(model["id"], model["object"]) for model in listed["data"]] == [(server.model, "model")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--method", "foo"], "There is no method or drafter 'foo'"), (["--drafter", "/no/such"], "'/no/such'")],
+)
+def test_a_server_that_cannot_answer_does_not_start(
+    arguments: list[str], message: str, saved: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    threads = threading.active_count()
+    with pytest.raises(SystemExit):
+        run("serve", monkeypatch, "--model", saved, *arguments)
+    assert message in capsys.readouterr().err
+    assert threading.active_count() == threads
 
 
 def test_errors_while_generating(served: tuple[Server, str]) -> None:

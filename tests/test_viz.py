@@ -13,7 +13,7 @@ import pytest
 
 import drafters
 from hf_specdec import InvalidConfigError, viz
-from hf_specdec.reporting.palette import PALETTE, SMALL_TEXT, THEMES, Theme
+from hf_specdec.reporting.palette import DRAFTER_COLORS, PALETTE, SMALL_TEXT, THEMES, Theme, drafter_colors
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from models import prompts
@@ -128,6 +128,7 @@ def test_every_picture_of_a_generation(stats: SpeculationStats, tmp_path: Path) 
     heights = [bar.get_height() for bar in drawn["widths"].containers[0]]
     assert heights == [step.rows[0].num_drafted for step in stats.trace]
     for name, axes in drawn.items():
+        assert name == "step" or axes.figure.get_figwidth() <= 9, "text of a wider one shrinks on a page"
         viz.save_plot(axes, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 2000
         assert matplotlib.image.imread(tmp_path / f"{name}.png")[..., 3].min() == 1.0  # opaque
@@ -276,6 +277,43 @@ def test_the_legend_of_a_step_has_the_colours_of_its_nodes(theme: Theme, num_acc
     assert {patch.get_facecolor() for patch in patches[:-1]} == faces
     assert legend.get_window_extent().x1 <= axes.figure.bbox.x1  # however small the tree is
     matplotlib.pyplot.close(axes.figure)
+
+
+def with_sources(*sources: str) -> TracedStep:
+    """A step with a chain of nodes by these drafters."""
+    step = drafted(len(sources))
+    step.rows[0].sources[1:] = sources
+    return step
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_drafter_has_one_colour_in_all_plots(theme: Theme) -> None:
+    """Whatever is drawn beside it, and wherever it stands in the tree."""
+    steps = [with_sources("token_recycling", "prompt_lookup", "eagle"), with_sources("prompt_lookup"), drafted(3)]
+    stats = dict.fromkeys(("prompt_lookup", "eagle"), SpeculationStats("", 4, 9, 20, [[3]]))
+    plots = [viz.plot_acceptance(stats, theme=theme), *(viz.plot_step(step, theme=theme) for step in steps),
+             *(viz.plot_widths([step], theme=theme) for step in steps)]  # fmt: skip
+    seen: dict[str, set[str]] = {}
+    for axes in plots:
+        legend = axes.get_legend()
+        for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+            name = text.get_text().split(":")[0]
+            if name in SOURCES:
+                color = handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor()
+                seen.setdefault(name, set()).add(matplotlib.colors.to_hex(color).upper())
+        matplotlib.pyplot.close(axes.figure)
+    assert seen == {name: {THEMES[theme].data[number]} for number, name in enumerate(SOURCES)}
+
+
+def test_drafters_of_one_plot_differ() -> None:
+    colors = THEMES["light"]
+    names = {**DRAFTER_COLORS, "template": 0, "mtp": 0}
+    for count in range(1, len(colors.data) + 1):
+        for found in itertools.combinations(names, count):
+            assert len(set(drafter_colors(found, colors).values())) == count, found
+    assert set(drafter_colors(names, colors)) == set(names)  # more than there are colours: some repeat
+    merged = drafter_colors(("template", "eagle", "prompt_lookup", "token_recycling"), colors)
+    assert merged["template"] == drafter_colors(["template"], colors)["template"]
 
 
 @pytest.mark.parametrize("color", PALETTE)

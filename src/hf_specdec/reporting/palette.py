@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,29 @@ THEMES: dict[Theme, Colors] = {
         data=("#58A6F0", "#F0A03C", "#3DBFA6", "#F078AC", "#AC9AE6", "#C2C24A"),
     ),
 }  # fmt: skip
+
+
+DRAFTER_COLORS = {"eagle": 0, "prompt_lookup": 1, "token_recycling": 2, "medusa": 3, "history": 4, "draft_model": 5}
+"""Index of each drafter's colour in `Colors.data`, so that it is the same in all plots."""
+
+COMMON_COLORS = 3
+"""Other drafters get the first three colours last, because most trees of "auto" are merged from their drafters."""
+
+
+def drafter_colors(names: Iterable[str], colors: Colors) -> dict[str, str]:
+    """Return a colour for each drafter of a plot: its own, or one that is free in this plot.
+
+    Args:
+        names: Names of the drafters, or other labels.
+        colors: The theme's colours; they repeat if there are more names.
+    """
+    wanted = sorted(set(names))
+    places = {name: DRAFTER_COLORS[name] for name in wanted if name in DRAFTER_COLORS}
+    order = [*range(COMMON_COLORS, len(colors.data)), *range(COMMON_COLORS)]
+    free = [place for place in order if place not in places.values()] or order
+    others = [name for name in wanted if name not in places]
+    places |= {name: free[number % len(free)] for number, name in enumerate(others)}
+    return {name: colors.data[place] for name, place in places.items()}
 
 
 def colors_of(theme: Theme) -> Colors:

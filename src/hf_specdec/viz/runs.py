@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+PANEL_INCHES = 3.0
+"""Width and height of a panel of `plot_run`; three of them fit a page of text, where a wider figure would shrink."""
+
+
 def plot_run(log_history: Sequence[Mapping[str, Any]], *, theme: Theme = "light") -> Sequence[Axes]:
     """Plot loss, top-1 accuracy by draft depth, and tau on held-out data against the steps of a training run.
 
@@ -26,7 +30,8 @@ def plot_run(log_history: Sequence[Mapping[str, Any]], *, theme: Theme = "light"
     rows = [row for row in log_history if "loss" in row]
     measured = [(row["step"], float(row["eval_tau"])) for row in log_history if "eval_tau" in row]
     with drawing(theme) as (pyplot, _):
-        figure, (left, right, *more) = pyplot.subplots(1, 2 + bool(measured), figsize=(10 + 5 * bool(measured), 3.5))
+        count = 2 + bool(measured)
+        figure, (left, right, *more) = pyplot.subplots(1, count, figsize=(PANEL_INCHES * count, PANEL_INCHES))
         _plot_smoothed(left, [(row["step"], float(row["loss"])) for row in rows])
         left.set_ylabel("loss")
         names = sorted({name for row in rows for name in row if name.startswith("top1_accuracy_")})

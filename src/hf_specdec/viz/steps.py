@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hf_specdec.reporting.palette import SMALL_TEXT, Theme, drawing
+from hf_specdec.reporting.palette import SMALL_TEXT, Theme, drafter_colors, drawing
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.reporting.trace import TracedStep
 
@@ -30,15 +30,17 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "li
     Returns:
         The matplotlib axes.
     """
-    with drawing(theme) as (pyplot, _):
+    with drawing(theme) as (pyplot, colors):
         axes: Axes = pyplot.figure(figsize=(6, 3)).gca()
+        colored = drafter_colors(stats, colors)
         width = 0.8 / max(len(stats), 1)
         for number, (name, one) in enumerate(stats.items()):
             shares = one.acceptance_by_depth
             places = [depth + (number - (len(stats) - 1) / 2) * width for depth in range(1, len(shares) + 1)]
-            axes.bar(places, shares, width, label=f"{name}: tau {one.mean_accepted_length:.2f}")
-        axes.set_xlabel("drafted tokens")
-        axes.set_ylabel("share of steps that accepted them")
+            label = f"{name}: tau {one.mean_accepted_length:.2f}"
+            axes.bar(places, shares, width, color=colored[name], label=label)
+        axes.set_xlabel("N (drafted tokens)")
+        axes.set_ylabel("share of steps that accepted ≥ N")
         axes.set_xlim(0.5, max([1, *(len(one.acceptance_by_depth) for one in stats.values())]) + 0.5)
         axes.set_ylim(0, 1)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
@@ -101,9 +103,9 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
         width = min(max(STEP_INCHES * len(rows), narrowest), widest)
         axes: Axes = pyplot.figure(figsize=(width, 2.6)).gca()
         bottom = [0] * len(rows)
-        for number, name in enumerate(sorted({name for count in counts for name in count})):
+        for name, color in drafter_colors((name for count in counts for name in count), colors).items():
             heights = [count[name] for count in counts]
-            axes.bar(places, heights, 0.85, bottom, color=colors.data[number % len(colors.data)], label=name)
+            axes.bar(places, heights, 0.85, bottom, color=color, label=name)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
         axes.bar(places, [min(1 - len(one.emitted), 0) for one in rows], 0.85, color=colors.muted, label="accepted")
         axes.axhline(0, color=colors.ink, linewidth=0.8)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_specdec.reporting.palette import SMALL_TEXT, Colors, Theme, drawing
+from hf_specdec.reporting.palette import SMALL_TEXT, Colors, Theme, drafter_colors, drawing
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from hf_specdec.trees.tree import ROOT_PARENT
 from hf_specdec.validation import Choice
@@ -101,7 +101,8 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: T
     boxes, width, height = _boxes(traced, parents, tokenizer)
     sources = list(dict.fromkeys(traced.sources[node] for node in nodes[1:]))
     with drawing(theme) as (pyplot, colors):
-        colored = {source: colors.data[number % len(colors.data)] for number, source in enumerate(sources)}
+        own = drafter_colors(sources, colors)
+        colored = {source: own[source] for source in sources}  # the legend keeps the order in the tree
         legend = _legend(traced, colored, colors)
         width = max(width, _legend_width([label for label, _ in legend]))
         size = width / POINTS_PER_INCH, (height + HEADER + FOOTER) / POINTS_PER_INCH
