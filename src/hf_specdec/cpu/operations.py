@@ -236,8 +236,9 @@ def attend(
     _check_mask(mask, nodes, begin)
     y = query.new_empty(batch, nodes, heads, value_dim)
     sizes = _attention_sizes(
-        batch, heads, key.shape[1], nodes, dim, value_dim, begin, keys.stride()[:2], values.stride()[:2],
-        key.stride()[:3], value.stride()[:3], _mask_strides(mask), scale,
+        batch, heads, key.shape[1], nodes, dim, value_dim, begin, 0, begin + nodes,
+        keys.stride()[:2], values.stride()[:2], key.stride()[:3], value.stride()[:3],
+        _mask_strides(mask), dim**-0.5 if scale is None else scale,
     )  # fmt: skip
     functions_for(query.dtype).attend(
         sizes, query.data_ptr(), key.data_ptr(), value.data_ptr(), keys.data_ptr(),
@@ -266,8 +267,8 @@ def attend_joined(
     joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
     y = joined.new_empty(batch, nodes, heads, dim)
     sizes = _attention_sizes(
-        batch, heads, shared, nodes, dim, dim, begin, keys.stride()[:2], values.stride()[:2], (0, 0, 0), (0, 0, 0),
-        _mask_strides(mask), scale,
+        batch, heads, shared, nodes, dim, dim, begin, 0, begin + nodes, keys.stride()[:2], values.stride()[:2],
+        (0, 0, 0), (0, 0, 0), _mask_strides(mask), dim**-0.5 if scale is None else scale,
     )  # fmt: skip
     functions_for(joined.dtype).attend_joined(
         sizes, joined.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -278,18 +279,9 @@ def attend_joined(
 
 
 @functools.lru_cache(maxsize=64)
-def _attention_sizes(
-    batch: int, heads: int, shared: int, nodes: int, dim: int, value_dim: int, begin: int,
-    cache_stride: tuple[int, ...], value_stride: tuple[int, ...], new_stride: tuple[int, ...],
-    new_value_stride: tuple[int, ...], mask_stride: tuple[int, int], scale: float | None,
-) -> Any:  # fmt: skip
-    """Return a pointer to the sizes of an attention, which are the same in most layers of a forward."""
-    return ctypes.pointer(
-        _AttentionSizes(
-            batch, heads, shared, nodes, dim, value_dim, begin, 0, begin + nodes, cache_stride, value_stride,
-            new_stride, new_value_stride, mask_stride, dim**-0.5 if scale is None else scale,
-        )
-    )  # fmt: skip
+def _attention_sizes(*fields: Any) -> Any:
+    """Return a pointer to the `_AttentionSizes` with these fields, which most layers of a forward share."""
+    return ctypes.pointer(_AttentionSizes(*fields))
 
 
 def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
