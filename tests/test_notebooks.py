@@ -213,7 +213,7 @@ def test_what_is_made_shorter_is_there() -> None:
     assert all(before in code for before in SHORTER)
 
 
-LONG = {"3_train_a_head", "4_write_a_drafter", "5_measure", "6_heads_in_and_out"}
+LONG = {"2_seeing_the_tree", "3_train_a_head", "4_write_a_drafter", "5_measure", "6_heads_in_and_out"}
 
 
 @pytest.mark.slow
