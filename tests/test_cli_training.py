@@ -27,7 +27,7 @@ from hf_specdec import (
 )
 from hf_specdec.training import Conversation, FeatureStore, capture_features, read_conversations
 from launched import launch
-from test_cli import run
+from test_cli import error_line, run
 from test_distill import CLI
 from test_training import TALKS
 
@@ -139,7 +139,7 @@ def test_a_head_goes_on_with_the_openings_of_answers(
         (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "does not exist"),
         (
             ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
-            "cannot be read",
+            'Expected a JSON object such as {"bf16": true}.',
         ),
         (
             ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
@@ -156,7 +156,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert run(monkeypatch, *[names.get(a, a) for a in arguments]) == 2
     streams = capsys.readouterr()
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
+    assert error_line(streams.err).startswith("hf-specdec: ")
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_training_refuses_before_it_loads_the_target(
     assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, *output) == 2
     streams = capsys.readouterr()
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
+    assert error_line(streams.err).startswith("hf-specdec: ")
     assert not (tmp_path / "out").exists()
 
 
