@@ -132,6 +132,13 @@ def test_methods_with_compiled_forwards_are_named() -> None:
     assert command.forwards_used(rows[:1]) == []
 
 
+def test_ids_that_differ_in_half_precision_are_explained() -> None:
+    (equal, differing) = ({"ids_equal": number, "questions": 1} for number in (1, 0))
+    (note,) = command.equality_note([equal, differing], "bfloat16")
+    assert note.endswith("--dtype float32 compares exactly.")
+    assert command.equality_note([equal, differing], "float32") == command.equality_note([equal], "bfloat16") == []
+
+
 def test_a_plot_needs_matplotlib(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,8 @@ def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) 
     folder = local_directory(repo_or_path, "head", EXPECTED_HEAD)
     if folder is None and "/" not in str(repo_or_path):  # the Hub has no heads without an owner
         raise CheckpointFormatError(
-            f"There is no directory {str(repo_or_path)!r}, and a Hub id of a head has the form owner/name."
+            f"There is no head at {str(repo_or_path)!r}: it is not a local directory, and a Hub id has the form "
+            "owner/name."
         )
     return _Repository(str(repo_or_path), subfolder, download) if folder is None else _Folder(folder, subfolder)
 
@@ -284,7 +285,7 @@ class _Repository(_Folder):
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
         if is_connection_error(error):
             return CheckpointFormatError(
-                f"The head {self.name!r} cannot be loaded: there is no such directory, and the Hub cannot be reached.",
+                f"There is no head at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
                 "Connect to the Hub, or give the directory of a downloaded head.",
             )
         reason = sentence(first_sentence(error)[:300])

@@ -82,7 +82,7 @@ class TrainingRun:
 
 
 def _check_own_run(output: Path) -> None:
-    """Raise `InvalidConfigError` if the output directory holds the state of a run that is none of this package's."""
+    """Raise `InvalidConfigError` if the output directory holds state that no run of this package wrote."""
     found = [name for name in (RUN_NAME, "trainer_state.json") if (output / name).exists()]
     if found and (
         RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_object(output / RUN_NAME).keys()
