@@ -23,7 +23,7 @@ from hf_specdec.trees.tree import ROOT_PARENT
 class Candidate(NamedTuple):
     """A token that may follow a node, and its probability according to the source that lists it.
 
-    Args:
+    Attributes:
         token: Token id.
         probability: From 0 to 1.
     """
