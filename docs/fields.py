@@ -9,6 +9,15 @@ DATACLASS = griffe.ExprName("dataclasses.dataclass")
 SEVERAL = re.compile(r"^( +)((?:\w+, )+\w+)(: .*(?:\n\1 +.*)*)", flags=re.MULTILINE)
 """An entry of a docstring that describes several parameters."""
 
+PAGE = re.compile(r"(?<![\w/`])docs/([\w/-]+)\.md")
+"""A page that a docstring names; the reference, in `docs/reference/`, links to it."""
+
+SENTINELS = {"hf_specdec.generation.signature.STORED_DEFAULT": "generation_config.speculative"}
+"""Defaults that stand for another value, and what that is."""
+
+ARITHMETIC = (ast.Expression, ast.Constant, ast.BinOp, ast.operator, ast.UnaryOp, ast.unaryop, ast.Tuple, ast.List,
+              ast.Load)  # fmt: skip
+
 
 class Fields(griffe.Extension):
     """Complete what is known of configs, parameters that share a description, and defaults that are constants."""
@@ -20,44 +29,57 @@ class Fields(griffe.Extension):
 
     def on_class(self, *, cls, **_):
         """Describe each field separately."""
-        _separate(cls)
+        _complete(cls)
 
     def on_function(self, *, func, **_):
         """Describe each parameter separately."""
-        _separate(func)
+        _complete(func)
 
     def on_package(self, *, pkg, **_):
         """Show the values of constants that are defaults."""
-        for function in _functions(pkg):
-            for parameter in function.parameters:
-                parameter.default = _value(parameter.default, pkg)
+        for member in _members(pkg):
+            if member.is_function:
+                for parameter in member.parameters:
+                    parameter.default = _value(parameter.default, pkg)
+            else:
+                member.value = _value(member.value, pkg)
 
 
-def _separate(documented):
-    if documented.docstring is not None and "Args:" in documented.docstring.value:
-        head, arguments = documented.docstring.value.split("Args:", 1)
+def _complete(documented):
+    if documented.docstring is None:
+        return
+    text = PAGE.sub(r"[docs/\1.md](../\1.md)", documented.docstring.value)
+    if "Args:" in text:
+        head, arguments = text.split("Args:", 1)
         arguments = SEVERAL.sub(
             lambda found: "\n".join(found[1] + name + found[3] for name in found[2].split(", ")), arguments
         )
-        documented.docstring.value = f"{head}Args:{arguments}"
+        text = f"{head}Args:{arguments}"
+    documented.docstring.value = text
 
 
-def _functions(parent):
+def _members(parent):
+    """Yield all functions, and the fields of all classes."""
     for member in parent.members.values():
         if member.is_alias:
             continue
-        if member.is_function:
+        if member.is_function or (member.is_attribute and parent.is_class):
             yield member
         elif member.is_module or member.is_class:
-            yield from _functions(member)
+            yield from _members(member)
 
 
 def _value(default, pkg):
+    """Return the value of a default that is a constant of this package, or arithmetic; all others as they are."""
     if not isinstance(default, griffe.ExprName):
         return default
+    if default.canonical_path in SENTINELS:
+        return SENTINELS[default.canonical_path]
     try:
-        value = pkg.modules_collection[default.canonical_path].value
-        ast.literal_eval(str(value))
-    except (KeyError, ValueError, SyntaxError, AttributeError, griffe.GriffeError):
-        return default  # not a constant, or not of this package
-    return value
+        value = str(pkg.modules_collection[default.canonical_path].value)
+        tree = ast.parse(value, mode="eval")
+    except (KeyError, SyntaxError, AttributeError, griffe.GriffeError):
+        return default  # not of this package, or not a constant
+    if not all(isinstance(node, ARITHMETIC) for node in ast.walk(tree)):
+        return default
+    return repr(eval(compile(tree, "<default>", "eval")))

@@ -21,7 +21,7 @@ from transformers import CompileConfig
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, bench, cli
 from hf_specdec.bench import machine, measuring, methods
-from hf_specdec.cli import bench as command
+from hf_specdec.cli import benching as command
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
@@ -99,7 +99,7 @@ def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     arguments: list[str], message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("hf_specdec.cli.bench.load_model", None)
+    monkeypatch.setattr("hf_specdec.generation.loading.load_model", None)
     (tmp_path / "there.png").touch()
     filled = [str(tmp_path / a) if a in ("model", "other") or a.endswith((".png", ".txt")) else a for a in arguments]
     assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], *filled) == 2
@@ -126,10 +126,17 @@ def test_methods_with_compiled_forwards_are_named() -> None:
     rows = [made("plain", "1"), made("auto", "1", forwards="kernels"),
             made("auto", "2", forwards="kernels"), made("eagle", "1", forwards="cuda_graph"),
             made("auto+none", "1", forwards="eager")]  # fmt: skip
-    first, second = command._forwards_used(rows)
+    first, second = command.forwards_used(rows)
     assert first.startswith("With CPU kernels: auto. ")
     assert second.startswith("With captured graphs: eagle. ")
-    assert command._forwards_used(rows[:1]) == []
+    assert command.forwards_used(rows[:1]) == []
+
+
+def test_ids_that_differ_in_half_precision_are_explained() -> None:
+    (equal, differing) = ({"ids_equal": number, "questions": 1} for number in (1, 0))
+    (note,) = command.equality_note([equal, differing], "bfloat16")
+    assert note.endswith("--dtype float32 compares exactly.")
+    assert command.equality_note([equal, differing], "float32") == command.equality_note([equal], "bfloat16") == []
 
 
 def test_a_plot_needs_matplotlib(

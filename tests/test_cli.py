@@ -23,6 +23,7 @@ import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.cli import demo
 from hf_specdec.cli.race import Race, colored_pieces
+from hf_specdec.cli.status import working
 from hf_specdec.reporting.palette import PALETTE
 
 
@@ -37,6 +38,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1").save_pretrained(folder)
     EagleHead(EagleConfig.for_target(model.config)).save_pretrained(folder / "head")
     return folder
+
+
+def error_line(stderr: str) -> str:
+    """Return the only line that is not one of progress, such as "Loading the model ..."."""
+    (line,) = (line for line in stderr.splitlines() if not line.endswith(" ..."))
+    return line
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
@@ -183,10 +190,10 @@ def test_generate_streams(
     streams = capsys.readouterr()
     assert len(streams.out.split()) == 6
     speed = r"\[6 tokens, [0-9.]+ s, [0-9.]+ tokens/s, "
-    assert re.fullmatch(speed + r"tau [0-9.]+, method auto, float32]\n", streams.err)
+    assert re.fullmatch(r"Loading the model \.\.\.\n" + speed + r"tau [0-9.]+, method auto, float32]\n", streams.err)
     options = ["--model", model_path, "--method", "plain", "--max-new-tokens", 6]
     assert run(monkeypatch, "generate", "w5 w6", *options) == 0
-    assert re.fullmatch(speed + r"method plain, float32]\n", capsys.readouterr().err)
+    assert re.fullmatch(r"Loading the model \.\.\.\n" + speed + r"method plain, float32]\n", capsys.readouterr().err)
 
 
 def test_generate_shows_its_steps_in_colours(
@@ -231,7 +238,7 @@ def test_bench_measures_and_writes(
     ("arguments", "message"),
     [
         (["generate", "hello", "--model", "/nowhere"], "cannot be loaded"),
-        (["generate", "w5", "--model", "MODEL", "--method", "eagel"], "no method or drafter"),
+        (["generate", "w5", "--model", "MODEL", "--method", "eagel"], "Did you mean 'eagle'? Available: 'auto', "),
         (["generate", "w5", "--model", "MODEL", "--method", "eagle"], "needs a draft head"),
         (
             ["generate", "w5", "--model", "MODEL", "--drafter", "/nowhere"],
@@ -242,7 +249,10 @@ def test_bench_measures_and_writes(
         (["generate", "w5", "--dtype", "int4"], "dtype"),
         (["generate", "w5", "--model", "MODEL", "--seed", "-1"], "seed"),
         (["generate", "w5", "--model", "MODEL", "--temperature", "inf"], "finite"),
-        (["generate", "w5", "--model", "MODEL/head"], "it is a draft head. Give it as --drafter"),
+        (
+            ["generate", "w5", "--model", "MODEL/head"],
+            "it is a draft head. Give the model that it was trained for, and the head with --drafter.",
+        ),
         (["generate", "w5", "--model", "BARE"], "its directory has no tokenizer. Save it there"),
         (["generate", "w5", "--model", "EMPTY"], "holds no config.json"),
         (["generate", "w5", "--model", "MODEL", "--method", "medusa"], "none is given. Give one: --drafter"),
@@ -261,11 +271,14 @@ def test_bench_measures_and_writes(
         (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read: No such file or directory.\n"),
         (["inspect", "/nowhere"], "The head '/nowhere' cannot be loaded: there is no such directory"),
         (["inspect", "MODEL"], "not a head in a known layout"),
-        (["convert", "HEAD", "OUT", "--format", "medusa"], "is for MedusaHeads"),
+        (
+            ["convert", "HEAD", "OUT", "--format", "medusa"],
+            "this is EagleHead. Formats for this head: hf-specdec, eagle.",
+        ),
         (["convert", "HEAD", "OUT", "--format", "gguf"], "format"),
         (["convert", "HEAD", "HEAD", "--format", "eagle"], "directory of the head itself"),
         (["convert", "HEAD", "HEAD", "--format", "eagle", "--force"], "directory of the head itself"),
-        (["convert", "HEAD", "MODEL", "--format", "eagle"], "is not empty"),
+        (["convert", "HEAD", "MODEL", "--format", "eagle"], "Choose a new directory.\n"),
         (["convert", "HEAD", "MODEL", "--format", "eagle", "--force"], "not a head's files"),
         (["convert", "HEAD", "PROMPTS/out"], "is a file"),
         (["convert", "HEAD", "PROMPTS"], "prompts.jsonl is a file. Give a directory."),
@@ -302,6 +315,14 @@ def test_bench_measures_and_writes(
         ),
         (["distill", "--model", "MODEL", "--prompts", "EMPTY/no.txt", "--output", "OUT"], "no.txt' does not exist."),
         (["nonsense"], "No such command 'nonsense'. Commands: demo, generate,"),
+        (["demo", "--metod", "x"], "There is no option --metod. Did you mean --method? See hf-specdec demo --help.\n"),
+        (["train", "eagle", "--xyzzy"], "There is no option --xyzzy. See hf-specdec train eagle --help.\n"),
+        (["doctor", "--model", "x"], "There is no option --model: it is an argument. Usage: hf-specdec doctor"),
+        (["generate", "hello", "world"], "The argument 'world' is one too many. Put the prompt in quotes: hf-specdec"),
+        (["inspect", "a", "b"], "The argument 'b' is one too many. Usage: hf-specdec inspect [OPTIONS] HEAD."),
+        (["convert"], "Missing argument 'HEAD'. Usage: hf-specdec convert [OPTIONS] HEAD OUTPUT."),
+        (["bench"], "Missing option '--prompts'. See hf-specdec bench --help."),
+        (["inspect", "out1"], "at 'out1': it is not a local directory, and a Hub id has the form owner/name.\n"),
         (["train", "nonsense"], "No such command 'nonsense'. Commands: medusa, eagle, dflash."),
     ],
 )
@@ -324,8 +345,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     streams = capsys.readouterr()
     assert code == 2
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
-    assert "Traceback" not in streams.err
+    assert error_line(streams.err).startswith("hf-specdec: ")
 
 
 def test_inspect_and_convert(
@@ -417,16 +437,37 @@ def test_the_list_of_commands_shows_what_each_command_says_of_itself() -> None:
         assert entry.summary == own, name
 
 
-def test_help_and_version_import_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys; from hf_specdec import cli; sys.argv[1:] = [{argument!r}]\n"
-        "try: cli.main()\nexcept SystemExit as ended: assert not ended.code\n"
-        "assert not {{'torch', 'transformers'}} & sys.modules.keys()"
-    )
-    for argument in ("--help", "--version"):
-        command = [sys.executable, "-c", code.format(argument=argument)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
+    """So they are shown at once."""
+    code = """
+import sys
+from hf_specdec import cli
+commands = [[name] for name in cli.COMMANDS] + [["train", kind] for kind in ("medusa", "eagle", "dflash")]
+for arguments in (["--help"], ["--version"], *([*each, end] for each in commands for end in ("--help", "--typo"))):
+    sys.argv[1:] = arguments
+    try:
+        cli.main()
+    except SystemExit as ended:
+        assert bool(ended.code) == ("--typo" in arguments), arguments
+    assert not {"torch", "transformers"} & sys.modules.keys(), arguments
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--max-new-tokens" in done.stdout
+    assert done.stderr.count("There is no option --typo.") == len(cli.COMMANDS) + 3
+
+
+def test_progress_is_a_plain_line_if_stderr_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with working("Counting"):
+        assert capsys.readouterr().err == "Counting ...\n"  # before the work
+    with working("Counting", shown=False):
+        pass
+    monkeypatch.setenv("RANK", "1")  # the second process of a distributed run
+    with working("Counting"):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_the_hub_client_does_not_announce_new_tries(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,14 +526,14 @@ def test_a_command_without_arguments_shows_its_help_and_nothing_else(
 
 
 def test_generating_and_inspecting_import_nothing_of_training(model_path: Path) -> None:
-    """Nor does the help: whoever has an old peft, or none, is not bothered by it."""
+    """Whoever has an old peft, or none, is not bothered by it."""
     code = (
         "import sys; from hf_specdec import cli; sys.argv[1:] = {arguments}\n"
         "try: cli.main()\nexcept SystemExit as ended: assert not ended.code\n"
         "bad = [n for n in ('hf_specdec.training', 'transformers.trainer', 'peft', 'datasets', 'matplotlib') "
         "if n in sys.modules]\nassert not bad, bad"
     )
-    for arguments in (["--help"], ["train", "--help"], ["train", "eagle", "--help"], ["inspect", f"{model_path}/head"],
+    for arguments in (["inspect", f"{model_path}/head"],
                       ["generate", "w5", "--model", str(model_path), "--max-new-tokens", "3"]):  # fmt: skip
         command = [sys.executable, "-W", "ignore", "-c", code.format(arguments=arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ import zoo
 from hf_specdec import DFlashHead, EagleConfig, EagleHead, InvalidConfigError, SpeculativeGenerationMixin
 from hf_specdec.cli.new_heads import choose_mask_token
 from hf_specdec.training import Conversation, FeatureStore
-from test_cli import run
+from test_cli import error_line, run
 from test_cli_training import no_model, talks  # noqa: F401  (fixtures)
 
 Patch = pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_mistakes_are_refused_before_the_target_is_loaded(
     assert run(monkeypatch, *command) == 2
     streams = capsys.readouterr()
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
+    assert error_line(streams.err).startswith("hf-specdec: ")
     assert not (tmp_path / "out").exists()
 
 

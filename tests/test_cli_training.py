@@ -26,8 +26,9 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.training import Conversation, FeatureStore, capture_features, read_conversations
+from hf_specdec.training.estimate import RunEstimate
 from launched import launch
-from test_cli import run
+from test_cli import error_line, run
 from test_distill import CLI
 from test_training import TALKS
 
@@ -139,7 +140,7 @@ def test_a_head_goes_on_with_the_openings_of_answers(
         (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "does not exist"),
         (
             ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
-            "cannot be read",
+            'Expected a JSON object such as {"bf16": true}.',
         ),
         (
             ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
@@ -156,7 +157,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert run(monkeypatch, *[names.get(a, a) for a in arguments]) == 2
     streams = capsys.readouterr()
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
+    assert error_line(streams.err).startswith("hf-specdec: ")
 
 
 @pytest.fixture
@@ -220,8 +221,27 @@ def test_training_refuses_before_it_loads_the_target(
     assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, *output) == 2
     streams = capsys.readouterr()
     assert message in streams.err
-    assert len(streams.err.strip().splitlines()) == 1
+    assert error_line(streams.err).startswith("hf-specdec: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "trainer_state.json"])
+def test_state_of_another_program_is_not_written_over(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_model: None, name: str,
+) -> None:  # fmt: skip
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text('{"mine": 1}')
+    for kind in ("eagle", "medusa"):
+        assert run(monkeypatch, "train", kind, "--model", saved, "--data", talks, "--output", tmp_path / "out") == 2
+        assert f"holds a {name} that was not written by this command" in error_line(capsys.readouterr().err)
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
+
+
+def test_an_estimate_of_a_short_run_is_in_seconds() -> None:
+    assert str(RunEstimate(1, 1.5, 0, 0)).startswith("1 step of 1.5 s: about 2 s; ")
+    assert str(RunEstimate(40, 1.5, 0, 0)).startswith("40 steps of 1.5 s: about 1 min; ")
+    assert str(RunEstimate(4000, 1.5, 0, 0)).startswith("4000 steps of 1.5 s: about 1 h 40 min; ")
 
 
 def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(

@@ -173,6 +173,7 @@ def test_prompts_of_every_kind(tmp_path: Path) -> None:
     for text, message in (
         ('{"other": 1}', "line 1 has no prompt"),
         ("{", "is not JSON"),
+        ("a text", "is not JSON: it begins with 'a text'."),
         ("[1]", "line 1 holds a list"),
     ):
         path.write_text(text)

@@ -96,7 +96,9 @@ def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as failure:
-            raise InvalidConfigError(f"{path}, line {number} is not JSON: {_reason(failure)}.") from failure
+            is_text = isinstance(failure, json.JSONDecodeError) and not failure.pos
+            reason = f"it begins with {shortened(line.strip()[:40])}" if is_text else _reason(failure)
+            raise InvalidConfigError(f"{path}, line {number} is not JSON: {reason}.") from failure
         if not isinstance(row, dict):
             raise InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, not a JSON object.")
         yield number, row

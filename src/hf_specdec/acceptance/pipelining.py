@@ -20,11 +20,17 @@ from hf_specdec.host_sync import can_pin, read, split_columns
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The kept path of each row, decided on the device and not yet read by the host. Fields as in `Acceptance`."""
+    """The kept path of each row, decided on the device and not yet read by the host.
 
-    path: Tensor  # [B, P] long, node indices from the root, -1 beyond the path
-    tokens: Tensor  # [B, P] long, -1 beyond the path
-    next_token: Tensor  # [B] long, the next root
+    Args:
+        path: `[B, P]` long, node indices from the root, -1 beyond the path.
+        tokens: `[B, P]` long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond.
+        next_token: `[B]` long, the next root: the last emitted token, or the old root if none.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    next_token: Tensor
 
     @property
     def num_kept(self) -> Tensor:

@@ -45,8 +45,10 @@ def measure(
         model: The target, with speculation attached and its drafters loaded.
         tokenizer: Its tokenizer.
         questions: Questions to answer.
-        methods: Names of `PEERS`, values of `speculative=` (with or without one of `SUFFIXES`), or keys of
-            `settings`; `plain` is always measured first.
+        methods: Names of transformers' methods (`transformers_prompt_lookup`, `transformers_assisted`,
+            `plain_static_compiled`), values of `speculative=`, keys of `settings`. A value of `speculative=` may end
+            with a value of `compile`: `+kernels`, `+inductor`, `+cuda_graph`, `+compile`, `+none`. `plain` is always
+            measured first.
         max_new_tokens: Length limit of each answer.
         rounds: Timed repetitions, interleaved over the methods.
         settings: By method name: a value of `speculative=` to use instead of the name, the assistant model of

@@ -110,7 +110,12 @@ def _rules(head: Head, format: str) -> Format:
         if isinstance(head, rules.head_class):
             return rules
     names = " or ".join(rules.head_class.__name__ for rules in found)
-    raise CheckpointFormatError(f"The format {format!r} is for {names}, this is {type(head).__name__}.")
+    own = {name for table in (FORMATS, BLOCK_FORMATS) for name, rules in table.items()
+           if isinstance(head, rules.head_class)}  # fmt: skip
+    raise CheckpointFormatError(
+        f"The format {format!r} is for {names}, this is {type(head).__name__}.",
+        f"Formats for this head: {', '.join((NATIVE_LAYOUT, *sorted(own)))}.",
+    )
 
 
 def _check_format(head: Head, format: str) -> None:
@@ -141,12 +146,12 @@ def _check_directory(head: Head, folder: Path, replace: bool) -> None:
             f"{folder} is the directory that this head was loaded from.", "Choose another directory."
         )
     existing = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
+    unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
     if existing and not replace:
         raise InvalidConfigError(
-            f"{folder} is not empty: it holds {listed(existing)}.",
-            "Choose a new directory, or use replace=True.",
+            f"{folder} is not empty: it holds {listed(unknown or existing)}.",
+            "Choose a new directory." if unknown else "Choose a new directory, or use replace=True.",
         )
-    unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
     if unknown:
         raise InvalidConfigError(f"{folder} holds {listed(unknown)}, not a head's files.", "Choose another directory.")
 

@@ -23,6 +23,7 @@ from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.checkpoints.layouts import lookup
 from hf_specdec.checkpoints.sources import is_connection_error, local_directory
+from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.errors import CheckpointFormatError, sentence
 from hf_specdec.records import Fields
 from hf_specdec.verification.memory import persistent_tensors
@@ -156,6 +157,11 @@ def read_config(repo_or_path: str | Path, *, subfolder: str = "", **download: An
 
 def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) -> _Folder:
     folder = local_directory(repo_or_path, "head", EXPECTED_HEAD)
+    if folder is None and "/" not in str(repo_or_path):  # the Hub has no heads without an owner
+        raise CheckpointFormatError(
+            f"There is no head at {str(repo_or_path)!r}: it is not a local directory, and a Hub id has the form "
+            "owner/name."
+        )
     return _Repository(str(repo_or_path), subfolder, download) if folder is None else _Folder(folder, subfolder)
 
 
@@ -277,12 +283,15 @@ class _Repository(_Folder):
         return False
 
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
-        reason = sentence(" ".join(str(error).split())[:300])
+        if is_connection_error(error):
+            return CheckpointFormatError(
+                f"There is no head at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
+                "Connect to the Hub, or give the directory of a downloaded head.",
+            )
+        reason = sentence(first_sentence(error)[:300])
         return CheckpointFormatError(
             f"There is no head at {self.name!r}: it is not a local directory, and downloading {name} failed: {reason}",
-            "Connect to the Hub, or give the directory of a downloaded head."
-            if is_connection_error(error)
-            else "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
+            "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
         )
 
 

@@ -1,13 +1,12 @@
 """The command `hf-specdec`. Errors that the user can correct are printed as one line on stderr, with exit code 2.
 
-A command's module, and with it torch and transformers, is imported when the command is used.
+Torch and transformers take seconds to import: a command imports them after its options are parsed and checked.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,7 +15,8 @@ import typer
 from safetensors import SafetensorError
 
 from hf_specdec.cli.layout import Command, Group
-from hf_specdec.errors import SpeculativeDecodingError, sentence
+from hf_specdec.cli.mistakes import in_words
+from hf_specdec.errors import SpeculativeDecodingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ COMMANDS = {
         "cat question.txt | hf-specdec generate - --json",
     )),
     "doctor": Entry(
-        "machine.doctor", MEASURE,
+        "checks.doctor", MEASURE,
         "Check whether a model can verify trees, time its forwards and find the fastest method on three prompts.",
         ("hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"),
     ),
@@ -50,7 +50,7 @@ COMMANDS = {
         "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
     )),
     "env": Entry(
-        "machine.env", MEASURE, "Show versions, devices and supported features, for a bug report.",
+        "checks.env", MEASURE, "Show versions, devices and supported features, for a bug report.",
         ("hf-specdec env",),
     ),
     "distill": Entry(
@@ -91,8 +91,7 @@ class Commands(Group):
 
 
 def load(name: str) -> Any:
-    """Import a command, for which libraries are silenced; return it as typer runs it."""
-    importlib.import_module("hf_specdec.cli.quiet").silence_libraries()
+    """Import a command, and return it as typer runs it."""
     entry = COMMANDS[name]
     module, _, attribute = entry.place.partition(".")
     found: Any = getattr(importlib.import_module(f"hf_specdec.cli.{module}"), attribute)
@@ -106,6 +105,7 @@ def load(name: str) -> Any:
 
 app = typer.Typer(
     cls=Commands, help="Lossless speculative decoding for Hugging Face transformers.",
+    epilog="[bold]Start with[/bold] hf-specdec demo. Examples: hf-specdec COMMAND --help",
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )  # fmt: skip
 
@@ -132,11 +132,9 @@ for _name, _entry in COMMANDS.items():
 def main() -> None:
     """Run the command that `sys.argv` names and exit; entry point of the console script `hf-specdec`."""
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(prog_name="hf-specdec", standalone_mode=False) or 0)
     except SpeculativeDecodingError as error:
         _fail(str(error))
-    except typer.BadParameter as error:
-        _fail(in_words(error.format_message()))
     except (OSError, SafetensorError) as error:
         _fail(f"A file could not be read or written: {error}")
     except RuntimeError as error:
@@ -146,24 +144,7 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except typer.TyperException as error:
-        _fail(str(error))
-
-
-PYDANTIC_WORDS = (
-    (r"Value error, ", ""),
-    (r"Input should be greater than or equal to ", "must be at least "),
-    (r"Input should be less than or equal to ", "must be at most "),
-    (r"Input should be a valid (integer|number).*", r"must be a \1"),
-    (r"\bmust be a integer", "must be an integer"),
-)
-"""Patterns in pydantic's messages, with which typer describes an invalid value, and what is shown instead."""
-
-
-def in_words(message: str) -> str:
-    """Return typer's message on an invalid value of an option as a sentence."""
-    for pattern, words in PYDANTIC_WORDS:
-        message = re.sub(pattern, words, message)
-    return sentence(message)
+        _fail(in_words(error))
 
 
 TORCH_WRITER = "inline_container.cc"

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hf_specdec.cli.answers import dtype_of
 from hf_specdec.cli.status import working
 from hf_specdec.generation.loading import encode
 from hf_specdec.generation.state import state_of
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
 from hf_specdec.reporting.step_streamer import StepStreamer, TimedPiece
-
-PROMPT = (
-    "Correct the grammar and spelling of this paragraph:\n\n"
-    "The sun is the star at the center of the solar sistem. It are about 150 million kilometers away from the Earth. "
-    "Its light take about eight minutes to reach us. Eight planets travel around the sun. The largest of them is "
-    "Jupiter, and the smalest is Mercury. Without the sun, there would be no life on Earth."
-)
 
 WARM_UP_TOKENS = 8
 """Tokens that both methods decode before the timed calls, so that one-time work is not timed."""
@@ -155,6 +151,23 @@ def run(
         speculation=stats,
         is_compiled=any(program.runner is not None for program in state_of(model).programs.values()),
     )
+
+
+def show_lines(model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], console: Console) -> None:
+    """Run the comparison, print the speculative answer as it grows, then the report; for files and pipes.
+
+    Args:
+        model: A model with `SpeculativeGenerationMixin`; call `prepare` first.
+        tokenizer: Its tokenizer.
+        prompt: The prompt.
+        settings: Further arguments of `run`.
+        console: Where to print the report.
+    """
+    plain, speculative = Answer(tokenizer), Answer(tokenizer, write=partial(typer.echo, nl=False))
+    result = run(model, tokenizer, prompt, **settings, plain=plain, speculative=speculative)
+    typer.echo()
+    report(result, console)
+    console.print(f"weights in {dtype_of(model)}")
 
 
 def report(result: DemoResult, console: Console) -> None:

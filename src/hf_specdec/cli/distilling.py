@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from hf_specdec.cli.options import Json, Model, Precision, Seed, check_writable_directory, finite, require_package
-from hf_specdec.cli.runs import Output, load_training_target, print_result, training_package
+from hf_specdec.cli.status import importing
+from hf_specdec.cli.training_options import Output
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.generation.loading import end_tokens, load_tokenizer
 
 
 def distill(
@@ -47,14 +47,18 @@ def distill(
     if server is not None:
         require_package("openai", "Distilling from a server", "training")
     check_writable_directory(output, "--output")
-    training = training_package()
+    with importing(shown=not as_json):
+        from hf_specdec import training
+        from hf_specdec.cli.runs import load_training_target, print_result
+        from hf_specdec.generation.loading import end_tokens, load_tokenizer
+
     given = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
     config = training.DistillConfig(
         max_new_tokens=max_new_tokens, num_turns=turns, batch_size=batch_size, seed=seed,
         temperatures=tuple(temperature or training.DistillConfig().temperatures),
     )  # fmt: skip
     if server is None:
-        target, tokenizer = load_training_target(model, dtype)
+        target, tokenizer = load_training_target(model, dtype, shown=not as_json)
     else:
         tokenizer = load_tokenizer(model)
         target = training.ServerTeacher(

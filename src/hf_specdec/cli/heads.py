@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specdec.checkpoints.export import export_head, lost_settings
-from hf_specdec.checkpoints.hub import load_head
-from hf_specdec.checkpoints.report import inspect_head
 from hf_specdec.cli.options import check_writable_directory
+from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError, printable
 
 Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any supported layout.")]
@@ -31,7 +28,11 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Show a head's layout, target, sizes and config; every tensor is read and checked."""
-    report = inspect_head(head, revision=revision)
+    with importing(shown=not as_json):
+        from hf_specdec.checkpoints.report import inspect_head
+
+    with working("Reading the head", shown=not as_json):
+        report = inspect_head(head, revision=revision)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
         return
@@ -69,15 +70,21 @@ def convert(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the weights.")
     ] = None,
-    force: Annotated[bool, typer.Option(help="Replace the head in OUTPUT.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the head in OUTPUT.")] = False,
 ) -> None:
     """Convert a head to the layout of hf-specdec or of another engine."""
     check_writable_directory(output, "OUTPUT")
     if Path(head).resolve() == output.resolve():
         raise InvalidConfigError(f"OUTPUT {output} is the directory of the head itself.", "Give another directory.")
-    loaded = load_head(
-        head, revision=revision, hot_tokens=hot_tokens, dtype=None if dtype is None else getattr(torch, dtype)
-    )
+    with importing():
+        import torch
+
+        from hf_specdec.checkpoints.export import export_head, lost_settings
+        from hf_specdec.checkpoints.hub import load_head
+
+    with working("Reading the head"):
+        kind = None if dtype is None else getattr(torch, dtype)
+        loaded = load_head(head, revision=revision, hot_tokens=hot_tokens, dtype=kind)
     if target is not None:
         loaded.config.base_model_name_or_path = target
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import typer
 from rich.text import Text
@@ -12,9 +13,21 @@ from typer.core import TyperCommand, TyperGroup
 TABLE_WIDTH = 120
 """Columns from which options are shown in a table."""
 
+VALUE_NAMES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""What help calls an option's value, by type."""
+
 
 class Command(TyperCommand):
     """A command whose help has no table if the terminal has fewer than `TABLE_WIDTH` columns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        params: Any = self.params
+        for param in params:
+            described = param.type_descriptor
+            if param.metavar is None and not getattr(param, "is_flag", False) and not described.is_choice:
+                kind = get_args(described.annotation)[0] if described.is_list else described.annotation
+                param.metavar = VALUE_NAMES.get(kind)
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the help, as a table or as lines."""

@@ -1,4 +1,4 @@
-"""The commands `hf-specdec env` and `hf-specdec doctor`."""
+"""What `hf-specdec env` and `doctor` show: versions, devices and features; the fastest method for a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -16,12 +16,13 @@ from rich.table import Table
 
 from hf_specdec.bench.diagnosis import Diagnosis, diagnose
 from hf_specdec.bench.machine import versions
-from hf_specdec.cli.generation import dtype_of, head_for
-from hf_specdec.cli.options import FORWARDS, Head, Json, NewTokens, Precision
+from hf_specdec.cli.answers import dtype_of, head_for
+from hf_specdec.cli.options import FORWARDS
 from hf_specdec.cli.status import working
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
-from hf_specdec.generation.loading import PACKAGE, load_model
+from hf_specdec.generation.loading import load_model
+from hf_specdec.generation.packaged import PACKAGE
 from hf_specdec.reporting.stats import EAGER
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
@@ -30,8 +31,8 @@ PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", 
 """Packages whose versions `hf-specdec env` prints, in addition to torch and transformers."""
 
 
-def env(as_json: Json = False) -> None:
-    """Show versions, devices and supported features, for a bug report."""
+def show_environment(*, as_json: bool) -> None:
+    """Print versions, devices and supported features, as lines or as one JSON object."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     found: dict[str, Any] = {
         **versions(device or torch.device("cpu")),
@@ -77,21 +78,18 @@ def _compiler() -> str | None:
     return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
 
 
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Path or Hub id of the model. Default: the packaged SmolLM2-135M-Instruct."
-        ),
-    ] = None,
-    drafter: Head = None,
-    max_new_tokens: NewTokens = 64,
-    dtype: Precision = "auto",
-    as_json: Json = False,
-) -> None:
-    """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
-    head = head_for(["auto"], model, drafter)
+def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_new_tokens: int, as_json: bool) -> None:
+    """Print whether a model can verify trees, milliseconds per forward, and the fastest method on three prompts.
+
+    Args:
+        model: Path or Hub id of the model; None is the packaged model.
+        drafter: Path or Hub id of a head; None is the model's default head, if it has one.
+        dtype: Dtype of the weights.
+        max_new_tokens: Maximum number of tokens of each answer.
+        as_json: Print one JSON object instead of text.
+    """
     with working("Loading the model", shown=not as_json):
+        head = head_for(["auto"], model, drafter)
         lm, tokenizer = load_model(model, head, dtype)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
     with working("Timing forwards and methods on three prompts", shown=not as_json):

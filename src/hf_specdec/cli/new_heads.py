@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 import torch
 
+from hf_specdec import training
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.checkpoints.hub import load_head
-from hf_specdec.cli.runs import training_package
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.dflash import DFlashHead
@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from hf_specdec.training import Conversation
 
 NewHead = TypeVar("NewHead", MedusaHeads, EagleHead, Eagle3Head, DFlashHead)
-
-
-def check_new_head_fields(fields: dict[str, Any], initial_head: str | None) -> dict[str, Any]:
-    """Return the config fields that the user has set for a new head, that is, those that are not None.
-
-    Raises:
-        InvalidConfigError: A field is set, but training starts from `--initial-head`, which has its own config.
-    """
-    given = {name: value for name, value in fields.items() if value is not None}
-    if given and initial_head is not None:
-        raise InvalidConfigError(
-            f"--initial-head {initial_head} has its own config; {', '.join(given)} would be ignored.",
-            "Drop these options, or train a new head.",
-        )
-    return given
 
 
 def new_head(kind: type[NewHead], config: Any, target_config: Any) -> NewHead:
@@ -91,7 +76,7 @@ def set_draft_vocabulary(head: Head, conversations: list[Conversation]) -> None:
     """If the head drafts only some of the target's tokens, choose the most frequent ones in the answers."""
     size = head.config.draft_vocab_size
     if size is not None:
-        head.set_hot_token_ids(training_package().most_frequent_tokens(conversations, size))
+        head.set_hot_token_ids(training.most_frequent_tokens(conversations, size))
 
 
 def choose_mask_token(tokenizer: Any, conversations: list[Conversation], vocab_size: int) -> int:

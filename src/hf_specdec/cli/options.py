@@ -113,6 +113,12 @@ def check_writable_directory(path: Path | None, option: str) -> None:
         raise InvalidConfigError(f"{option} {path}: {existing} is not writable.", "Give another directory.")
 
 
+OBJECT_EXAMPLES = {
+    "--arguments": '{"bf16": true}', "--recipe": '{"answer_tokens": 64}', "--head-fields": '{"num_steps": 5}',
+}  # fmt: skip
+"""A valid object for each option that takes a JSON file; the fields are those of every kind of head."""
+
+
 def read_object(path: Path | None, option: str) -> dict[str, Any]:
     """Read a JSON object from the file given for an option; {} if the path is None.
 
@@ -124,4 +130,7 @@ def read_object(path: Path | None, option: str) -> dict[str, Any]:
     try:
         return records.read_object(path)
     except InvalidConfigError as error:
-        raise InvalidConfigError(f"{option}: {error}", 'Expected something like {"bf16": true}.') from error
+        reason = str(error).removesuffix(" Expected a JSON object.")
+        raise InvalidConfigError(
+            f"{option}: {reason}", f"Expected a JSON object such as {OBJECT_EXAMPLES[option]}."
+        ) from error

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.checkpoints.published import find_heads
 from hf_specdec.cli.options import Json
-from hf_specdec.generation.loading import HUB_ID, SHIPPED_HEAD
+from hf_specdec.cli.status import working
+from hf_specdec.generation.packaged import HUB_ID, SHIPPED_HEAD
 
 REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
 
@@ -24,7 +24,13 @@ def find(
     """Find published draft heads for a model on the Hub; without one, show where the shipped heads are."""
     if model == HUB_ID:
         return _ours(as_json)
-    heads = find_heads(model)
+    with working("Searching the Hub", shown=not as_json):
+        from huggingface_hub.utils import logging
+
+        from hf_specdec.checkpoints.published import find_heads
+
+        logging.set_verbosity_error()  # no warning on each new try
+        heads = find_heads(model)
     if as_json:
         typer.echo(json.dumps([asdict(head) for head in heads]))
     elif heads:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,7 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hf_specdec.cli.demo import COMPILED, Answer, DemoResult
+from hf_specdec.cli.answers import dtype_of
+from hf_specdec.cli.demo import COMPILED, Answer, DemoResult, run
 from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import shown_tau
 from hf_specdec.reporting.step_streamer import TimedPiece
@@ -90,6 +92,25 @@ def colored_pieces(pieces: Sequence[TimedPiece], *, colored: bool) -> Text:
         number += several
     text.rstrip()
     return text
+
+
+def show_race(
+    model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], given: Sequence[str], console: Console
+) -> None:
+    """Run the comparison, draw both answers while they grow, and print what it shows.
+
+    Args:
+        model: A model with `SpeculativeGenerationMixin`; call `prepare` first.
+        tokenizer: Its tokenizer.
+        prompt: The prompt.
+        settings: `method` and `max_new_tokens` of `run`.
+        given: See `conclude`.
+        console: The terminal.
+    """
+    answers = Answer(tokenizer), Answer(tokenizer)
+    with Race(console, *answers, settings["method"]).live():
+        result = run(model, tokenizer, prompt, **settings, plain=answers[0], speculative=answers[1])
+    conclude(result, answers, dtype_of(model), given, console)
 
 
 def conclude(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from hf_specdec import records, viz
+from hf_specdec import records, training, viz
 from hf_specdec.checkpoints.formats import Head
+from hf_specdec.cli.status import working
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.loading import load_target, load_tokenizer
 from hf_specdec.heads.card import RUN_PICTURE
+from hf_specdec.training.processes import processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,31 +28,22 @@ if TYPE_CHECKING:
 MAX_LOG_BYTES = 256 * 2**20
 """Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""
 
-Output = Annotated[Path, typer.Option(help="Directory to write to. Run the same command again to resume.")]
-Data = Annotated[
-    list[str], typer.Option(help="Output directory of `distill`, a .jsonl file or a dataset name. Can be repeated.")
-]
 
+def load_training_target(name: str | None, dtype: str, *, shown: bool = False) -> tuple[PreTrainedModel, Any]:
+    """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode.
 
-def training_package() -> Any:
-    """Return the module `hf_specdec.training`, imported only when needed: transformers' Trainer is slow to import."""
-    from hf_specdec import training
-
-    return training
-
-
-def load_training_target(name: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode."""
-    from hf_specdec.training.processes import processes
-
-    target, tokenizer = load_target(name, dtype)
+    Args:
+        name: Path or Hub id of the model; None is the packaged model.
+        dtype: Dtype of the weights.
+        shown: Whether to show on stderr what is being done.
+    """
+    with working("Loading the model", shown=shown):
+        target, tokenizer = load_target(name, dtype)
     return target.to(processes().device).eval(), tokenizer
 
 
 def is_main() -> bool:
     """Return whether this is the main process of a distributed run; True if the run has only one process."""
-    from hf_specdec.training.processes import processes
-
     return bool(processes().is_main_process)
 
 
@@ -60,7 +53,6 @@ def load_conversations(data: list[str], model: str | None, max_length: int) -> l
     Raises:
         InvalidConfigError: No conversation is left, or a source cannot be read.
     """
-    training = training_package()
     conversations = training.read_conversations(*data, tokenizer=load_tokenizer(model))
     cut = [training.Conversation(one.input_ids[:max_length], one.loss_mask[:max_length]) for one in conversations]
     kept = [one for one in cut if sum(one.loss_mask) > 1]
@@ -95,8 +87,6 @@ def finish_training(
 
     The main process does this, while all others wait.
     """
-    from hf_specdec.training.processes import processes
-
     if is_main():
         _save_head(head, output, as_json)
         if evaluation is not None:
@@ -131,7 +121,7 @@ def _print_expected_speed(target: PreTrainedModel, head: Head, evaluation: Train
     """Estimate a head's speed-up on this device from held-out data, and print it, or why it cannot be estimated."""
     head = head.to(target.device, target.dtype)
     try:
-        found = training_package().find_tree(target, head, evaluation, max_nodes=32)
+        found = training.find_tree(target, head, evaluation, max_nodes=32)
     except SpeculativeDecodingError as error:
         print_note(f"The speed-up could not be estimated: {error}")
         return

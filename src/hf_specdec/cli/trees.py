@@ -9,8 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec import viz
-from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.options import (
     Json,
     Model,
@@ -19,9 +17,9 @@ from hf_specdec.cli.options import (
     check_writable_file,
     require_package,
 )
-from hf_specdec.cli.runs import Data, load_conversations, load_training_target, print_result, training_package
+from hf_specdec.cli.status import importing, working
+from hf_specdec.cli.training_options import Data
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.generation.loading import load_config
 
 
 def tree(
@@ -46,18 +44,26 @@ def tree(
     check_writable_file(plot, "--plot", force=force)
     if plot is not None:
         require_package("matplotlib", "--plot", "training")
-    head = load_head(drafter)
+    with importing(shown=not as_json):
+        from hf_specdec import training, viz
+        from hf_specdec.checkpoints.hub import load_head
+        from hf_specdec.cli.runs import load_conversations, load_training_target, print_result
+        from hf_specdec.generation.loading import load_config
+
+    with working("Reading the head", shown=not as_json):
+        head = load_head(drafter)
     if (output / "config.json").exists() and output.resolve() != Path(drafter).resolve():
         raise InvalidConfigError(
             f"--output {output} already holds another head or model.", "Give a new directory, or the head's own."
         )
     head.check_sizes(load_config(model).get_text_config(decoder=True))
     conversations = load_conversations(data, model, 2048)[:limit]
-    target, _ = load_training_target(model, dtype)
+    target, _ = load_training_target(model, dtype, shown=not as_json)
     head = head.to(target.device, target.dtype)
-    search = training_package().search_tree(
-        target, head, conversations, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k
-    )
+    with working("Measuring acceptance and the time of verification", shown=not as_json):
+        search = training.search_tree(
+            target, head, conversations, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k
+        )
     head.save_pretrained(output)
     if plot is not None:
         viz.save_plot(viz.plot_tree(search.choices, search.acceptance), plot)

@@ -95,6 +95,9 @@ class AnswerHistory:
     def clear(self, name: str | None = None) -> None:
         """Drop all answers, or those of one name.
 
+        Args:
+            name: A name in `names`; None drops all answers.
+
         Raises:
             InvalidConfigError: The name has no answers.
         """
@@ -160,6 +163,10 @@ class AnswerHistory:
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write all answers to a file of JSON lines, least recently used first.
 
+        Args:
+            path: The file.
+            overwrite: Whether an existing file may be replaced.
+
         Raises:
             InvalidConfigError: The file exists and `overwrite` is False, or it cannot be written.
         """
@@ -173,6 +180,9 @@ class AnswerHistory:
 
     def load(self, path: str | Path) -> None:
         """Add the answers of a file written by `save`; the whole file is checked first.
+
+        Args:
+            path: The file.
 
         Raises:
             CheckpointFormatError: The file is not a stored history, or belongs to a model with another vocabulary.

@@ -74,13 +74,14 @@ class DraftSession(ABC):
     """State of a drafter in one generation, which drafts the tree of each step.
 
     Attributes:
-        can_launch: Whether `propose` can return the next draft right after `launch`, before `observe`. `hybrid` then
-            drafts before the host reads the step.
-        has_candidates: Whether `candidates` is defined, which lists possible next tokens at almost no cost.
+        can_launch: Default False. Whether `propose` can return the next draft right after `launch`, before `observe`.
+            `hybrid` then drafts before the host reads the step.
+        has_candidates: Default False. Whether `candidates` is defined, which lists possible next tokens at almost no
+            cost.
     """
 
-    can_launch = False
-    has_candidates = False
+    can_launch: bool = False
+    has_candidates: bool = False
 
     @abstractmethod
     def propose(self, budget: Budget) -> Draft:
@@ -147,12 +148,12 @@ class Drafter(ABC):
     Attributes:
         method: The method name, as in `speculative="eagle"`.
         needs: The inputs that it needs in addition to token ids.
-        has_window: Whether `SpeculativeConfig.draft_window` applies to it.
+        has_window: Default False. Whether `SpeculativeConfig.draft_window` applies to it.
     """
 
     method: str
     needs: Needs = Needs()
-    has_window = False
+    has_window: bool = False
 
     @property
     def copies_target_weights(self) -> bool:
@@ -190,7 +191,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Return a session for one generation."""
+        """Return a session for one generation.
+
+        Args:
+            target: The target, through which a drafter of the target's own layers runs them.
+            context: The prompt, the first roots, and what `needs` names.
+            config: The config of the call.
+        """
 
     def compiled(self, model: PreTrainedModel, mode: ExecutionMode) -> Drafter:
         """Return a copy whose forwards are compiled or captured; the drafter itself if it has nothing to compile.

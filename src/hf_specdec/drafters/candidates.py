@@ -21,7 +21,12 @@ from hf_specdec.trees.tree import ROOT_PARENT
 
 
 class Candidate(NamedTuple):
-    """A token that may follow a node, and its probability according to the source that lists it."""
+    """A token that may follow a node, and its probability according to the source that lists it.
+
+    Attributes:
+        token: Token id.
+        probability: From 0 to 1.
+    """
 
     token: int
     probability: float

@@ -61,7 +61,8 @@ class MtpDrafter(EagleDrafter):
             DrafterMismatchError: The model or its checkpoint has no MTP modules.
             UnsupportedModelError: The modules are not plain attention layers, transformers cannot build them, or there
                 are several of those that transformers drops.
-            HeadTensorsError, CheckpointFormatError: See `checkpoints.layer_mtp.target_mtp`.
+            HeadTensorsError: Tensors of the modules are missing or have wrong shapes.
+            CheckpointFormatError: The checkpoint cannot be read.
         """
         return MtpDrafter(target_mtp(model)) if drops_mtp(model) else NativeMtpDrafter(model)
 

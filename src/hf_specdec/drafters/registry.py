@@ -6,6 +6,7 @@ a `Method`.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,8 +172,10 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     available = {*COMBINED, *rows, *registered}
     if method in available:
         return method
-    known = ", ".join(map(repr, sorted({*available, *aliases})))
-    raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"Available: {known}.")
+    names = sorted({*available, *aliases})
+    meant = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(name, names, n=1))
+    known = ", ".join(map(repr, names))
+    raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"{meant}Available: {known}.")
 
 
 def drafter_of(head: DraftHead) -> Drafter:

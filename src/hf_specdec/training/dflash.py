@@ -38,7 +38,8 @@ class DFlashTrainingConfig(Recipe):
         soft_weight: Weight of the cross entropy on the target's distribution. It learns faster than the distance as
             long as the head knows little.
         confidence_weight: Weight of the confidence head's binary cross entropy, if there is such a head.
-        answer_tokens: See `Recipe`.
+        answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
+            repeat themselves, which is easy to predict; their beginnings are not.
     """
 
     anchors: int = 64
@@ -65,7 +66,7 @@ def train_dflash(
     resume: bool = False,
     held_out: TrainingData | None = None,
 ) -> DFlashHead:
-    """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
+    """Train a block head in place; logs and checkpoints are in `arguments.output_dir`.
 
     Args:
         model: The frozen target; with captured features only its lm_head and embedding are used.
@@ -75,11 +76,19 @@ def train_dflash(
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: Settings; None for the defaults.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
-        held_out: Evaluation data, see `trainer.fit`.
+        held_out: Conversations or features to evaluate on before each checkpoint. If the arguments come from
+            `head_arguments(..., held_out=True)`, the head gets the weights of the checkpoint with the highest tau.
+
+    Returns:
+        The head. Under FSDP, which shards the weights, a new head: with the gathered weights on the main process,
+        untrained on the others.
 
     Raises:
-        InvalidConfigError: A head with a sliding window, or see `trainer.fit`.
-        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
+        InvalidConfigError: A head with a sliding window, token ids outside the target's vocabulary, no conversations,
+            features that lack a layer, weights created in inference mode, FSDP in a single process, an output
+            directory in use by another process, or a resumed run that had another head, settings or data.
+        DrafterMismatchError: The head was made for another model.
+        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
     """
     objective = DFlashObjective(head, model, config or DFlashTrainingConfig())
     length = objective.recipe.answer_tokens

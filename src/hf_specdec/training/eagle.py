@@ -47,7 +47,8 @@ class EagleTrainingConfig(Recipe):
         soft_tokens: Learn the target's distribution over the draft vocabulary; False: only its most likely token.
         growing: Fraction of the run, from its start, over which the number of aligned steps grows from 1 to
             `aligned_steps`; 0 uses all of them throughout. The first step is the cheapest and contributes most.
-        answer_tokens: See `Recipe`.
+        answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
+            repeat themselves, which is easy to predict; their beginnings are not.
     """
 
     feature_weight: float = 1.0
@@ -95,7 +96,7 @@ def train_eagle(
     resume: bool = False,
     held_out: TrainingData | None = None,
 ) -> TrainedHead:
-    """Train `head` in place and return it (under FSDP a new one, see `trainer.fit`).
+    """Train an EAGLE head or an MTP module in place; logs and checkpoints are in `arguments.output_dir`.
 
     Args:
         model: The frozen target; with captured features only its lm_head and, unless the head has its own, its
@@ -106,12 +107,20 @@ def train_eagle(
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: Settings; None for `EagleTrainingConfig.for_head(head)`.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
-        held_out: Evaluation data, see `trainer.fit`.
+        held_out: Conversations or features to evaluate on before each checkpoint. If the arguments come from
+            `head_arguments(..., held_out=True)`, the head gets the weights of the checkpoint with the highest tau.
+
+    Returns:
+        The head. Under FSDP, which shards the weights, a new head: with the gathered weights on the main process,
+        untrained on the others.
 
     Raises:
-        InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, a head with a sliding window, or see
-            `trainer.fit`.
-        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
+        InvalidConfigError: An EAGLE-3 head with nonzero `feature_weight`, a head with a sliding window, token ids
+            outside the target's vocabulary, no conversations, features that lack a layer, weights created in inference
+            mode, FSDP in a single process, an output directory in use by another process, or a resumed run that had
+            another head, settings or data.
+        DrafterMismatchError: The head was made for another model.
+        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
     """
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
     length = objective.recipe.answer_tokens

@@ -29,10 +29,14 @@ class RunEstimate:
     disk_bytes: int  # for the checkpoints kept at the same time
 
     def __str__(self) -> str:
-        hours, minutes = divmod(math.ceil(self.num_steps * self.seconds_per_step / 60), 60)
+        seconds = self.num_steps * self.seconds_per_step
+        hours, minutes = divmod(math.ceil(seconds / 60), 60)
         duration = f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
+        if seconds < 60:
+            duration = f"{math.ceil(seconds)} s"
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
         return (
-            f"{self.num_steps} steps of {self.seconds_per_step:.2g} s: about {duration}; "
+            f"{steps} of {self.seconds_per_step:.2g} s: about {duration}; "
             f"{self.memory_bytes / 1e9:.1f} GB of memory, {self.disk_bytes / 1e9:.2f} GB of disk for checkpoints."
         )
 

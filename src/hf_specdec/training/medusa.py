@@ -30,7 +30,8 @@ class MedusaTrainingConfig(Recipe):
         head_decay: Weight of each head relative to the previous one (0.8 in the paper).
         soft_labels: Learn the target's distribution over the draft vocabulary; False: the text's token (as in the
             paper).
-        answer_tokens: See `Recipe`.
+        answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
+            repeat themselves, which is easy to predict; their beginnings are not.
     """
 
     head_decay: float = 0.8
@@ -52,7 +53,7 @@ def train_medusa(
     resume: bool = False,
     held_out: TrainingData | None = None,
 ) -> MedusaHeads:
-    """Train `heads` in place and return them (under FSDP new ones, see `trainer.fit`).
+    """Train Medusa heads in place (Medusa-1); logs and checkpoints are in `arguments.output_dir`.
 
     Args:
         model: The frozen target; with captured features only its lm_head is used.
@@ -61,10 +62,19 @@ def train_medusa(
         arguments: transformers' training arguments (epochs, learning rate, precision, checkpoints, devices).
         config: Settings; None for the defaults.
         resume: Resume from the last checkpoint in `arguments.output_dir`, if there is one.
-        held_out: Evaluation data, see `trainer.fit`.
+        held_out: Conversations or features to evaluate on before each checkpoint. If the arguments come from
+            `head_arguments(..., held_out=True)`, the heads get the weights of the checkpoint with the highest tau.
+
+    Returns:
+        The heads. Under FSDP, which shards the weights, new heads: with the gathered weights on the main process,
+        untrained on the others.
 
     Raises:
-        InvalidConfigError, DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
+        InvalidConfigError: Token ids outside the target's vocabulary, no conversations, features that lack a layer,
+            weights created in inference mode, FSDP in a single process, an output directory in use by another process,
+            or a resumed run that had other heads, settings or data.
+        DrafterMismatchError: The heads were made for another model.
+        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the heads.
     """
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
     length = objective.recipe.answer_tokens

@@ -83,8 +83,11 @@ def train_medusa2(
         The `peft.PeftModel` in eval mode; its `merge_and_unload()` returns the target that the heads were trained for.
 
     Raises:
-        InvalidConfigError: The package `peft` is missing, FSDP is requested for either stage, or see `trainer.fit`.
-        DrafterMismatchError, CheckpointFormatError: See `trainer.fit`.
+        InvalidConfigError: The package `peft` is missing, FSDP is requested for either stage, token ids outside the
+            target's vocabulary, no conversations, weights created in inference mode, an output directory in use by
+            another process, or a resumed run that had other heads, settings or data.
+        DrafterMismatchError: The heads were made for another model.
+        CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the heads.
     """
     config = config or Medusa2TrainingConfig()
     try:

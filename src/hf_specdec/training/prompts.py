@@ -33,7 +33,8 @@ def read_prompts(source: str | Path, *, split: str = "train", limit: int | None 
     """Read prompts from a file or a dataset.
 
     Args:
-        source: Anything `read_rows` reads. Rows have `turns`, `messages`, `conversations` (ShareGPT), `instruction`
+        source: A directory written by `distill`, a file (.jsonl, .jsonl.gz, .json, .parquet, .txt) or the name of a
+            dataset on the Hub. Rows have `turns`, `messages`, `conversations` (ShareGPT), `instruction`
             (with or without `input`), `prompt` or `text`, of which the first is used; of a conversation
             only the user's turns are used. A row's `source` replaces the file or dataset name as `Prompt.source`.
         split: Split to load if `source` is a `datasets` name.

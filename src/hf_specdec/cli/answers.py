@@ -1,0 +1,151 @@
+"""Parts of the commands that load models and answer prompts: the draft head, a chat, the summary of an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import typer
+from transformers import TextStreamer
+
+from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.cli.status import working
+from hf_specdec.drafters.registry import method_named
+from hf_specdec.drafters.registry import methods as known_methods
+from hf_specdec.errors import DrafterMismatchError
+from hf_specdec.generation.loading import default_head, encode, encode_chat
+from hf_specdec.heads.base import DraftHead
+from hf_specdec.reporting.stats import SpeculationStats, shown_tau
+from hf_specdec.viz.text import colored_text
+
+ASSISTANT_METHOD = "draft_model"
+"""Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that supports it."""
+
+
+def answer(
+    model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], *, colors: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Answer a prompt: stream the text to stdout and print a summary on stderr, or print one JSON object.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        prompt: The prompt.
+        options: Arguments of `generate()`.
+        colors: Print the text at the end, coloured by decoding step.
+        as_json: Print a JSON object instead of text.
+    """
+    inputs = encode(tokenizer, prompt, model.device)
+    streamer = None if as_json or colors else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    begin = time.perf_counter()
+    with working("Generating", shown=colors):
+        ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+    seconds = time.perf_counter() - begin
+    stats, method = _statistics(model, options)
+    if as_json:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(model),
+                               "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
+        return
+    if colors and stats is not None:
+        typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
+    typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model)), err=True)
+
+
+def _statistics(model: Any, options: dict[str, Any]) -> tuple[SpeculationStats | None, str]:
+    """Return the statistics of the last call, None if it was plain, and the method that was asked for."""
+    speculative = options["speculative"]
+    return (None, "plain") if speculative is None else (model.last_speculation, speculative["method"])
+
+
+def summary(num_tokens: int, seconds: float, method: str, stats: SpeculationStats | None, dtype: str) -> str:
+    """Return one line on a call of `generate()`: tokens, seconds, tokens/s, tau, method and dtype of the weights.
+
+    Args:
+        num_tokens: Tokens of the answer.
+        seconds: Time of the whole call, preparation such as compilation included.
+        method: The method that the user asked for.
+        stats: Statistics of the call; None if it was plain.
+        dtype: Dtype of the weights.
+    """
+    speed = num_tokens / seconds
+    tau = "" if stats is None else f"tau {shown_tau(stats.mean_accepted_length)}, "
+    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {tau}method {method}, {dtype}]"
+
+
+def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
+    """Answer messages from stdin as one conversation until the input ends.
+
+    Answers are streamed to stdout; after each answer, a summary is printed on stderr.
+
+    Args:
+        model: The target.
+        tokenizer: Its tokenizer.
+        first: The first message; None reads it from stdin, too.
+        options: Arguments of `generate()`.
+    """
+    messages: list[str] = []
+    while True:
+        if first is None:
+            try:
+                message = input("> ")
+            except EOFError:
+                return
+        else:
+            message, first = first, None
+        if not message.strip():
+            continue
+        inputs = encode_chat(tokenizer, [*messages, message], model.device)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        begin = time.perf_counter()
+        ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+        seconds = time.perf_counter() - begin
+        messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
+        stats, method = _statistics(model, options)
+        typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model)), err=True)
+
+
+def head_for(
+    methods: list[str], model: str | None, drafter: str | None, *, assistant: bool = False
+) -> DraftHead | None:
+    """Load the draft head for a model and check, before the model is loaded, that all methods have what they need.
+
+    Args:
+        methods: Values of `speculative=`, or `"plain"`.
+        model: Path or Hub id of the model; None is the packaged model.
+        drafter: Path or Hub id of the head; None is the model's default head, if it has one.
+        assistant: Whether the user has given an assistant model.
+
+    Returns:
+        The head; None if none is given and the model has no default head.
+
+    Raises:
+        InvalidConfigError: A method does not exist.
+        DrafterMismatchError: A method needs a head, or another part such as an assistant model, that is not given; or
+            the head is made for another method.
+        CheckpointFormatError: The head cannot be read.
+    """
+    wanted = [name for name in (method_named(method, ("plain",)) for method in methods) if name != "plain"]
+    known, source = known_methods(), drafter or default_head(model)
+    head = None if source is None else load_head(source)
+    for method in wanted:
+        if method in known and known[method].part:
+            if assistant and method == ASSISTANT_METHOD:
+                continue
+            bench = "Use hf-specdec bench with --assistant PATH_OR_HUB_ID." if method == ASSISTANT_METHOD else ""
+            raise DrafterMismatchError(
+                f"The method {method!r} needs {known[method].part}, but none is given.",
+                bench or "Call model.generate(...) from Python.",
+            )
+        if method in known and known[method].requires and (head is None or head.method != method):
+            given = "none is given" if head is None else f"{source} is a head for {head.method!r}"
+            raise DrafterMismatchError(
+                f"The method {method!r} needs a draft head, but {given}.", "Give one: --drafter PATH_OR_HUB_ID."
+            )
+    return head
+
+
+def dtype_of(model: Any) -> str:
+    """Return the name of a model's dtype, without the prefix `torch.`."""
+    return str(model.dtype).removeprefix("torch.")

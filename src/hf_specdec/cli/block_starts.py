@@ -1,0 +1,69 @@
+"""What `train dflash` starts from: the head, its tokens and recipe, and weights copied from the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_specdec import training
+from hf_specdec.cli.new_heads import choose_mask_token, load_initial_head, name_target, new_head, set_draft_vocabulary
+from hf_specdec.cli.options import read_object
+from hf_specdec.cli.runs import print_note
+from hf_specdec.generation.loading import load_config, load_tokenizer
+from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
+from hf_specdec.training.dflash import DFlashTrainingConfig, check_full_attention
+from hf_specdec.verification.features import LAST
+
+if TYPE_CHECKING:
+    from hf_specdec.training import Conversation
+
+
+def block_recipe(path: Path | None, anchors: int | None) -> DFlashTrainingConfig:
+    """Return the recipe with the fields of `--recipe` and the value of `--anchors`, if given."""
+    changes = {} if anchors is None else {"anchors": anchors}
+    config: DFlashTrainingConfig = DFlashTrainingConfig().changed(**{**read_object(path, "--recipe"), **changes})
+    return config
+
+
+def choose_tokens(head: DFlashHead, conversations: list[Conversation], model: str | None, chosen: bool) -> None:
+    """Set the draft vocabulary of a new head and, unless the user has chosen it, the mask token."""
+    set_draft_vocabulary(head, conversations)
+    if not chosen:
+        head.config.mask_token_id = choose_mask_token(load_tokenizer(model), conversations, head.config.vocab_size)
+
+
+def block_head(initial_head: str | None, model: str | None, fields: dict[str, Any], name: str | None) -> DFlashHead:
+    """Create the block head to train, or load the initial one; store the target's name in its config.
+
+    Args:
+        initial_head: Path or Hub id of a head to continue training; None creates one.
+        model: Path or Hub id of the target; None is the packaged model.
+        fields: Config fields of a new head.
+        name: Value of `--base-model-name`.
+
+    Raises:
+        DrafterMismatchError: The sizes differ from the target's.
+        InvalidConfigError, CheckpointFormatError: See `new_head` and `load_initial_head`.
+    """
+    head: DFlashHead
+    target_config = load_config(model)
+    if initial_head is None:
+        head = new_head(DFlashHead, DFlashConfig.for_target(target_config, **fields), target_config)
+    else:
+        head = load_initial_head(initial_head, DFlashHead, "a block head")
+    check_full_attention(head)
+    head.check_sizes(target_config.get_text_config(decoder=True))
+    name_target(head.config, name)
+    return head
+
+
+def layers_of(head: DFlashHead) -> tuple[int, ...]:
+    """Return the layers to capture: those that the head reads, each once, and at the end that of the labels."""
+    return *dict.fromkeys(layer for layer in head.feature_layers if layer != LAST), LAST
+
+
+def start_block(head: DFlashHead, target: Any) -> None:
+    """Copy weights of the target into a block head and print which."""
+    misfits = training.start_block_from_target(head, target)
+    random = f"random weights: the target's {', '.join(misfits)} do not fit"
+    print_note(f"The head starts from {random if misfits else 'the last layers and the final norm of the target'}.")

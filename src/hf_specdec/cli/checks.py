@@ -1,0 +1,37 @@
+"""The commands `hf-specdec env` and `hf-specdec doctor`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hf_specdec.cli.options import Head, Json, NewTokens, Precision
+from hf_specdec.cli.status import importing
+
+
+def env(as_json: Json = False) -> None:
+    """Show versions, devices and supported features, for a bug report."""
+    with importing(shown=not as_json):
+        from hf_specdec.cli.machine import show_environment
+
+    show_environment(as_json=as_json)
+
+
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Path or Hub id of the model. Default: the packaged SmolLM2-135M-Instruct."
+        ),
+    ] = None,
+    drafter: Head = None,
+    max_new_tokens: NewTokens = 64,
+    dtype: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
+    with importing(shown=not as_json):
+        from hf_specdec.cli.machine import diagnose_model
+
+    diagnose_model(model, drafter, dtype, max_new_tokens=max_new_tokens, as_json=as_json)

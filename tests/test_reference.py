@@ -1,0 +1,68 @@
+"""The API reference: it defines the names that its texts refer to, and its examples run."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_specdec.training  # noqa: F401  (for `located`)
+from hf_specdec.drafters import registry
+
+PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").glob("*.md"))
+
+
+def entries(page: str) -> list[str]:
+    return re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)
+
+
+def located(entry: str) -> Any:
+    """Return what an entry names: `training.distill.distill` is a function of a module that it hides."""
+    module, _, name = entry.rpartition(".")
+    return getattr(sys.modules[module], name) if module in sys.modules else pydoc.locate(entry)
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+def test_a_text_refers_only_to_names_that_the_reference_has() -> None:
+    objects: dict[str, Any] = {}
+    for page in PAGES:
+        objects |= {entry: located(entry) for entry in entries(page.read_text())}
+    assert None not in objects.values()
+    known = {entry.rsplit(".", 1)[1] for entry in objects}
+    known |= {name for found in objects.values() if inspect.isclass(found) for name in vars(found)}
+    for entry, found in objects.items():
+        text = inspect.getdoc(found) or ""
+        for name in re.findall(r"\b[Ss]ee `([\w.]+)[`(]", text):
+            assert name.rsplit(".", 1)[-1] in known, f"{entry} refers to {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_page_has_an_example_whose_imports_exist(page: Path) -> None:
+    found = examples(page.read_text())
+    assert found
+    for code in found:
+        compile(code, str(page), "exec")
+        for imported in re.findall(r"^from hf_specdec.* import (?:\([^)]*\)|.+)", code, flags=re.MULTILINE):
+            exec(imported, {})
+
+
+@pytest.mark.parametrize("page", ["drafters", "generating", "statistics"])
+def test_examples_run(page: str, sure_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    (text,) = (path.read_text() for path in PAGES if path.stem == page)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])}
+    sure_llama.generation_config.max_new_tokens = 12
+    scope: dict[str, Any] = {"model": sure_llama, "inputs": inputs}
+    for code in examples(text):
+        exec(code, scope)
+    assert scope["ids"].shape[1] > inputs["input_ids"].shape[1]
