@@ -99,19 +99,13 @@ def test_of_a_widget_the_picture_is_stored() -> None:
         assert WIDGET not in path.read_text(), f"{path.name}: make notebooks"
 
 
-OLD_PICTURES = {"1_quickstart", "3_train_a_head", "4_write_a_drafter", "5_measure"}
-"""Notebooks to run again on an idle machine, because they show times: remove a name after `make notebooks`."""
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_pictures_are_drawn_by_the_present_code(path: Path, request: pytest.FixtureRequest) -> None:
+def test_pictures_are_drawn_by_the_present_code(path: Path) -> None:
     """A figure that was fixed afterwards would be stored with its fault."""
     notebook = nbformat.read(path, as_version=4)
     pictures = [output for cell in notebook.cells for output in cell.get("outputs", [])
                 if "image/png" in output.get("data", {})]  # fmt: skip
     assert has_pictures(notebook) == bool(pictures)
-    if path.stem in OLD_PICTURES:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="to be run again on an idle machine"))
     if pictures:
         assert stored_hash(notebook) == drawing_hash(), f"run again: tests/run_notebooks.py {path.stem}"
 
