@@ -22,10 +22,13 @@ def working(text: str, *, shown: bool = True) -> Iterator[None]:
     """
     console = Console(stderr=True)
     shown = shown and os.environ.get("RANK", "0") == "0"
-    if shown and not console.is_terminal:
-        typer.echo(f"{text} ...", err=True)
+    if not shown or not console.is_terminal:  # even a disabled `Progress` prints empty lines in rich 13
+        if shown:
+            typer.echo(f"{text} ...", err=True)
+        yield
+        return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as line:
+    with Progress(*columns, console=console, transient=True) as line:
         line.add_task(text, total=None)
         yield
 
