@@ -42,18 +42,18 @@ def main():
     if head is None:
         parser.error("give the head of this model: --drafter")
     name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name)
-    if options.adapter:
-        model = PeftModel.from_pretrained(model, options.adapter)
-    else:
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).eval()
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
     try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name)
+        if options.adapter:
+            model = PeftModel.from_pretrained(model, options.adapter)
+        else:
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).eval()
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
         model = SpeculativeGenerationMixin.attach(model)
         method = model.load_drafter(head).method
-    except SpeculativeDecodingError as error:
+    except (OSError, ValueError, SpeculativeDecodingError) as error:  # OSError, ValueError: no such model or adapter
         parser.error(str(error))
     messages = [{"role": "user", "content": options.prompt}]
     inputs = tokenizer.apply_chat_template(

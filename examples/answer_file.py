@@ -68,6 +68,8 @@ def main():
     options = parser.parse_args()
     if options.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {options.batch_size}")
+    if not options.answers.parent.is_dir():
+        parser.error(f"there is no directory {options.answers.parent} for the answers")
     try:
         rows, done = read_rows(options.prompts), count_answers(options.answers)
     except (OSError, ValueError) as error:

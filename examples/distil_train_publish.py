@@ -76,9 +76,12 @@ def main():
     head = training.train_eagle(model, head, store, arguments, recipe, resume=True, held_out=measured)
 
     head = head.to(model.dtype)
-    found = training.find_tree(model, head, measured, max_nodes=32)
-    print(f"a static tree of {found.num_nodes} nodes: expected tau {found.expected_tau[found.num_nodes]:.2f}, "
-          f"{found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
+    try:
+        found = training.find_tree(model, head, measured, max_nodes=32)
+        print(f"a static tree of {found.num_nodes} nodes: expected tau {found.expected_tau[found.num_nodes]:.2f}, "
+              f"{found.expected_speed_up:.2f}x plain decoding here")  # fmt: skip
+    except InvalidConfigError as error:  # too few prompts
+        print(f"no tree was found, so the head keeps its dynamic one: {error}")
     folder = options.work / "head"
     head.save_pretrained(folder, push_to_hub=bool(options.publish), repo_id=options.publish)
     print(f'the head is in {folder}: use it with model.load_drafter("{folder}")')

@@ -31,7 +31,7 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, packaged_model
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
@@ -79,8 +79,11 @@ def main():
     # TRL uses names that transformers has renamed
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
+    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
+        parser.error(str(error))
     model.generation_config.speculative = SPECULATIVE
     compare(model)
     adapter = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear") if options.lora else None

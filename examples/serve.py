@@ -81,7 +81,7 @@ def main():
     print(f'model: "{name}"', flush=True)
     try:
         server, _ = start(name, head, options.method, options.port)
-    except SpeculativeDecodingError as error:
+    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
         parser.error(str(error))
     try:
         server._thread.join()

@@ -55,15 +55,15 @@ def main():
             image = opened.convert("RGB")
     except OSError as error:
         parser.error(f"the image cannot be read: {error}")
-    processor = AutoProcessor.from_pretrained(options.model)
-    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=options.dtype)
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
     try:
+        processor = AutoProcessor.from_pretrained(options.model)
+        model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
         model = SpeculativeGenerationMixin.attach(model)
         if options.drafter:
             model.load_drafter(options.drafter)
-    except SpeculativeDecodingError as error:
+    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
         parser.error(str(error))
     content = [{"type": "image"}, {"type": "text", "text": options.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
