@@ -315,6 +315,7 @@ def test_bench_measures_and_writes(
         ),
         (["distill", "--model", "MODEL", "--prompts", "EMPTY/no.txt", "--output", "OUT"], "no.txt' does not exist."),
         (["nonsense"], "No such command 'nonsense'. Commands: demo, generate,"),
+        (["demo", "--method", "plain"], "always compared with plain decoding. Choose another method.\n"),
         (["demo", "--metod", "x"], "There is no option --metod. Did you mean --method? See hf-specdec demo --help.\n"),
         (["train", "eagle", "--xyzzy"], "There is no option --xyzzy. See hf-specdec train eagle --help.\n"),
         (["doctor", "--model", "x"], "There is no option --model: it is an argument. Usage: hf-specdec doctor"),

@@ -102,11 +102,16 @@ def test_doctor_separates_what_compiled_forwards_gain(
     for part in (
         "eager, ms",
         "CPU kernels, ms",
+        "Fastest here: speculative='auto'.",
         "a forward of one token is 1.50x as fast with CPU kernels as eagerly",
     ):
         assert part in text
     eager = Diagnosis(True, "", False, {1: 1.0}, speed_up, {}, {}, forwards=dict.fromkeys(speed_up, "eager"))
     assert (eager.compiled, eager.gain_of_forwards) == ("", 1.0)
+    speed_up["auto"] = 1.95
+    assert run(monkeypatch, "doctor", saved) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Best here: speculative='auto', within 5 % of the fastest, and it adapts to other texts." in text
 
 
 def test_auto_is_recommended_if_it_is_nearly_the_fastest() -> None:

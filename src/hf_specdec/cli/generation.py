@@ -47,6 +47,10 @@ def demo(
 ) -> None:
     """Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids."""
     _check_prompt(prompt)
+    if method == "plain":
+        raise typer.BadParameter(
+            "it is always compared with plain decoding. Choose another method.", param_hint="--method"
+        )
     with importing(shown=not as_json):
         from hf_specdec.cli import demo as demonstration
         from hf_specdec.cli.answers import dtype_of, head_for

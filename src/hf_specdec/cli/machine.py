@@ -114,7 +114,9 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     if found.best == "plain":
         typer.echo("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
     else:
-        typer.echo(f"Fastest here: speculative={found.best!r}.")
+        is_close = found.speed_up[found.best] < max(found.speed_up.values())
+        why = ", within 5 % of the fastest, and it adapts to other texts" if is_close else ""
+        typer.echo(f"{'Best' if is_close else 'Fastest'} here: speculative={found.best!r}{why}.")
     typer.echo(compile_hint(lm.device.type))
 
 

@@ -121,7 +121,8 @@ def _print_expected_speed(target: PreTrainedModel, head: Head, evaluation: Train
     """Estimate a head's speed-up on this device from held-out data, and print it, or why it cannot be estimated."""
     head = head.to(target.device, target.dtype)
     try:
-        found = training.find_tree(target, head, evaluation, max_nodes=32)
+        with working("Estimating the speed-up on this device"):
+            found = training.find_tree(target, head, evaluation, max_nodes=32)
     except SpeculativeDecodingError as error:
         print_note(f"The speed-up could not be estimated: {error}")
         return
