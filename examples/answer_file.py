@@ -69,7 +69,7 @@ def main():
     if options.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {options.batch_size}")
     if not options.answers.parent.is_dir():
-        parser.error(f"there is no directory {options.answers.parent} for the answers")
+        parser.error(f"the directory {options.answers.parent} does not exist")
     try:
         rows, done = read_rows(options.prompts), count_answers(options.answers)
     except (OSError, ValueError) as error:

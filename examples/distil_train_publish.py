@@ -44,7 +44,7 @@ def main():
     try:
         prompts = training.read_prompts(options.prompts)
     except InvalidConfigError as error:
-        missing = "" if Path(options.prompts).exists() else f"There is no file {options.prompts}. "
+        missing = "" if Path(options.prompts).exists() else f"{options.prompts} is not a file. "
         parser.error(f"{missing}{error}")
     if not prompts:
         parser.error(f"{options.prompts} has no prompts")

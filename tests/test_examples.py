@@ -186,7 +186,7 @@ def test_every_option_is_described(
         ("long_document", ["--chunk", "-1"], "--chunk must be 0 or the tokens of a piece, got -1"),
         ("chat", ["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
         ("text_pipeline", ["--model", "/no/such"], "The model '/no/such' cannot be loaded"),
-        ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "There is no file /no/such.txt. "),
+        ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "/no/such.txt is not a file. "),
     ],
 )
 def test_wrong_values_are_refused_before_any_work(

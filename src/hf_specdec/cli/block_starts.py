@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec import training
-from hf_specdec.cli.new_heads import choose_mask_token, load_initial_head, name_target, new_head, set_draft_vocabulary
+from hf_specdec.cli.new_heads import choose_mask_token, head_to_train, new_head, set_draft_vocabulary
 from hf_specdec.cli.options import read_object
 from hf_specdec.cli.runs import print_note
-from hf_specdec.generation.loading import load_config, load_tokenizer
+from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.training.dflash import DFlashTrainingConfig, check_full_attention
 from hf_specdec.verification.features import LAST
@@ -33,27 +33,13 @@ def choose_tokens(head: DFlashHead, conversations: list[Conversation], model: st
 
 
 def block_head(initial_head: str | None, model: str | None, fields: dict[str, Any], name: str | None) -> DFlashHead:
-    """Create the block head to train, or load the initial one; store the target's name in its config.
+    """Create the block head to train, with the given fields, or load the initial one; see `head_to_train`."""
 
-    Args:
-        initial_head: Path or Hub id of a head to continue training; None creates one.
-        model: Path or Hub id of the target; None is the packaged model.
-        fields: Config fields of a new head.
-        name: Value of `--base-model-name`.
+    def create(target_config: Any) -> DFlashHead:
+        return new_head(DFlashHead, DFlashConfig.for_target(target_config, **fields), target_config)
 
-    Raises:
-        DrafterMismatchError: The sizes differ from the target's.
-        InvalidConfigError, CheckpointFormatError: See `new_head` and `load_initial_head`.
-    """
-    head: DFlashHead
-    target_config = load_config(model)
-    if initial_head is None:
-        head = new_head(DFlashHead, DFlashConfig.for_target(target_config, **fields), target_config)
-    else:
-        head = load_initial_head(initial_head, DFlashHead, "a block head")
+    head: DFlashHead = head_to_train(initial_head, DFlashHead, "a block head", create, model, name)
     check_full_attention(head)
-    head.check_sizes(target_config.get_text_config(decoder=True))
-    name_target(head.config, name)
     return head
 
 

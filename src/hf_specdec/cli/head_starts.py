@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec import training
-from hf_specdec.cli.new_heads import load_initial_head, name_target, new_head
+from hf_specdec.cli.new_heads import head_to_train, new_head
 from hf_specdec.cli.runs import is_main, print_note
 from hf_specdec.cli.training_setup import TrainingRun
-from hf_specdec.generation.loading import load_config
 from hf_specdec.heads.eagle import EagleConfig, EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 from hf_specdec.heads.medusa import MedusaConfig, MedusaHeads
@@ -24,27 +23,12 @@ if TYPE_CHECKING:
 def medusa_heads(
     initial_head: str | None, model: str | None, fields: dict[str, Any], name: str | None, path: str | None
 ) -> MedusaHeads:
-    """Create the Medusa heads to train, or load the initial ones; store the target's name in their config.
+    """Create the Medusa heads to train, with the given fields, or load the initial ones; see `head_to_train`."""
 
-    Args:
-        initial_head: Path or Hub id of a head to continue training; None creates one.
-        model: Path or Hub id of the target; None is the packaged model.
-        fields: Config fields of a new head.
-        name: Value of `--base-model-name`.
-        path: See `name_target`.
+    def create(target_config: Any) -> MedusaHeads:
+        return new_head(MedusaHeads, MedusaConfig.for_target(target_config, **fields), target_config)
 
-    Raises:
-        DrafterMismatchError: The sizes differ from the target's.
-        InvalidConfigError, CheckpointFormatError: See `new_head` and `load_initial_head`.
-    """
-    heads: MedusaHeads
-    target_config = load_config(model)
-    if initial_head is None:
-        heads = new_head(MedusaHeads, MedusaConfig.for_target(target_config, **fields), target_config)
-    else:
-        heads = load_initial_head(initial_head, MedusaHeads, "Medusa heads")
-    heads.check_sizes(target_config.get_text_config(decoder=True))
-    name_target(heads.config, name, path)
+    heads: MedusaHeads = head_to_train(initial_head, MedusaHeads, "Medusa heads", create, model, name, path)
     return heads
 
 
@@ -64,30 +48,22 @@ def train_jointly(
 def eagle_head(
     initial_head: str | None, version: int, model: str | None, fields: dict[str, Any], name: str | None
 ) -> EagleHead | Eagle3Head:
-    """Create the EAGLE head to train, or load the initial one; store the target's name in its config.
+    """Create the EAGLE head to train, or load the initial one, see `head_to_train`.
 
     Args:
-        initial_head: Path or Hub id of a head to continue training; None creates one.
+        initial_head, model, name: See `head_to_train`.
         version: Version of a new head, 1 or 3.
-        model: Path or Hub id of the target; None is the packaged model.
         fields: Config fields of a new head.
-        name: Value of `--base-model-name`.
-
-    Raises:
-        DrafterMismatchError: The sizes differ from the target's.
-        InvalidConfigError, CheckpointFormatError: See `new_head` and `load_initial_head`.
     """
-    head: EagleHead | Eagle3Head
-    target_config = load_config(model)
-    if initial_head is not None:
-        head = load_initial_head(initial_head, EagleHead | Eagle3Head, "an EAGLE head")
-    elif version == 1:
-        config = EagleConfig.for_target(target_config, **{"bias": False, **fields})
-        head = new_head(EagleHead, config, target_config)
-    else:
-        head = new_head(Eagle3Head, Eagle3Config.for_target(target_config, **fields), target_config)
-    head.check_sizes(target_config.get_text_config(decoder=True))
-    name_target(head.config, name)
+
+    def create(target_config: Any) -> EagleHead | Eagle3Head:
+        if version == 1:
+            config = EagleConfig.for_target(target_config, **{"bias": False, **fields})
+            return new_head(EagleHead, config, target_config)
+        return new_head(Eagle3Head, Eagle3Config.for_target(target_config, **fields), target_config)
+
+    kinds = EagleHead | Eagle3Head
+    head: EagleHead | Eagle3Head = head_to_train(initial_head, kinds, "an EAGLE head", create, model, name)
     return head
 
 

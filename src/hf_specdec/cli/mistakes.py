@@ -42,7 +42,7 @@ def in_words(error: typer.TyperException) -> str:
 
 
 def _no_such_option(error: Any, context: typer.Context) -> str:
-    """Return that there is no such option, with the most similar one, or the argument of that name."""
+    """Describe an unknown option: name the most similar one, or the argument that it stands for."""
     name, near = error.option_name, [option for option in error.possibilities or () if option != "--help"]
     arguments = [piece.strip("[]") for piece in context.command.collect_usage_pieces(context)]
     if name.lstrip("-").upper() in arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -12,6 +13,7 @@ from hf_specdec import training
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.generation.loading import load_config
 from hf_specdec.heads.base import portable_name
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle import EagleHead
@@ -59,6 +61,31 @@ def load_initial_head(source: str, kind: Any, name: str) -> Any:
     if not isinstance(loaded, kind):
         raise InvalidConfigError(f"--initial-head {source} must be {name}, got {type(loaded).__name__}.")
     return loaded.float()
+
+
+def head_to_train(
+    initial_head: str | None, kind: Any, kind_name: str, create: Callable[[Any], Any], model: str | None,
+    name: str | None, path: str | None = None,
+) -> Any:  # fmt: skip
+    """Create the head to train, or load the initial one; store the target's name in its config.
+
+    Args:
+        initial_head: Path or Hub id of a head to continue training; None creates one.
+        kind, kind_name: See `load_initial_head`.
+        create: Creates a head, given the target's config, see `new_head`.
+        model: Path or Hub id of the target; None is the packaged model.
+        name: Value of `--base-model-name`.
+        path: See `name_target`.
+
+    Raises:
+        DrafterMismatchError: The sizes differ from the target's.
+        InvalidConfigError, CheckpointFormatError: See `new_head` and `load_initial_head`.
+    """
+    target_config = load_config(model)
+    head = create(target_config) if initial_head is None else load_initial_head(initial_head, kind, kind_name)
+    head.check_sizes(target_config.get_text_config(decoder=True))
+    name_target(head.config, name, path)
+    return head
 
 
 def name_target(config: Any, name: str | None, path: str | None = None) -> None:

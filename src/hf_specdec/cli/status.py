@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def working(text: str, *, shown: bool = True) -> Iterator[None]:
-    """Context manager that shows a line while its block runs; if stderr is no terminal, the line is printed once.
+    """Context manager that shows a line while its block runs; if stderr is not a terminal, the line is printed once.
 
     Args:
         text: What is being done.

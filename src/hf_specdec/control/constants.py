@@ -48,8 +48,8 @@ long, see `StepCosts.observe`."""
 
 MAX_SURPRISE = 2.0
 """Limit of the ratio of a step's time to its expected time; larger ratios come from other load and are clamped to it.
-In the other direction there is no limit: a step below 1 / `MAX_SURPRISE` of its expected time corrects the cost fully,
-because no load makes a step faster. A stretch of steps counts as at least 1 / `MAX_SURPRISE` as fast as plain ones."""
+A step that takes less than 1 / `MAX_SURPRISE` of its expected time corrects the cost fully, because other load makes
+no step faster. A stretch of steps counts as at least 1 / `MAX_SURPRISE` as fast as plain ones."""
 
 STALE_STEPS = 50
 """A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
