@@ -733,9 +733,11 @@ HOSTILE_FIELDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["dflash, windows", "jetspec", "deepspec, rnn", "speculators dspark", "speculators dflash, open windows"]
-)
+@pytest.mark.parametrize("name", [
+    "dflash, windows", "speculators dspark",
+    *(pytest.param(name, marks=pytest.mark.exhaustive)
+      for name in ("jetspec", "deepspec, rnn", "speculators dflash, open windows")),
+])  # fmt: skip
 def test_hostile_configs_of_block_heads(name: str, tmp_path: Path) -> None:
     """Each either raises an error of this package, or gives a head whose block can be run."""
     example = EXAMPLES[name]

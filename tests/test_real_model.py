@@ -23,7 +23,7 @@ PROMPTS = [
 METHODS: list[Any] = ["eagle", {"method": "eagle", "tree": "static"}, "prompt_lookup"]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", [pytest.param(PROMPTS[0], marks=pytest.mark.exhaustive), *PROMPTS[1:]])
 def test_greedy_answers_are_equal(small_model: Any, small_tokenizer: Any, prompt: str) -> None:
     inputs = encode(small_tokenizer, prompt, small_model.device)
     plain = small_model.generate(**inputs, max_new_tokens=40, do_sample=False)

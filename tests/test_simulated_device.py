@@ -23,12 +23,18 @@ SHARDS = {
     "attention_on_simulated_device.py": 1, "blocks_on_simulated_device.py": 10,
 }  # fmt: skip
 """In how many parts a file runs, so that two workers share it; `make test` runs the last part of each."""
+OF_EXHAUSTIVE = {"gpu_on_simulated_device.py"}
+"""Files of one part that only `make exhaustive` runs."""
 
 
 @pytest.mark.parametrize(
     ("name", "shard"),
     [
-        pytest.param(name, f"{part}/{parts}", marks=[] if part == parts - 1 else pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            f"{part}/{parts}",
+            marks=[] if part == parts - 1 and name not in OF_EXHAUSTIVE else pytest.mark.exhaustive,
+        )
         for name, parts in SHARDS.items()
         for part in range(parts)
     ],

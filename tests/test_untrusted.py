@@ -519,13 +519,17 @@ TRAIN = ["train", "eagle", "--data", "TALKS", "--output", "OUT", "--model", "MOD
     ("command", "size", "leaves_output"),
     [
         (["convert", "HEAD", "OUT", "--format", "eagle"], 4000, False),
-        (["convert", "HEAD", "OUT"], 4000, False),
+        pytest.param(["convert", "HEAD", "OUT"], 4000, False, marks=pytest.mark.exhaustive),
         (["distill", "--invent", "4", "--output", "OUT", "--model", "MODEL", "--max-new-tokens", "40"], 1000, True),
         (TRAIN, 20_000, True),
-        ([*TRAIN, "--features", "FEATURES"], 1500, True),
+        pytest.param([*TRAIN, "--features", "FEATURES"], 1500, True, marks=pytest.mark.exhaustive),
         (["tree", "--drafter", "HEAD", "--data", "TALKS", "--output", "OUT", "--model", "MODEL", "--top-k", "90"],
          4000, False),
-        (["bench", "--prompts", "PROMPTS", "--model", "MODEL", "--json", "OUT", "--max-new-tokens", "4"], 300, False),
+        pytest.param(
+            ["bench", "--prompts", "PROMPTS", "--model", "MODEL", "--json", "OUT", "--max-new-tokens", "4"],
+            300, False,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )  # fmt: skip
 def test_a_full_disk_is_one_line_and_leaves_nothing_half(
