@@ -1,10 +1,11 @@
-"""Ablate the EAGLE-3 training recipe: the same small budget, one setting changed at a time.
+"""Ablate the training recipe of EAGLE-3 or block heads: the same small budget, one setting changed at a time.
 
-    python benchmarks/ablate_training.py --data data --features features --work runs --json ablations.json
+    python benchmarks/ablate_training.py eagle --data data --features features --work runs --json ablations.json
 
-Every variant is one `hf-specdec train eagle` of `--steps` optimiser steps, with the same training and held-out data.
-The result is the best tau of the run, for greedy chains of five tokens on the held-out data. Features are captured
-once. Variants that are already in the JSON file are skipped, so an interrupted run can be resumed.
+Every variant is one `hf-specdec train eagle` or `train dflash` of `--steps` optimiser steps, with the same training
+and held-out data. The result is the best tau of the run, for greedy chains on the held-out data: of five tokens for
+EAGLE, of a whole block for block heads. Features are captured once. Variants that are already in the JSON file are
+skipped, so an interrupted run can be resumed.
 """
 
 import argparse
@@ -15,7 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-VARIANTS = {
+import torch
+
+from hf_specdec.bench.machine import versions
+
+EAGLE_VARIANTS = {
     "the recipe": {},
     "hard tokens": {"recipe": {"soft_tokens": False}},
     "depths weigh the same": {"recipe": {"step_decay": 1.0}},
@@ -41,18 +46,48 @@ VARIANTS = {
 }
 """Changes by variant: fields of the recipe, the head's config and the Trainer's arguments; command-line flags."""
 
+BLOCK_VARIANTS = {
+    "the recipe": {},
+    "1 layer": {"flags": ["--num-layers", "1"]},
+    "3 layers": {"flags": ["--num-layers", "3"]},
+    "block of 6": {"flags": ["--block-size", "6"]},
+    "block of 12": {"flags": ["--block-size", "12"]},
+    "causal": {"flags": ["--causal"]},
+    "Markov rank 32": {"flags": ["--markov-rank", "32"]},
+    "Markov rank 64": {"flags": ["--markov-rank", "64"]},
+    "causal and Markov rank 32": {"flags": ["--causal", "--markov-rank", "32"]},
+    "cross entropy 0.1 and L1 distance 0.9 (DSpark)": {
+        "recipe": {"text_weight": 0.1, "distance_weight": 0.9, "soft_weight": 0.0}
+    },
+    "cross entropy on the text": {"recipe": {"text_weight": 1.0, "soft_weight": 0.0}},
+    "slot decay 4": {"recipe": {"slot_decay": 4.0}},
+    "random start": {"flags": ["--random-start"]},
+}
+"""Changes by variant, as for EAGLE. The recipe: 2 layers, blocks of 8, slots see each other, no Markov head."""
+
 HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
-"""Config fields of the shipped head; see docs/heads.md."""
+"""Config fields of the shipped EAGLE-3 head; see docs/heads.md."""
+
+KINDS = {
+    "eagle": (EAGLE_VARIANTS, HEAD, {}, ["--aligned-steps", 3]),
+    "dflash": (
+        BLOCK_VARIANTS, {},
+        {"text_weight": 0.0, "distance_weight": 0.0, "soft_weight": 1.0, "slot_decay": 2.5, "answer_tokens": 128},
+        ["--anchors", 24],
+    ),
+}  # fmt: skip
+"""By kind of head: variants, config fields, fields of the recipe, command-line flags."""
 
 
 def run(name, change, options):
     """Train one variant and return its results."""
+    _, head, recipe, flags = KINDS[options.kind]
     folder = options.work / name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for kind, fields in {
-        "head-fields": {**HEAD, **change.get("head", {})},
-        "recipe": change.get("recipe", {}),
+        "head-fields": {**head, **change.get("head", {})},
+        "recipe": {**recipe, **change.get("recipe", {})},
         "arguments": {"bf16": True, "save_steps": options.steps // 2, "max_grad_norm": 1.0,
                       **change.get("arguments", {})},
     }.items():  # fmt: skip
@@ -65,10 +100,10 @@ def run(name, change, options):
         launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", options.processes]
         several = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, *launch, "-m", "hf_specdec", "train", "eagle", *data, *features, "--output", folder / "run",
-        "--json", "--max-steps", options.steps, "--batch-size", 4 // options.processes, "--learning-rate", 1e-3,
-        "--aligned-steps", 3, "--draft-vocab-size", change.get("vocabulary", 8192), "--held-out", options.held_out,
-        "--max-length", options.max_length,
+        sys.executable, *launch, "-m", "hf_specdec", "train", options.kind, *data, *features, "--json",
+        "--output", folder / "run", "--max-steps", options.steps, "--batch-size", 4 // options.processes,
+        "--learning-rate", 1e-3, "--held-out", options.held_out, "--max-length", options.max_length, *flags,
+        "--draft-vocab-size", change.get("vocabulary", 8192),
         *(word for kind, path in files.items() for word in (f"--{kind}", path)), *change.get("flags", []),
     ]  # fmt: skip
     begin = time.perf_counter()
@@ -81,6 +116,7 @@ def run(name, change, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("--data", action="append", required=True)
     parser.add_argument("--features", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -88,14 +124,22 @@ def main():
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--processes", type=int, default=1, choices=[1, 2, 4], help="of one CPU thread each")
-    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", help="names; default: all")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    rows = json.loads(options.json.read_text()) if options.json.exists() else []
-    for name in options.variants:
+    variants = KINDS[options.kind][0]
+    names = list(variants) if options.variants is None else options.variants
+    if unknown := [name for name in names if name not in variants]:
+        parser.error(f"--variants: unknown {', '.join(unknown)}; known: {', '.join(variants)}")
+    environment = versions(torch.device("cpu"))
+    record = {"environment": environment, "kind": options.kind, "steps": options.steps, "rows": []}
+    if options.json.exists():
+        record = json.loads(options.json.read_text())
+    rows = record["rows"]
+    for name in names:
         if name not in {row["variant"] for row in rows}:
-            rows.append(run(name, VARIANTS[name], options))
-            options.json.write_text(json.dumps(rows, indent=1))
+            rows.append(run(name, variants[name], options))
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     print("| variant | tau of greedy chains, held out | accepted by depth | minutes |")
     print("|---|---|---|---|")
     for row in rows:
