@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import test_policy
+from hf_specdec.bench.machine import versions
 from hf_specdec.control import constants, costs, head_schedule, learned_stats, merge_policy, tree_width
 from hf_specdec.drafters import candidates
 from policy import Clock, Source, World, speedup
@@ -96,7 +98,8 @@ def main() -> None:
                 f"{name:20} x {factor:<4g} {rows[f'{name} x {factor:g}'][0]:.3f}   worst: {ratios[worst]:.2f} {worst}"
             )
     if options.json:
-        options.json.write_text(json.dumps({"default": default, "changed": rows}, indent=1))
+        record = {"environment": versions(torch.device("cpu")), "default": default, "changed": rows}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
