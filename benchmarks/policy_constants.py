@@ -67,13 +67,20 @@ def scenarios() -> dict[str, float]:
     return found
 
 
+def multiplied(value, factor):
+    """Return a constant times a factor; of a table, each value."""
+    if isinstance(value, dict):
+        return {key: multiplied(entry, factor) for key, entry in value.items()}
+    return type(value)(value * factor)
+
+
 def changed(name: str, factor: float) -> dict[str, float]:
     """Run the scenarios with one constant multiplied."""
     value = getattr(constants, name)
     patch = pytest.MonkeyPatch()
     for module in MODULES:
         if hasattr(module, name):
-            patch.setattr(module, name, type(value)(value * factor))
+            patch.setattr(module, name, multiplied(value, factor))
     try:
         return scenarios()
     finally:
