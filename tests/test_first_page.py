@@ -98,10 +98,11 @@ def test_the_table_of_real_text_on_the_gpu_is_computed_from_its_rows() -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_race_shows_both_answers_in_real_time(theme: str) -> None:
-    picture = ROOT / "docs" / f"race-{theme}.svg"
+@pytest.mark.parametrize("kind", ["", "-narrow"])
+def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None:
+    picture, layout = ROOT / "docs" / f"race{kind}-{theme}.svg", first_page.LAYOUTS[kind]
     assert picture.stat().st_size < 10**6
-    assert picture.read_text() == first_page.Race(RACE, first_page.THEMES[theme]).svg() + "\n"
+    assert picture.read_text() == first_page.Race(RACE, first_page.THEMES[theme], layout).svg() + "\n"
     root = ElementTree.parse(picture).getroot()
     space = "{http://www.w3.org/2000/svg}"
     shown = ["".join(text.itertext()) for text in root.iter(f"{space}text") if text.get("opacity") is None]
@@ -110,15 +111,19 @@ def test_the_race_shows_both_answers_in_real_time(theme: str) -> None:
         assert "".join(shown).replace(" ", "").count("".join(answer.split())) >= 1
         assert any(line.startswith(f"{run['seconds']:.1f} s, ") for line in shown)  # also without animations
         assert run["seconds"] in sorted(RACE["seconds_of_all_runs"]["plain"] + RACE["seconds_of_all_runs"]["auto"])
+    assert (float(root.attrib["width"]) <= 400) == bool(kind)  # a phone shows it in its own size
     durations = {animation.get("dur") for animation in root.iter(f"{space}animate")}
     longest = max(run["seconds"] for run in RACE["runs"].values())
     assert durations == {f"{longest + first_page.PAUSE:.2f}s"}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_chart_is_drawn_from_the_rows(theme: str, tmp_path: Path) -> None:
-    first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg")
-    drawn, shipped = (path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed-{theme}.svg"))
+@pytest.mark.parametrize("kind", ["", "-narrow"])
+def test_the_chart_is_drawn_from_the_rows(kind: str, theme: str, tmp_path: Path) -> None:
+    first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg", is_narrow=bool(kind))
+    drawn, shipped = (
+        path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed{kind}-{theme}.svg")
+    )
     for method, (speed_up, _) in first_page.rows_of(RESULTS)["mean"].items():
         assert f"{speed_up:.2f}x" in drawn, method
         assert f"{speed_up:.2f}x" in shipped, method
