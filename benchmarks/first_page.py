@@ -1,9 +1,9 @@
-"""What the README shows: record the race, and draw race, bar chart and table from raw rows.
+"""What the README and the results show: record the race, and draw race, bar chart and table from raw rows.
 
     python benchmarks/first_page.py record   # benchmarks/results/race_cpu_bf16.json, on an idle machine
     python benchmarks/first_page.py calls    # benchmarks/results/first_calls_cpu_bf16.json, likewise
     python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg, each also for phones (*-narrow-*)
-    python benchmarks/first_page.py table    # the README's table
+    python benchmarks/first_page.py table    # the table by category of docs/benchmarks/results.md
 
 The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/method.md`.
 """
@@ -333,7 +333,7 @@ def rows_of(results):
 
 
 def table(results):
-    """Return the README's table, without its header, as lines of Markdown."""
+    """Return the table by category of `docs/benchmarks/results.md`, without its header, as lines of Markdown."""
     summary = {(row["category"], row["method"]): row for row in results["summary"]}
     lines = []
     for name, values in rows_of(results).items():
