@@ -1,9 +1,9 @@
-"""What the README shows: record the race, and draw race, bar chart and table from raw rows.
+"""What the README and the results show: record the race, and draw race, bar chart and table from raw rows.
 
     python benchmarks/first_page.py record   # benchmarks/results/race_cpu_bf16.json, on an idle machine
     python benchmarks/first_page.py calls    # benchmarks/results/first_calls_cpu_bf16.json, likewise
-    python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg
-    python benchmarks/first_page.py table    # the README's table
+    python benchmarks/first_page.py draw     # docs/race-*.svg and docs/speed-*.svg, each also for phones (*-narrow-*)
+    python benchmarks/first_page.py table    # the table by category of docs/benchmarks/results.md
 
 The rows of chart and table come from one run of `benchmarks/peers.py`, see `docs/benchmarks/method.md`.
 """
@@ -162,8 +162,34 @@ THEMES = {
     "dark": Theme("#0d1117", "#161b22", "#e6edf3", "#9aa4af", "#56d364",
                   ("#ffa657", "#79c0ff", "#d2a8ff", "#56d364")),
 }  # fmt: skip
-WIDTH, PANEL, COLUMNS, LINE, SIZE = 880, 424, 50, 18, 13
-ADVANCE = (PANEL - 32) / COLUMNS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the race's two panels are: side by side, or one below the other on a narrow screen."""
+
+    columns: int  # characters of a line of an answer
+    line: int  # distance of two lines
+    is_stacked: bool
+    titles: tuple[str, str]
+
+    @property
+    def panel(self):
+        """Width of a panel."""
+        return round(self.columns * ADVANCE) + 32
+
+    @property
+    def width(self):
+        return 16 + self.panel if self.is_stacked else 32 + 2 * self.panel
+
+
+LAYOUTS = {
+    "": Layout(50, 18, False, ("model.generate()", 'model.generate(speculative="auto")')),
+    "-narrow": Layout(44, 16, True, ("generate()", 'speculative="auto"')),
+}
+"""By the end of the picture's name."""
+SIZE, ADVANCE = 13, 7.84
+"""Size of the text, and width of a character."""
 PAUSE = 3.0
 """Seconds for which the finished race is shown before it begins again."""
 
@@ -174,40 +200,55 @@ class Race:
     Args:
         recorded: What `record` wrote.
         theme: Colours.
+        layout: Where the panels are.
     """
 
-    def __init__(self, recorded, theme):
-        self.recorded, self.theme = recorded, theme
+    def __init__(self, recorded, theme, layout):
+        self.recorded, self.theme, self.layout = recorded, theme, layout
         self.total = max(run["seconds"] for run in recorded["runs"].values()) + PAUSE
         self.lines = max(self._layout(run)[-1][1] + 1 for run in recorded["runs"].values())
 
     def svg(self):
-        theme, height = self.theme, 96 + self.lines * LINE
+        theme, layout = self.theme, self.layout
         plain, auto = (self.recorded["runs"][name] for name in METHODS)
-        environment = self.recorded["environment"]
-        device = environment["device"].replace("(R)", "")
-        caption = (
-            f"Recorded run: {environment['model'].split('/')[-1]}, {environment['dtype']}, {environment['cores']} "
-            f"cores ({device}). Words of one colour came in one step."
-        )
+        panels = 2 if layout.is_stacked else 1
+        captions = self._captions()
+        width, height = layout.width, panels * (self._panel_height() + 8) + 24 + 16 * len(captions)
+        second = (8, self._panel_height() + 16) if layout.is_stacked else (layout.panel + 24, 8)
         return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" '
             'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" role="img">',
             f"<title>Plain generate() takes {plain['seconds']:.1f} s, speculative {auto['seconds']:.1f} s</title>",
-            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{theme.background}"/>',
-            *self._panel(8, "model.generate()", plain, coloured=False),
-            *self._panel(WIDTH - PANEL - 8, 'model.generate(speculative="auto")', auto, coloured=True),
-            f'<text x="16" y="{height - 12}" font-size="11" fill="{theme.faint}">{escape(caption)}</text>',
+            f'<rect width="{width}" height="{height}" rx="8" fill="{theme.background}"/>',
+            *self._panel((8, 8), layout.titles[0], plain, coloured=False),
+            *self._panel(second, layout.titles[1], auto, coloured=True),
+            *(
+                f'<text x="16" y="{height - 12 - 16 * above}" font-size="11" fill="{theme.faint}">'
+                f"{escape(caption)}</text>"
+                for above, caption in enumerate(reversed(captions))
+            ),
             "</svg>",
         ])  # fmt: skip
 
-    def _panel(self, left, title, run, *, coloured):
-        theme, bottom = self.theme, 48 + self.lines * LINE
-        yield f'<rect x="{left}" y="8" width="{PANEL}" height="{bottom}" rx="6" fill="{theme.panel}"/>'
-        style = f'x="{left + 16}" y="30" font-size="{SIZE}" font-weight="bold"'
+    def _captions(self):
+        """Return the lines below the panels."""
+        environment = self.recorded["environment"]
+        recorded = f"Recorded run: {environment['model'].split('/')[-1]}, {environment['dtype']},"
+        machine = f"{environment['cores']} cores ({environment['device'].replace('(R)', '')})."
+        colours = "Words of one colour came in one step."
+        return [recorded, machine, colours] if self.layout.is_stacked else [f"{recorded} {machine} {colours}"]
+
+    def _panel_height(self):
+        return 48 + self.lines * self.layout.line
+
+    def _panel(self, corner, title, run, *, coloured):
+        theme, layout, (left, top) = self.theme, self.layout, corner
+        size = f'width="{layout.panel}" height="{self._panel_height()}"'
+        yield f'<rect x="{left}" y="{top}" {size} rx="6" fill="{theme.panel}"/>'
+        style = f'x="{left + 16}" y="{top + 22}" font-size="{SIZE}" font-weight="bold"'
         yield f'<text {style} fill="{theme.text}">{escape(title)}</text>'
-        yield from self._clock(left + PANEL - 16, run)
+        yield from self._clock((left + layout.panel - 16, top + 22), run)
         several = 0
         for step, line, column, text in self._layout(run):
             seconds, tokens, _ = run["pieces"][step]
@@ -216,15 +257,15 @@ class Race:
                 several = sum(count > 1 for _, count, _ in run["pieces"][:step])
                 colour = theme.steps[several % len(theme.steps)]
             yield (
-                f'<text x="{left + 16 + column * ADVANCE:.1f}" y="{58 + line * LINE}" font-size="{SIZE}" '
+                f'<text x="{left + 16 + column * ADVANCE:.1f}" y="{top + 50 + line * layout.line}" font-size="{SIZE}" '
                 f'fill="{colour}" textLength="{len(text) * ADVANCE:.1f}" xml:space="preserve">'
                 f"{escape(text)}{self._from(seconds)}</text>"
             )
 
-    def _clock(self, right, run):
+    def _clock(self, end_of_line, run):
         """Yield a clock that stops at the end of the run, and then the speed."""
         count = sum(tokens for _, tokens, _ in run["pieces"])
-        style = f'x="{right}" y="30" font-size="{SIZE}" text-anchor="end"'
+        style = f'x="{end_of_line[0]}" y="{end_of_line[1]}" font-size="{SIZE}" text-anchor="end"'
         for tick in range(int(run["seconds"] * 10) + 1):
             begin, end = tick / 10, min((tick + 1) / 10, run["seconds"])
             shown = (
@@ -256,7 +297,7 @@ class Race:
             if text[begin] != " ":
                 while end < len(text) and text[end] not in " \n":
                     end += 1
-            if column + end - begin > COLUMNS:
+            if column + end - begin > self.layout.columns:
                 line, column = line + 1, 0
             for place in range(begin, end):
                 if parts and parts[-1][:2] == [steps[place], line]:
@@ -292,7 +333,7 @@ def rows_of(results):
 
 
 def table(results):
-    """Return the README's table, without its header, as lines of Markdown."""
+    """Return the table by category of `docs/benchmarks/results.md`, without its header, as lines of Markdown."""
     summary = {(row["category"], row["method"]): row for row in results["summary"]}
     lines = []
     for name, values in rows_of(results).items():
@@ -305,26 +346,30 @@ def table(results):
     return lines
 
 
-def chart(results, theme, path):
-    """Draw the mean speed-ups as bars into a file."""
+def chart(results, theme, path, *, is_narrow=False):
+    """Draw the mean speed-ups as bars into a file; in a narrow chart the names are above the bars."""
     from matplotlib import pyplot
 
     values = {SHOWN[method]: speed_up for method, (speed_up, _) in rows_of(results)["mean"].items()}
     settings = {"svg.fonttype": "path", "svg.hashsalt": "hf-specdec", "font.size": 11, "text.color": theme.text,
                 "axes.labelcolor": theme.text, "xtick.color": theme.text, "ytick.color": theme.text}  # fmt: skip
     with pyplot.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(8.8, 3.4), facecolor=theme.background)
+        figure, axes = pyplot.subplots(figsize=(4.4, 4.8) if is_narrow else (8.8, 3.4), facecolor=theme.background)
         axes.set_facecolor(theme.background)
         ours = [name for name in values if name.startswith("auto")]
         colours = [theme.steps[1] if name in ours else theme.faint for name in values]
-        bars = axes.barh(list(values), list(values.values()), color=colours, height=0.66)
+        bars = axes.barh(list(values), list(values.values()), color=colours, height=0.42 if is_narrow else 0.66)
         axes.bar_label(bars, [f"{value:.2f}x" for value in values.values()], padding=4)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(values.values()))
-        axes.set_xlabel("tokens per second relative to plain generate(), prompts included")
+        axes.set_xlabel("tokens per second relative to plain generate()" + ("" if is_narrow else ", prompts included"))
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(theme.faint)
         axes.tick_params(axis="y", length=0)
+        if is_narrow:
+            axes.set_yticks([])
+            for place, name in enumerate(values):
+                axes.annotate(name, (0, place - 0.27), (3, 0), textcoords="offset points", va="bottom")
         figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
         pyplot.close(figure)
 
@@ -333,8 +378,9 @@ def draw(options):
     """Draw all pictures in both themes."""
     recorded, results = (json.loads(path.read_text()) for path in (options.race, options.results))
     for name, theme in THEMES.items():
-        (options.docs / f"race-{name}.svg").write_text(Race(recorded, theme).svg() + "\n")
-        chart(results, theme, options.docs / f"speed-{name}.svg")
+        for kind, layout in LAYOUTS.items():
+            (options.docs / f"race{kind}-{name}.svg").write_text(Race(recorded, theme, layout).svg() + "\n")
+            chart(results, theme, options.docs / f"speed{kind}-{name}.svg", is_narrow=layout.is_stacked)
 
 
 def main(arguments=None):

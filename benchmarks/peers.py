@@ -10,7 +10,7 @@ Workers are suspended between calls, because some keep a core busy for a while a
 cannot be created or a worker does not start, the reason is reported and the peer skipped. An interrupted run resumes.
 
 `nothing+kernels` is plain decoding through our loop with the CPU kernels; `auto_no_head` is `auto` without a head,
-also as `auto_no_head+kernels`. The README's table and chart (`benchmarks/first_page.py`) are from
+also as `auto_no_head+kernels`. The README's chart (`benchmarks/first_page.py`) are from
 
     python benchmarks/peers.py --prompts questions.jsonl --per-category 8 --peers llama_cpp \
         --methods transformers_prompt_lookup,auto_no_head,auto+none,nothing+kernels,auto_no_head+kernels,auto+kernels \

@@ -1,4 +1,4 @@
-"""The README's race, chart and table say what the raw rows say."""
+"""The README's race and chart, and the tables of their rows, say what the raw rows say."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hf_specdec import bench
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
 first_page: Any = script("first_page")
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "first_page_cpu_bf16.json").read_text())
 FIRST_CALLS = json.loads((ROOT / "benchmarks" / "results" / "first_calls_cpu_bf16.json").read_text())
 RACE = json.loads((ROOT / "benchmarks" / "results" / "race_cpu_bf16.json").read_text())
 
 
-def test_the_table_of_the_readme_is_computed_from_its_rows() -> None:
-    written = README[README.index("| Spec-Bench category |") :].splitlines()[2:]
+def test_the_table_by_category_is_computed_from_its_rows() -> None:
+    written = PAGE[PAGE.index("| Spec-Bench category |") :].splitlines()[2:]
     assert written[: written.index("")] == first_page.table(RESULTS)
 
 
@@ -45,9 +46,13 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     gains = {category: cells["auto+kernels"][0] / cells["auto_no_head+kernels"][0] - 1
              for category, cells in rows.items()}  # fmt: skip
     assert abs(gains["mean"]) < 0.02
-    assert f"{gains['math_reasoning']:.0%}".replace("%", " % more on mathematics") in text
+    assert f"{gains['math_reasoning']:.0%}".replace("%", " % more on mathematics") in PAGE
     losses = sorted(round(-100 * gains[category]) for category in ("summarization", "rag", "qa"))
-    assert f"{losses[0]} to {losses[-1]} % less on summarization, rag and qa" in text
+    assert f"{losses[0]} to {losses[-1]} % less on summarization, rag and qa" in PAGE
+    eager = {category: cells["auto+none"][0] > cells["auto_no_head"][0] for category, cells in rows.items()}
+    assert [category for category, gains_head in eager.items() if not gains_head and category != "worst"] == [
+        "summarization"
+    ]
 
 
 def test_the_table_of_the_results_is_computed_from_the_rows() -> None:
@@ -72,7 +77,7 @@ def test_times_of_first_calls_are_medians_of_their_rows() -> None:
     for question, seconds in found.items():
         assert re.search(rf"\| {question}.* \| {seconds['plain']:.2f} \| {seconds['auto']:.2f} \|", page), question
     example = found["the README's example"]
-    assert f"takes {example['plain']:.2f} s for it, this call {example['auto']:.2f} s" in README
+    assert f"takes {example['plain']:.2f} s for these 38 tokens, this call {example['auto']:.2f} s" in README
 
 
 def test_rows_have_a_commit_and_a_machine() -> None:
@@ -98,10 +103,11 @@ def test_the_table_of_real_text_on_the_gpu_is_computed_from_its_rows() -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_race_shows_both_answers_in_real_time(theme: str) -> None:
-    picture = ROOT / "docs" / f"race-{theme}.svg"
+@pytest.mark.parametrize("kind", ["", "-narrow"])
+def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None:
+    picture, layout = ROOT / "docs" / f"race{kind}-{theme}.svg", first_page.LAYOUTS[kind]
     assert picture.stat().st_size < 10**6
-    assert picture.read_text() == first_page.Race(RACE, first_page.THEMES[theme]).svg() + "\n"
+    assert picture.read_text() == first_page.Race(RACE, first_page.THEMES[theme], layout).svg() + "\n"
     root = ElementTree.parse(picture).getroot()
     space = "{http://www.w3.org/2000/svg}"
     shown = ["".join(text.itertext()) for text in root.iter(f"{space}text") if text.get("opacity") is None]
@@ -110,15 +116,19 @@ def test_the_race_shows_both_answers_in_real_time(theme: str) -> None:
         assert "".join(shown).replace(" ", "").count("".join(answer.split())) >= 1
         assert any(line.startswith(f"{run['seconds']:.1f} s, ") for line in shown)  # also without animations
         assert run["seconds"] in sorted(RACE["seconds_of_all_runs"]["plain"] + RACE["seconds_of_all_runs"]["auto"])
+    assert (float(root.attrib["width"]) <= 400) == bool(kind)  # a phone shows it in its own size
     durations = {animation.get("dur") for animation in root.iter(f"{space}animate")}
     longest = max(run["seconds"] for run in RACE["runs"].values())
     assert durations == {f"{longest + first_page.PAUSE:.2f}s"}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_chart_is_drawn_from_the_rows(theme: str, tmp_path: Path) -> None:
-    first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg")
-    drawn, shipped = (path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed-{theme}.svg"))
+@pytest.mark.parametrize("kind", ["", "-narrow"])
+def test_the_chart_is_drawn_from_the_rows(kind: str, theme: str, tmp_path: Path) -> None:
+    first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg", is_narrow=bool(kind))
+    drawn, shipped = (
+        path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed{kind}-{theme}.svg")
+    )
     for method, (speed_up, _) in first_page.rows_of(RESULTS)["mean"].items():
         assert f"{speed_up:.2f}x" in drawn, method
         assert f"{speed_up:.2f}x" in shipped, method

@@ -35,9 +35,10 @@ def test_the_example_runs(
         monkeypatch.setattr(factory, "from_pretrained", lambda name, load=load: load(small_model_path))
     scope: dict[str, Any] = {}
     exec(code_block(README, "<!-- example -->"), scope)
-    answer = capsys.readouterr().out.rpartition("(")[0]
+    printed = capsys.readouterr().out
     shown = README[README.index("<!-- example -->") :].split("```\n")[2]
-    assert answer.strip() == shown.rpartition("(")[0].strip()
+    # the number of forwards depends on the machine
+    assert re.sub(r"^\d+ forwards: ", "", printed) == re.sub(r"^\d+ forwards: ", "", shown)
     exec(code_block(README, "<!-- head example -->"), scope)
     assert scope["model"].last_speculation.method == "hybrid"
     assert "eagle" in scope["model"].drafters
@@ -79,7 +80,7 @@ def test_the_package_page_has_whole_links() -> None:
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) > 10
     links += (pictures := re.findall(r' (?:src|srcset)="([^"]+)"', page))
-    assert len(pictures) == 4
+    assert len(pictures) >= 4
     assert not [link for link in links if not link.startswith(("https://", "#"))]
 
 

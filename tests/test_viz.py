@@ -244,6 +244,17 @@ def test_widths_show_no_step_that_was_not_done(count: int) -> None:
     matplotlib.pyplot.close(axes.figure)
 
 
+@pytest.mark.parametrize("side", ["left", "center", "right"])
+def test_a_title_of_widths_does_not_overlap_the_legend(side: str) -> None:
+    axes = viz.plot_widths([drafted(3)] * 2)
+    title = axes.set_title("poem, sampled", loc=side)
+    axes.figure.canvas.draw()
+    legend = axes.get_legend().get_window_extent()
+    others = (title, axes.xaxis.label, *axes.get_xticklabels())
+    assert not any(legend.overlaps(other.get_window_extent()) for other in others)
+    matplotlib.pyplot.close(axes.figure)
+
+
 def test_widths_of_nothing_have_integer_labels() -> None:
     for trace in ([], [drafted(0)] * 3):
         assert tick_labels(viz.plot_widths(trace), "y") == ["1", "0", "1"]

@@ -18,6 +18,8 @@ NUMBER_WIDTH = 0.025
 """Width of a number of two digits, as a fraction of the width of the timeline."""
 STEP_INCHES, WIDTHS_INCHES = 0.75, (6.0, 9.0)
 """Width of a step in `plot_widths`, and the minimum and maximum width of its figure, in inches."""
+LEGEND_PLACE = -0.2
+"""Top of the legend of `plot_widths`, below the label of the x axis, as a fraction of the height of the plot."""
 
 
 def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "light") -> Axes:
@@ -116,5 +118,7 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
         axes.set_xlabel("step")
         axes.set_ylabel("tokens")
         if rows:
-            axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1.2, handlelength=1.5)
+            # below the plot: the space above belongs to a title
+            axes.legend(ncols=4, loc="upper left", bbox_to_anchor=(0, LEGEND_PLACE), columnspacing=1.2,
+                        handlelength=1.5)  # fmt: skip
     return axes
