@@ -315,7 +315,7 @@ def test_calls_that_it_cannot_draft_for() -> None:
     model.add_drafter(DraftModelDrafter(helper))
     ids, mask = prompts(1)
     embedded = model.get_input_embeddings()(ids)
-    with pytest.raises(UnsupportedGenerationError, match="needs the prompt's token ids"):
+    with pytest.raises(UnsupportedGenerationError, match="'draft_model' need the prompt's token ids"):
         model.generate(inputs_embeds=embedded, attention_mask=mask, max_new_tokens=4, speculative="draft_model")
     helper.gradient_checkpointing_enable()
     helper.train()

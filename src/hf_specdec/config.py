@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
@@ -15,7 +15,6 @@ from hf_specdec.validation import (
     MAX_SLOTS,
     MAX_TIERS,
     MAX_WAIT,
-    Choice,
     ConfigFields,
     is_integer,
     is_number,
@@ -54,7 +53,7 @@ class AdaptiveConfig(ConfigFields):
         up_hysteresis: Added to the threshold above which the depth increases; positive values delay it.
     """
 
-    candidate_steps: tuple[int, ...] = (1, 3, 7)
+    candidate_steps: list[int] | tuple[int, ...] = (1, 3, 7)  # stored as a tuple
     ema_alpha: float = 0.2
     update_interval: int = 5
     warmup_batches: int = 10
@@ -184,16 +183,16 @@ class SpeculativeConfig(ConfigFields):
     num_steps: int | None = None
     top_k: int | None = None
     num_draft_tokens: int | None = None
-    tree: Literal["dynamic", "static"] | tuple[Choice, ...] | None = None
+    tree: Literal["dynamic", "static"] | Sequence[Sequence[int]] | None = None  # paths are stored as tuples
     acceptance: AcceptanceName = "auto"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
-    adaptive: bool | AdaptiveConfig | None = None  # a path or a dict becomes an AdaptiveConfig
+    adaptive: bool | AdaptiveConfig | Mapping[str, Any] | str | Path | None = None  # stored as an AdaptiveConfig
     compile: Compile | Literal["compile"] | bool = "auto"
     max_cache_length: int | None = None
-    methods: tuple[str, ...] | None = None
+    methods: list[str] | tuple[str, ...] | None = None  # stored as a tuple
     trace: bool = False
-    history: bool | str | tuple[str, ...] | None = None
+    history: bool | str | list[str] | tuple[str, ...] | None = None  # names are stored as a tuple; False as None
     draft_window: int | None = None
     if TYPE_CHECKING:
         eagle_topk: int | None = None  # a property, see `_accept_eagle_topk`

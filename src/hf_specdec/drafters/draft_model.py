@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_known_tokens
 from hf_specdec.drafters.assistant_text import AssistantText
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
@@ -80,7 +80,8 @@ class DraftModelDrafter(Drafter):
     """
 
     method = "draft_model"
-    default_num_steps = DEFAULT_NUM_STEPS
+    needs = Needs(token_ids=True)
+    default_num_steps: int = DEFAULT_NUM_STEPS
 
     def __init__(
         self, assistant: PreTrainedModel, *, sample: bool = False, tokenizer: Any = None,
@@ -201,13 +202,9 @@ class DraftModelDrafter(Drafter):
         """Start a session; its first `propose` reads the prompt.
 
         Raises:
-            UnsupportedGenerationError: The prompt has no token ids, or gradient checkpointing disables the cache.
+            UnsupportedGenerationError: Gradient checkpointing disables the assistant's cache.
             UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
         """
-        if context.input_ids.shape[1] == 0:
-            raise UnsupportedGenerationError(
-                "An assistant model needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
-            )
         if drops_cache(self.assistant):
             raise UnsupportedGenerationError(
                 "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
