@@ -124,9 +124,10 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 @_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(ConfigFields):
-    """Settings for drafting, verification and acceptance; invalid values raise `InvalidConfigError`.
+    """Settings for drafting, verification and acceptance.
 
-    None means the drafter's default unless stated otherwise.
+    None means the drafter's default unless stated otherwise. Invalid values raise `InvalidConfigError`, unknown
+    keywords Python's `TypeError`. For an unknown field of a dict, `InvalidConfigError` names the most similar one.
 
     Args:
         method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no
@@ -134,14 +135,17 @@ class SpeculativeConfig(ConfigFields):
             `"prompt_lookup"` (or `"ngram"`), `"token_recycling"`, `"draft_model"`, `"pard"`, `"eagle"`, `"dflash"`,
             `"mtp"`, `"medusa"`; experimental: `"last_logits"`, `"lookahead"`, `"early_exit"`. Also the name of a
             drafter of yours.
-        num_steps: Maximum depth of the drafted tree below the root.
-        top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
-        num_draft_tokens: Maximum nodes verified per step. Counts the root, the token emitted last, as
+        num_steps: Maximum depth of the drafted tree below the root, 1 to 4096.
+        top_k: Children per expanded node of the tree, 1 to 4096. Unrelated to the sampling parameter `top_k` of
+            `generate()`.
+        num_draft_tokens: Maximum nodes verified per step, 1 to 4096. Counts the root, the token emitted last, as
             SGLang's `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens`
             does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
         tree: `"dynamic"` (grown by likelihood), `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
-        acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
-            sampled chains). `"typical"` and `"nucleus"` accept more and change the output.
+        acceptance: `"auto"` is `"greedy"` without sampling and `"rejection"` with it. Both are lossless, and each is
+            refused in the other case. `"block"` is lossless, too; it needs sampling, and chains that the drafter
+            sampled. `"typical"` and `"nucleus"` accept more and change the output. `"nucleus"` keeps tokens of the
+            smallest set with the probability `top_p` of the call, or 0.8 if that is not set.
         posterior_threshold: Probability, in (0, 1], above which `"typical"` always keeps a drafted token. It keeps a
             token x if and only if `p(x) > min(threshold, alpha * exp(-H(p)))`; H is the entropy.
         posterior_alpha: Factor in (0, 1] of `exp(-H(p))` in this rule: the smaller, the more tokens are kept if the

@@ -104,10 +104,14 @@ class SpeculativeGenerationMixin(GenerationHooks):
         * caches: `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are offloaded,
           quantised or static with a sliding window; attentions over a static cache; a cache or attentions with a model
           that verifies chains only;
-        * inputs: `prefill_chunk_size` with `inputs_embeds`; tensors that are unknown to this package; a prompt on
-          another device; an `assistant_model` that the method does not use;
-        * models: PEFT prefix tuning; gradient checkpointing in train mode;
-        * acceptance: `"block"`, `"typical"` or `"nucleus"` with processors that read more than one row's text.
+        * inputs: `prefill_chunk_size` with `inputs_embeds`; `inputs_embeds` without `input_ids` if drafts need the ids
+          (EAGLE and MTP heads, assistants, `history="per_prompt"`); tensors that are unknown to this package; an empty
+          prompt, or one on another device; an `assistant_model` that the method does not use;
+        * models: PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a recurrent state;
+        * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` if the drafts
+          are not sampled chains; `"block"`, `"typical"` and `"nucleus"` with processors that may keep a state or read
+          more than one row's text (all custom ones);
+        * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
 
         Args:
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a
