@@ -45,12 +45,18 @@ class AdaptiveConfig(ConfigFields):
     upwards and downwards, so that the depth does not oscillate, as in SGLang.
 
     Args:
-        candidate_steps: Depths to choose from, ascending.
+        candidate_steps: Depths to choose from, ascending: at most 64, each from 1 to 4096.
         ema_alpha: Weight of the newest value in the moving average, in (0, 1].
-        update_interval: Steps between two decisions.
-        warmup_batches: Steps before the first decision.
+        update_interval: Steps between two decisions, at least 1.
+        warmup_batches: Steps before the first decision, at least 1.
         down_hysteresis: Added to the threshold at or below which the depth decreases; negative values delay it.
         up_hysteresis: Added to the threshold above which the depth increases; positive values delay it.
+
+    Example:
+        ```python
+        tiers = AdaptiveConfig(candidate_steps=[1, 3, 5])
+        ids = model.generate(**inputs, speculative={"method": "eagle", "adaptive": tiers})
+        ```
     """
 
     candidate_steps: list[int] | tuple[int, ...] = (1, 3, 7)  # stored as a tuple

@@ -148,7 +148,12 @@ _widest: dict[torch.dtype, int] = {}
 
 
 def limit_rows(dtype: torch.dtype, rows: int) -> None:
-    """Leave products with more rows to torch from now on."""
+    """Leave products with more rows to torch from now on.
+
+    Args:
+        dtype: Dtype of the products that are limited.
+        rows: Most rows that the kernels still multiply.
+    """
     _widest[dtype] = rows
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.nn import Module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
@@ -39,7 +40,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
     # ------------------------------------------------------------------------------------------- attach, detach
 
     @staticmethod
-    def attach(model: Any) -> Any:
+    def attach(model: Module) -> Any:
         """Add the mixin to a loaded model. Attaching twice has no effect.
 
         Args:
@@ -57,8 +58,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             ids = model.generate(**inputs, speculative="auto")
             ```
         """
-        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-            SpeculativeGenerationMixin.attach(model.get_base_model())
+        if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
+            SpeculativeGenerationMixin.attach(base_model())
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             return model
@@ -66,7 +67,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         return model
 
     @staticmethod
-    def detach(model: Any) -> Any:
+    def detach(model: Module) -> Any:
         """Undo `attach` and drop the model's drafters; no effect on a model without the mixin.
 
         Args:
@@ -79,8 +80,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating with
                 the model.
         """
-        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-            SpeculativeGenerationMixin.detach(model.get_base_model())
+        if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
+            SpeculativeGenerationMixin.detach(base_model())
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             swap_out(model, SpeculativeGenerationMixin)
