@@ -152,11 +152,14 @@ class Drafter(ABC):
         method: The method name, as in `speculative="eagle"`.
         needs: The inputs that it needs in addition to the emitted tokens.
         has_window: Default False. Whether `SpeculativeConfig.draft_window` applies to it.
+        samples: Default False. Whether it samples its drafts (`TokenTree.draft_probs`), as `acceptance="block"` needs.
+            Drafters outside this package need not set it.
     """
 
     method: str
     needs: Needs = Needs()
     has_window: bool = False
+    samples: bool = False
 
     @property
     def copies_target_weights(self) -> bool:

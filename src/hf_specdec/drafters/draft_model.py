@@ -92,7 +92,7 @@ class DraftModelDrafter(Drafter):
                 f"Only `{'assistant_tokenizer' if tokenizer is None else 'tokenizer'}` is given.",
                 "Pass both `tokenizer` and `assistant_tokenizer`, or neither if they are the same.",
             )
-        self.assistant, self.sample = assistant, sample
+        self.assistant, self.sample, self.samples = assistant, sample, sample
         self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
         self._facts: TargetFacts | None = None
 

@@ -102,16 +102,13 @@ class SpeculativeGenerationMixin(GenerationHooks):
         keep their meaning. With `speculative`, these are refused:
 
         * modes: beam search, contrastive search, `custom_generate`;
-        * caches: `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are offloaded,
-          quantised or static with a sliding window; attentions over a static cache; a cache or attentions with a model
-          that verifies chains only;
-        * inputs: `prefill_chunk_size` with `inputs_embeds`; `inputs_embeds` without `input_ids` if drafts need the ids
-          (EAGLE and MTP heads, assistants, `history="per_prompt"`); tensors that are unknown to this package; an empty
-          prompt, or one on another device; an `assistant_model` that the method does not use;
+        * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
+          attentions over a static cache; a cache or attentions with a model that verifies chains only;
+        * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
+          history is used; unknown tensors; an empty prompt, or one on another device; an unused `assistant_model`;
         * models: PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a recurrent state;
-        * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` if the drafts
-          are not sampled chains; `"block"`, `"typical"` and `"nucleus"` with processors that may keep a state or read
-          more than one row's text (all custom ones);
+        * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
+          that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
         * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
 
         Args:

@@ -23,7 +23,6 @@ from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import is_third_party, limits_of
-from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.registry import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
@@ -138,9 +137,7 @@ def _check_block(config: SpeculativeConfig, drafter: Drafter) -> None:
     Raises:
         UnsupportedGenerationError: The acceptance is `"block"`, and the drafter of this package does not sample.
     """
-    if config.acceptance != "block" or is_third_party(drafter):
-        return
-    if not isinstance(drafter, DraftModelDrafter) or not drafter.sample:
+    if config.acceptance == "block" and not drafter.samples and not is_third_party(drafter):
         raise UnsupportedGenerationError(
             f"acceptance='block' verifies sampled chains, and {drafter.method!r} does not sample its drafts.",
             'Use acceptance="auto", which is also lossless, or draft a chain with assistant_model= in a call that '
