@@ -169,7 +169,13 @@ class DraftModelDrafter(Drafter):
 
         Raises:
             InvalidConfigError: `tree` is static, `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
+            UnsupportedGenerationError: Gradient checkpointing in train mode disables the assistant's cache.
         """
+        if drops_cache(self.assistant):
+            raise UnsupportedGenerationError(
+                "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
+                "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
+            )
         if config.tree not in (None, "dynamic"):
             raise InvalidConfigError(
                 f"{self.method!r} grows its trees by the assistant's probabilities, got tree={config.tree!r}.",
@@ -202,14 +208,8 @@ class DraftModelDrafter(Drafter):
         """Start a session; its first `propose` reads the prompt.
 
         Raises:
-            UnsupportedGenerationError: Gradient checkpointing disables the assistant's cache.
             UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
         """
-        if drops_cache(self.assistant):
-            raise UnsupportedGenerationError(
-                "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
-                "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
-            )
         return self._session(target, context, self.limits(config))
 
     def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:
