@@ -36,13 +36,15 @@ class Fields(griffe.Extension):
         _complete(func)
 
     def on_package(self, *, pkg, **_):
-        """Show the values of constants that are defaults."""
+        """Show the values of constants that are defaults, and of names that stand for a `Literal` type."""
         for member in _members(pkg):
             if member.is_function:
                 for parameter in member.parameters:
                     parameter.default = _value(parameter.default, pkg)
+                    parameter.annotation = _literal(parameter.annotation, pkg)
             else:
                 member.value = _value(member.value, pkg)
+                member.annotation = _literal(member.annotation, pkg)
 
 
 def _complete(documented):
@@ -67,6 +69,19 @@ def _members(parent):
             yield member
         elif member.is_module or member.is_class:
             yield from _members(member)
+
+
+def _literal(annotation, pkg):
+    """Return a type with names of this package that stand for a `Literal` replaced by it, also in a union."""
+    if isinstance(annotation, griffe.ExprBinOp):
+        annotation.left, annotation.right = _literal(annotation.left, pkg), _literal(annotation.right, pkg)
+    if not isinstance(annotation, griffe.ExprName):
+        return annotation
+    try:
+        value = pkg.modules_collection[annotation.canonical_path].value
+    except (KeyError, AttributeError, griffe.GriffeError):
+        return annotation  # not of this package, or not a constant
+    return value if str(value).startswith("Literal[") else annotation
 
 
 def _value(default, pkg):

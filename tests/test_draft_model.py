@@ -28,7 +28,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters import draft_model
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.generation import plan
+from hf_specdec.generation import hooks, plan
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.step import Step
 from models import prompts
@@ -315,12 +315,15 @@ def test_calls_that_it_cannot_draft_for() -> None:
     model.add_drafter(DraftModelDrafter(helper))
     ids, mask = prompts(1)
     embedded = model.get_input_embeddings()(ids)
-    with pytest.raises(UnsupportedGenerationError, match="needs the prompt's token ids"):
+    with pytest.raises(UnsupportedGenerationError, match="'draft_model' need the prompt's token ids"):
         model.generate(inputs_embeds=embedded, attention_mask=mask, max_new_tokens=4, speculative="draft_model")
     helper.gradient_checkpointing_enable()
     helper.train()
-    with pytest.raises(UnsupportedGenerationError, match=r"Call eval\(\) or gradient_checkpointing_disable\(\)"):
-        generate(model, speculative="draft_model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        for method in ("draft_model", "auto"):
+            with pytest.raises(UnsupportedGenerationError, match=r"or gradient_checkpointing_disable\(\)"):
+                generate(model, speculative=method)
 
 
 @pytest.mark.parametrize(

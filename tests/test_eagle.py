@@ -26,6 +26,7 @@ from hf_specdec import (
     UnsupportedGenerationError,
 )
 from hf_specdec.drafters.eagle import DEFAULT_CHOICES, EagleDrafter
+from hf_specdec.generation import hooks
 from hf_specdec.training import Conversation, capture_features
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import LAST
@@ -330,8 +331,12 @@ def test_a_tree_of_the_root_alone_is_plain_decoding(llama: Any) -> None:
 def test_embeddings_without_ids_are_refused(llama: Any) -> None:
     llama.add_drafter(EagleDrafter(random_head(llama)))
     embeddings = llama.get_input_embeddings()(IDS[:1])
-    with pytest.raises(UnsupportedGenerationError, match="token ids"):
-        llama.generate(inputs_embeds=embeddings, max_new_tokens=4, speculative="eagle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        for method in ("eagle", "auto"):
+            with pytest.raises(UnsupportedGenerationError, match="of 'eagle' need the prompt's token ids"):
+                llama.generate(inputs_embeds=embeddings, max_new_tokens=4, speculative=method)
+    assert llama.last_speculation is None
     plain = llama.generate(inputs_embeds=embeddings, max_new_tokens=12, do_sample=False)
     lookup = llama.generate(inputs_embeds=embeddings, max_new_tokens=12, do_sample=False, speculative="prompt_lookup")
     assert torch.equal(plain, lookup)

@@ -228,6 +228,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
     "needs one number": ({"needs": Needs(-1)}, "needs must be a `Needs`"),  # type: ignore[arg-type]
     "needs names": ({"needs": Needs(("last",))}, "needs must be a `Needs`"),  # type: ignore[arg-type]
     "needs logits of 7": ({"needs": Needs((), 7)}, "needs must be a `Needs`"),  # type: ignore[arg-type]
+    "needs ids of 7": ({"needs": Needs(token_ids=7)}, "needs must be a `Needs`"),  # type: ignore[arg-type]
     "no parts": ({"parts": None}, "parts must be a tuple of drafters"),
     "parts by name": ({"parts": ("eagle",)}, "parts must be a tuple of drafters"),
 }

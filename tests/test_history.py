@@ -26,7 +26,7 @@ from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, NAMED, SHARED, hi
 from hf_specdec.drafters.history import AnswerMatches
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
-from hf_specdec.generation import plan
+from hf_specdec.generation import hooks, plan
 from hf_specdec.trees.draft import Budget
 from models import prompts
 
@@ -159,10 +159,13 @@ def test_what_it_cannot_be_combined_with(attached: Any) -> None:
     ids, _ = prompts(1)
     with pytest.raises(InvalidConfigError, match="cannot be combined with tree"):
         attached.generate(ids, speculative={"method": "auto", "history": True, "tree": "dynamic"}, **GREEDY)
-    with pytest.raises(UnsupportedGenerationError, match="token ids"):
-        attached.generate(
-            inputs_embeds=attached.get_input_embeddings()(ids), speculative=config(PER_PROMPT), **GREEDY
-        )  # fmt: skip
+    embeddings = attached.get_input_embeddings()(ids)
+    named = {"inputs_embeds": embeddings, "speculative": config("ann"), **GREEDY}
+    assert torch.equal(attached.generate(**named), attached.generate(**{**named, "speculative": None}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "with_programs", lambda *_: pytest.fail("refused too late"))
+        with pytest.raises(UnsupportedGenerationError, match="its token ids"):
+            attached.generate(**{**named, "speculative": config(PER_PROMPT)})
     attached.add_drafter(PromptLookupDrafter(), "history")
     with pytest.raises(InvalidConfigError, match="a drafter that is called 'history'"):
         attached.generate(ids, speculative=config(True), **GREEDY)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import hf_specdec.training  # noqa: F401  (for `located`)
+from hf_specdec import Eagle3Head, EagleHead, MtpHead
 from hf_specdec.drafters import registry
+from hf_specdec.training import EagleTrainingConfig
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").glob("*.md"))
 
@@ -43,6 +44,16 @@ def test_a_text_refers_only_to_names_that_the_reference_has() -> None:
         text = inspect.getdoc(found) or ""
         for name in re.findall(r"\b[Ss]ee `([\w.]+)[`(]", text):
             assert name.rsplit(".", 1)[-1] in known, f"{entry} refers to {name}"
+
+
+def test_the_training_defaults_are_those_in_the_text() -> None:
+    text = inspect.getdoc(EagleTrainingConfig.for_head) or ""
+    for name, kind in (("EAGLE-1 and 2", EagleHead), ("EAGLE-3", Eagle3Head), ("MTP", MtpHead)):
+        defaults = EagleTrainingConfig.for_head(kind.__new__(kind))
+        (line,) = re.findall(rf"^\* {name}: (.*)$", text, flags=re.MULTILINE)
+        stated = {field: float(value) for field, value in re.findall(r"`(\w+)` ([\d.]*\d)", line)}
+        assert len(stated) == 5
+        assert stated == {field: getattr(defaults, field) for field in stated}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -34,6 +34,7 @@ def test_the_signatures_of_the_extended_methods() -> None:
     expected = {
         "_prepare_generation_config": ["self", "generation_config", "kwargs"],
         "_validate_generation_mode": ["self", "generation_mode", "generation_config", "generation_mode_kwargs"],
+        "_validate_generated_length": ["self", "generation_config", "input_ids_length", "has_default_max_length"],
         "_prepare_cache_for_generation": ["self", "generation_config", "model_kwargs", "generation_mode", "batch_size",
                                           "max_cache_length"],
         "_sample": ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
@@ -15,7 +15,6 @@ from hf_specdec.validation import (
     MAX_SLOTS,
     MAX_TIERS,
     MAX_WAIT,
-    Choice,
     ConfigFields,
     is_integer,
     is_number,
@@ -46,15 +45,21 @@ class AdaptiveConfig(ConfigFields):
     upwards and downwards, so that the depth does not oscillate, as in SGLang.
 
     Args:
-        candidate_steps: Depths to choose from, ascending.
+        candidate_steps: Depths to choose from, ascending: at most 64, each from 1 to 4096.
         ema_alpha: Weight of the newest value in the moving average, in (0, 1].
-        update_interval: Steps between two decisions.
-        warmup_batches: Steps before the first decision.
+        update_interval: Steps between two decisions, at least 1.
+        warmup_batches: Steps before the first decision, at least 1.
         down_hysteresis: Added to the threshold at or below which the depth decreases; negative values delay it.
         up_hysteresis: Added to the threshold above which the depth increases; positive values delay it.
+
+    Example:
+        ```python
+        tiers = AdaptiveConfig(candidate_steps=[1, 3, 5])
+        ids = model.generate(**inputs, speculative={"method": "eagle", "adaptive": tiers})
+        ```
     """
 
-    candidate_steps: tuple[int, ...] = (1, 3, 7)
+    candidate_steps: list[int] | tuple[int, ...] = (1, 3, 7)  # stored as a tuple
     ema_alpha: float = 0.2
     update_interval: int = 5
     warmup_batches: int = 10
@@ -125,9 +130,10 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 @_accept_eagle_topk
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(ConfigFields):
-    """Settings for drafting, verification and acceptance; invalid values raise `InvalidConfigError`.
+    """Settings for drafting, verification and acceptance.
 
-    None means the drafter's default unless stated otherwise.
+    None means the drafter's default unless stated otherwise. Invalid values raise `InvalidConfigError`, unknown
+    keywords Python's `TypeError`. For an unknown field of a dict, `InvalidConfigError` names the most similar one.
 
     Args:
         method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no
@@ -135,14 +141,17 @@ class SpeculativeConfig(ConfigFields):
             `"prompt_lookup"` (or `"ngram"`), `"token_recycling"`, `"draft_model"`, `"pard"`, `"eagle"`, `"dflash"`,
             `"mtp"`, `"medusa"`; experimental: `"last_logits"`, `"lookahead"`, `"early_exit"`. Also the name of a
             drafter of yours.
-        num_steps: Maximum depth of the drafted tree below the root.
-        top_k: Children per expanded node of the tree. Unrelated to the sampling parameter `top_k` of `generate()`.
-        num_draft_tokens: Maximum nodes verified per step. Counts the root, the token emitted last, as
+        num_steps: Maximum depth of the drafted tree below the root, 1 to 4096.
+        top_k: Children per expanded node of the tree, 1 to 4096. Unrelated to the sampling parameter `top_k` of
+            `generate()`.
+        num_draft_tokens: Maximum nodes verified per step, 1 to 4096. Counts the root, the token emitted last, as
             SGLang's `speculative_num_draft_tokens` and EAGLE's `total_token` do. transformers' `num_assistant_tokens`
             does not count it: 5 drafted tokens are `num_assistant_tokens=5` there and `num_draft_tokens=6` here.
         tree: `"dynamic"` (grown by likelihood), `"static"`, or a list of paths such as `[(0,), (0, 0), (1,)]`.
-        acceptance: `"auto"` is lossless: greedy without sampling, rejection with it. `"block"` is lossless, too (for
-            sampled chains). `"typical"` and `"nucleus"` accept more and change the output.
+        acceptance: `"auto"` is `"greedy"` without sampling and `"rejection"` with it. Both are lossless, and each is
+            refused in the other case. `"block"` is lossless, too; it needs sampling, and chains that the drafter
+            sampled. `"typical"` and `"nucleus"` accept more and change the output. `"nucleus"` keeps tokens of the
+            smallest set with the probability `top_p` of the call, or 0.8 if that is not set.
         posterior_threshold: Probability, in (0, 1], above which `"typical"` always keeps a drafted token. It keeps a
             token x if and only if `p(x) > min(threshold, alpha * exp(-H(p)))`; H is the entropy.
         posterior_alpha: Factor in (0, 1] of `exp(-H(p))` in this rule: the smaller, the more tokens are kept if the
@@ -184,16 +193,16 @@ class SpeculativeConfig(ConfigFields):
     num_steps: int | None = None
     top_k: int | None = None
     num_draft_tokens: int | None = None
-    tree: Literal["dynamic", "static"] | tuple[Choice, ...] | None = None
+    tree: Literal["dynamic", "static"] | Sequence[Sequence[int]] | None = None  # paths are stored as tuples
     acceptance: AcceptanceName = "auto"
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
-    adaptive: bool | AdaptiveConfig | None = None  # a path or a dict becomes an AdaptiveConfig
+    adaptive: bool | AdaptiveConfig | Mapping[str, Any] | str | Path | None = None  # stored as an AdaptiveConfig
     compile: Compile | Literal["compile"] | bool = "auto"
     max_cache_length: int | None = None
-    methods: tuple[str, ...] | None = None
+    methods: list[str] | tuple[str, ...] | None = None  # stored as a tuple
     trace: bool = False
-    history: bool | str | tuple[str, ...] | None = None
+    history: bool | str | list[str] | tuple[str, ...] | None = None  # names are stored as a tuple; False as None
     draft_window: int | None = None
     if TYPE_CHECKING:
         eagle_topk: int | None = None  # a property, see `_accept_eagle_topk`

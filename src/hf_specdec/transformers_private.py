@@ -13,7 +13,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 EXTENDED_METHODS = (
-    "_prepare_generation_config", "_validate_generation_mode", "_prepare_cache_for_generation", "_sample",
+    "_prepare_generation_config", "_validate_generation_mode", "_validate_generated_length",
+    "_prepare_cache_for_generation", "_sample",
 )  # fmt: skip
 """Methods of `GenerationMixin` that `generation/hooks.py` extends."""
 

@@ -34,7 +34,11 @@ DISTURBING_TICKS = 5
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """Return hardware, versions, commit, date, and the name and dtype of a model."""
+    """Return hardware, versions, commit, date, and the name and dtype of a model, as JSON-serialisable values.
+
+    Args:
+        model: The measured model; its device is described, too.
+    """
     return {
         **versions(model.device),
         "model": model_name(model.config), "dtype": str(model.dtype).removeprefix("torch."),

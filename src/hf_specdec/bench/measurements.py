@@ -101,5 +101,5 @@ class Measurement:
 
     @property
     def disturbed_rounds(self) -> int:
-        """Number of rounds in which other processes used much CPU time, see `is_disturbed`."""
+        """Number of rounds in which other processes used more than 5 % of a core (and at least 5 ticks in all)."""
         return sum(map(is_disturbed, self.others_cores, self.seconds))

@@ -81,7 +81,11 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def warnings_of(measurements: Sequence[Measurement]) -> list[str]:
-    """Return warnings about measurements on a busy machine or with compilation in timed calls; empty if none."""
+    """Return warnings about measurements on a busy machine or with compilation in timed calls; empty if none.
+
+    Args:
+        measurements: What `measure` yielded.
+    """
     found = []
     disturbed = [row for row in measurements if row.disturbed_rounds]
     if disturbed:

@@ -24,11 +24,17 @@ MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class PublishedHead:
-    """A repository whose name says that it holds a draft head."""
+    """A repository whose name says that it holds a draft head.
+
+    Args:
+        repo_id: Hub id.
+        method: Value of `speculative=`; for `"pard"` the repository is passed as `assistant_model=`.
+        downloads: Downloads in the last 30 days.
+    """
 
     repo_id: str
-    method: str  # value of `speculative=`; for "pard" the repository is passed as `assistant_model=`
-    downloads: int  # of the last 30 days
+    method: str
+    downloads: int
 
 
 def find_heads(target: str) -> list[PublishedHead]:

@@ -148,7 +148,7 @@ _widest: dict[torch.dtype, int] = {}
 
 
 def limit_rows(dtype: torch.dtype, rows: int) -> None:
-    """Leave products with more rows to torch from now on."""
+    """Leave products of this dtype with more rows than `rows` to torch from now on."""
     _widest[dtype] = rows
 
 

@@ -254,7 +254,7 @@ def _checked_key(path: str | Path, line: int, row: dict[str, Any]) -> str:
     return key
 
 
-def history_keys(history: bool | str | tuple[str, ...], prompts: Sequence[Sequence[int]]) -> list[str]:
+def history_keys(history: bool | str | Sequence[str], prompts: Sequence[Sequence[int]]) -> list[str]:
     """Return the key of each row's history.
 
     Args:

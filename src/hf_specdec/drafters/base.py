@@ -31,7 +31,7 @@ from hf_specdec.verification.window import Window
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The inputs that a drafter needs in addition to token ids.
+    """The inputs that a drafter needs in addition to the emitted tokens.
 
     Args:
         feature_layers: Numbers of the target's hidden states that it reads, as in transformers' `hidden_states`; -1 is
@@ -39,11 +39,13 @@ class Needs:
         prompt_logits: Whether it reads the logits `[B, P, V]` of all prompt positions.
         step_costs: Whether it reads the seconds of a step by the number of nodes verified per row, to choose
             this number itself.
+        token_ids: Whether it reads the token ids of the prompt. Calls with `inputs_embeds` alone are then refused.
     """
 
     feature_layers: tuple[int, ...] = ()
     prompt_logits: bool = False
     step_costs: bool = False
+    token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class DraftContext:
     """Inputs of a new session, which starts after the target has read the prompt and emitted one token per row.
 
     Args:
-        input_ids: `[B, P]`, padding included; P = 0 if the prompt was given as embeddings.
+        input_ids: `[B, P]`, padding included; P = 0 if the prompt was given as embeddings, which happens only without
+            `needs.token_ids`.
         padding: The padding of the prompt; None if there is none.
         roots: `[B]`, the emitted tokens, which are the roots of the first trees.
         features: Features of the prompt, without tokens whose keys the user passed, or of the part within
@@ -147,13 +150,16 @@ class Drafter(ABC):
 
     Attributes:
         method: The method name, as in `speculative="eagle"`.
-        needs: The inputs that it needs in addition to token ids.
+        needs: The inputs that it needs in addition to the emitted tokens.
         has_window: Default False. Whether `SpeculativeConfig.draft_window` applies to it.
+        samples: Default False. Whether it samples its drafts (`TokenTree.draft_probs`), as `acceptance="block"` needs.
+            Drafters outside this package need not set it.
     """
 
     method: str
     needs: Needs = Needs()
     has_window: bool = False
+    samples: bool = False
 
     @property
     def copies_target_weights(self) -> bool:

@@ -68,11 +68,10 @@ def check_drafter(drafter: Any) -> None:
         isinstance(needs, Needs)
         and isinstance(needs.feature_layers, tuple)
         and all(_is_int(layer) for layer in needs.feature_layers)
-        and isinstance(needs.prompt_logits, bool)
-        and isinstance(needs.step_costs, bool)
+        and all(isinstance(value, bool) for value in (needs.prompt_logits, needs.step_costs, needs.token_ids))
     ):
         raise DrafterMismatchError(
-            f"{kind}.needs must be a `Needs` of a tuple of layer numbers and two bools, got {needs!r}."
+            f"{kind}.needs must be a `Needs` of a tuple of layer numbers and three bools, got {needs!r}."
         )
 
 

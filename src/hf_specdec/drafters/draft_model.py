@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_known_tokens
 from hf_specdec.drafters.assistant_text import AssistantText
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
 from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
@@ -80,7 +80,8 @@ class DraftModelDrafter(Drafter):
     """
 
     method = "draft_model"
-    default_num_steps = DEFAULT_NUM_STEPS
+    needs = Needs(token_ids=True)
+    default_num_steps: int = DEFAULT_NUM_STEPS
 
     def __init__(
         self, assistant: PreTrainedModel, *, sample: bool = False, tokenizer: Any = None,
@@ -91,7 +92,7 @@ class DraftModelDrafter(Drafter):
                 f"Only `{'assistant_tokenizer' if tokenizer is None else 'tokenizer'}` is given.",
                 "Pass both `tokenizer` and `assistant_tokenizer`, or neither if they are the same.",
             )
-        self.assistant, self.sample = assistant, sample
+        self.assistant, self.sample, self.samples = assistant, sample, sample
         self.tokenizer, self.assistant_tokenizer = tokenizer, assistant_tokenizer
         self._facts: TargetFacts | None = None
 
@@ -168,7 +169,13 @@ class DraftModelDrafter(Drafter):
 
         Raises:
             InvalidConfigError: `tree` is static, `sample=True` has `tree` or `top_k` > 1, or `top_k` is too large.
+            UnsupportedGenerationError: Gradient checkpointing in train mode disables the assistant's cache.
         """
+        if drops_cache(self.assistant):
+            raise UnsupportedGenerationError(
+                "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
+                "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
+            )
         if config.tree not in (None, "dynamic"):
             raise InvalidConfigError(
                 f"{self.method!r} grows its trees by the assistant's probabilities, got tree={config.tree!r}.",
@@ -201,18 +208,8 @@ class DraftModelDrafter(Drafter):
         """Start a session; its first `propose` reads the prompt.
 
         Raises:
-            UnsupportedGenerationError: The prompt has no token ids, or gradient checkpointing disables the cache.
             UnsupportedModelError: The assistant has changed and can no longer verify trees or chains.
         """
-        if context.input_ids.shape[1] == 0:
-            raise UnsupportedGenerationError(
-                "An assistant model needs the prompt's token ids, got only inputs_embeds.", "Pass input_ids as well."
-            )
-        if drops_cache(self.assistant):
-            raise UnsupportedGenerationError(
-                "Gradient checkpointing in train mode disables the assistant's key-value cache, which drafting needs.",
-                "Call eval() or gradient_checkpointing_disable() on the assistant before generating.",
-            )
         return self._session(target, context, self.limits(config))
 
     def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:

@@ -7,6 +7,7 @@ dynamic trees. `LayerDrafter` works with any `DraftLayer`: EAGLE heads and MTP m
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -15,7 +16,7 @@ from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs,
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.feature_session import LayerLimits
 from hf_specdec.drafters.layer_session import EagleSession
-from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
@@ -113,16 +114,7 @@ class LayerDrafter(Drafter):
         return self.tree_limits(config).budget
 
     def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
-        """Start a session; it reads the prompt in its first `propose`.
-
-        Raises:
-            UnsupportedGenerationError: The prompt consists of embeddings without token ids.
-        """
-        if context.input_ids.shape[1] == 0:
-            raise UnsupportedGenerationError(
-                f"The method {self.method!r} needs the prompt's token ids, got only inputs_embeds.",
-                "Pass input_ids as well.",
-            )
+        """Start a session; it reads the prompt in its first `propose`."""
         return self._session(target.model, context, self.tree_limits(config))
 
     def _session(self, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> DraftSession:
@@ -160,7 +152,7 @@ class EagleDrafter(LayerDrafter):
 
     def bind(self, model: PreTrainedModel) -> None:
         """See `bind_sharing_head`."""
-        self.needs = bind_sharing_head(self.head, model)
+        self.needs = replace(bind_sharing_head(self.head, model), token_ids=True)
 
 
 def bind_sharing_head(head: EagleFamilyHead | DFlashHead, model: PreTrainedModel) -> Needs:

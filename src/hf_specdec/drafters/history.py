@@ -50,7 +50,7 @@ class HistoryDrafter(Drafter):
 
     method = "history"
 
-    def __init__(self, history: AnswerHistory, of: bool | str | tuple[str, ...]) -> None:
+    def __init__(self, history: AnswerHistory, of: bool | str | Sequence[str]) -> None:
         self._history, self._of = history, of
 
     def limits(self, config: SpeculativeConfig) -> Budget:
@@ -72,7 +72,7 @@ class HistoryDrafter(Drafter):
 
 
 class _HistorySession(CandidateSession):
-    def __init__(self, history: AnswerHistory, of: bool | str | tuple[str, ...], context: DraftContext) -> None:
+    def __init__(self, history: AnswerHistory, of: bool | str | Sequence[str], context: DraftContext) -> None:
         self._history, self._device = history, context.roots.device
         prompts = unpadded_prompts(context.input_ids, context.padding)
         roots = [root for (root,) in read(context.roots[:, None])[0]]

@@ -94,7 +94,12 @@ class HybridDrafter(Drafter):
     def needs(self) -> Needs:  # type: ignore[override]
         """The needs of all parts, and step costs to choose the tree's width."""
         layers = dict.fromkeys(layer for part in self.parts for layer in part.needs.feature_layers)
-        return Needs(tuple(layers), any(part.needs.prompt_logits for part in self.parts), step_costs=True)
+        return Needs(
+            tuple(layers),
+            prompt_logits=any(part.needs.prompt_logits for part in self.parts),
+            step_costs=True,
+            token_ids=any(part.needs.token_ids for part in self.parts),
+        )
 
     @property
     def has_window(self) -> bool:  # type: ignore[override]

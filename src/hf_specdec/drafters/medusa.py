@@ -37,7 +37,8 @@ DEFAULT_NUM_NODES = 24
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
-    Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else `tree_for_model`).
+    Config fields: `tree` (`"static"` or choices; default: the tree in the heads' config, else the
+    authors' tree for the target's name, which is `mc_sim_7b_63` for all but Vicuna and Zephyr).
     `num_draft_tokens` (default: the heads' config, else 24), `num_steps` (depth) and `top_k` (children per node) limit
     the part of the default tree that is drafted. With choices, the first two must agree with them, and `top_k` has no
     effect.

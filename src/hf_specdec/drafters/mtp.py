@@ -98,7 +98,7 @@ class NativeMtpDrafter(LayerDrafter):
             UnsupportedModelError: See `MtpDrafter.native`.
         """
         self.head.bind(model)
-        self.needs = Needs(feature_layers=self.head.feature_layers)
+        self.needs = Needs(feature_layers=self.head.feature_layers, token_ids=True)
 
     def feature_window(self, config: SpeculativeConfig) -> Window | None:
         """See `LayerDrafter`; at least one token per module, because the last ones are read again in every step."""

@@ -63,8 +63,8 @@ class TokenRecyclingDrafter(Drafter):
     8), `num_steps` (4), `top_k` (4, at most `width`). `tree` is rejected.
 
     Args:
-        width: Candidates stored per token and per pair.
-        pairs: Hash slots for pairs of tokens.
+        width: Candidates stored per token and per pair, 1 to 1024.
+        pairs: Hash slots for pairs of tokens, 1 to 2**24.
         reads_prompt: Also learn from the prompt, which requires the logits of all its positions.
 
     Raises:

@@ -9,9 +9,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.acceptance.transcript import Transcript
+from hf_specdec.config import PER_PROMPT, SpeculativeConfig
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.generation import options
 from hf_specdec.generation.decode import Call
-from hf_specdec.generation.histories import check_token_ids
 from hf_specdec.generation.plan import Plan, controller_of
 from hf_specdec.transformers_private import has_unfinished, pad_token_id
 
@@ -31,7 +33,6 @@ def prepare_call(
     options.check_processors(logits_processor, plan.config)
     options.check_device(input_ids, model)
     options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
-    check_token_ids(plan.config, input_ids.shape[1])
     options.check_synced(synced_gpus, target.needs_replay)
     device, rows = input_ids.device, input_ids.shape[0]
     returns_dict = bool(generation_config.return_dict_in_generate)
@@ -66,3 +67,29 @@ def prepare_call(
         forwards=plan.forwards,
     )
     return call, transcript
+
+
+def check_token_ids(width: int, drafter: Drafter, config: SpeculativeConfig) -> None:
+    """Refuse embeddings without token ids if a part of the drafter, or one history per prompt, reads the ids.
+
+    Args:
+        width: Columns of `input_ids`.
+        drafter: Drafter of the call.
+        config: Config of the call.
+
+    Raises:
+        UnsupportedGenerationError: There are no token ids, and they are needed.
+    """
+    if width:
+        return
+    names = dict.fromkeys(part.method for part in drafter.parts if part.needs.token_ids)
+    if names:
+        raise UnsupportedGenerationError(
+            f"Drafts of {', '.join(map(repr, names))} need the prompt's token ids, got only inputs_embeds.",
+            'Pass input_ids as well, or use a method that needs none, such as "prompt_lookup".',
+        )
+    if config.history == PER_PROMPT:
+        raise UnsupportedGenerationError(
+            f"history={PER_PROMPT!r} finds a prompt's history by its token ids, got only inputs_embeds.",
+            "Pass input_ids as well, or give the history a name.",
+        )

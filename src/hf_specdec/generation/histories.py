@@ -5,10 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.config import PER_PROMPT, SpeculativeConfig
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.answer_history import AnswerHistory, history_keys
 from hf_specdec.drafters.history import unpadded_prompts
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.decode import Call
 from hf_specdec.generation.state import state_of
 from hf_specdec.verification.model import num_embedded_tokens
@@ -50,20 +50,3 @@ def remember_answers(model: PreTrainedModel, call: Call, transcript: Transcript)
     for row, key in enumerate(keys):
         answer = transcript.new_tokens[row][: transcript.num_generated[row]]
         history.add(answer, key, prompts[row])
-
-
-def check_token_ids(config: SpeculativeConfig, width: int) -> None:
-    """Refuse one history per prompt if prompts have no token ids.
-
-    Args:
-        config: Config of the call.
-        width: Columns of `input_ids`.
-
-    Raises:
-        UnsupportedGenerationError: `history` is `PER_PROMPT`, and prompts are given as embeddings only.
-    """
-    if config.history == PER_PROMPT and width == 0:
-        raise UnsupportedGenerationError(
-            f"history={PER_PROMPT!r} needs the prompts' token ids, got only inputs_embeds.",
-            "Pass input_ids as well, or give the history a name.",
-        )

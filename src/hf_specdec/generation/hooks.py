@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.generation import decode, options, stored_default
-from hf_specdec.generation.call import prepare_call
+from hf_specdec.generation.call import check_token_ids, prepare_call
 from hf_specdec.generation.histories import check_names, remember_answers
 from hf_specdec.generation.plan import Request, plan_call, plan_of, with_programs
 from hf_specdec.generation.state import state_of
@@ -24,7 +24,7 @@ from hf_specdec.verification.model import cache_argument
 
 
 class GenerationHooks:
-    """Base class of the mixin: the four extended methods, which precede those of the model's class."""
+    """Base class of the mixin: the five extended methods, which precede those of the model's class."""
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
@@ -56,6 +56,15 @@ class GenerationHooks:
             generation_config.speculative = plan_call(
                 model, request, generation_mode, generation_config, generation_mode_kwargs
             )
+
+    def _validate_generated_length(
+        self, generation_config: GenerationConfig, input_ids_length: int, has_default_max_length: bool
+    ) -> None:
+        """Check that the prompt has token ids if the call's plan needs them."""
+        super()._validate_generated_length(generation_config, input_ids_length, has_default_max_length)  # type: ignore[misc]
+        plan = plan_of(generation_config)
+        if plan is not None:
+            check_token_ids(input_ids_length, plan.drafter, plan.config)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: GenerationMode,

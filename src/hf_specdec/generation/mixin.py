@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.nn import Module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
@@ -39,7 +40,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
     # ------------------------------------------------------------------------------------------- attach, detach
 
     @staticmethod
-    def attach(model: Any) -> Any:
+    def attach(model: Module) -> Any:
         """Add the mixin to a loaded model. Attaching twice has no effect.
 
         Args:
@@ -57,8 +58,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             ids = model.generate(**inputs, speculative="auto")
             ```
         """
-        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-            SpeculativeGenerationMixin.attach(model.get_base_model())
+        if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
+            SpeculativeGenerationMixin.attach(base_model())
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             return model
@@ -66,7 +67,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         return model
 
     @staticmethod
-    def detach(model: Any) -> Any:
+    def detach(model: Module) -> Any:
         """Undo `attach` and drop the model's drafters; no effect on a model without the mixin.
 
         Args:
@@ -79,8 +80,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             UnsupportedModelError: The mixin is a base class of the model's class, or another thread is generating with
                 the model.
         """
-        if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-            SpeculativeGenerationMixin.detach(model.get_base_model())
+        if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
+            SpeculativeGenerationMixin.detach(base_model())
             return model
         if isinstance(model, SpeculativeGenerationMixin):
             swap_out(model, SpeculativeGenerationMixin)
@@ -101,13 +102,14 @@ class SpeculativeGenerationMixin(GenerationHooks):
         keep their meaning. With `speculative`, these are refused:
 
         * modes: beam search, contrastive search, `custom_generate`;
-        * caches: `use_cache=False`; a `cache_implementation` other than dynamic and static; caches that are offloaded,
-          quantised or static with a sliding window; attentions over a static cache; a cache or attentions with a model
-          that verifies chains only;
-        * inputs: `prefill_chunk_size` with `inputs_embeds`; tensors that are unknown to this package; a prompt on
-          another device; an `assistant_model` that the method does not use;
-        * models: PEFT prefix tuning; gradient checkpointing in train mode;
-        * acceptance: `"block"`, `"typical"` or `"nucleus"` with processors that read more than one row's text.
+        * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
+          attentions over a static cache; a cache or attentions with a model that verifies chains only;
+        * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
+          history is used; unknown tensors; an empty prompt, or one on another device; an unused `assistant_model`;
+        * models: PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a recurrent state;
+        * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
+          that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
+        * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
 
         Args:
             speculative: Name of a method (`"auto"`, `"prompt_lookup"`, `"eagle"`, ...) or of a registered drafter; a

@@ -22,10 +22,10 @@ from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.checked import limits_of
+from hf_specdec.drafters.checked import is_third_party, limits_of
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.registry import choose_drafter
-from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
+from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
 from hf_specdec.generation.assisted import Assistant, assisted_drafters, check_no_assistant
 from hf_specdec.generation.histories import answer_history
@@ -114,6 +114,7 @@ def plan_call(
     options.check_top_k(config, model)
     options.check_runner(config, model)
     rule = options.rule_for(config, generation_config)
+    _check_block(config, drafter)
     options.check_training(model)
     options.check_adapter(model)
     facts = current_facts(model)
@@ -128,6 +129,20 @@ def plan_call(
         facts=facts,
         layer_outputs=options.layer_outputs(generation_config, chains_only=not facts.supports_trees),
     )
+
+
+def _check_block(config: SpeculativeConfig, drafter: Drafter) -> None:
+    """Refuse `acceptance="block"` for drafters that do not sample; drafts of third-party drafters are checked later.
+
+    Raises:
+        UnsupportedGenerationError: The acceptance is `"block"`, and the drafter of this package does not sample.
+    """
+    if config.acceptance == "block" and not drafter.samples and not is_third_party(drafter):
+        raise UnsupportedGenerationError(
+            f"acceptance='block' verifies sampled chains, and {drafter.method!r} does not sample its drafts.",
+            'Use acceptance="auto", which is also lossless, or draft a chain with assistant_model= in a call that '
+            "samples.",
+        )
 
 
 def plan_of(generation_config: GenerationConfig) -> Plan | None:

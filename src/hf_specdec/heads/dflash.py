@@ -31,7 +31,7 @@ DEFAULT_BLOCK = 8
 
 
 class DFlashConfig(EagleConfig):
-    """Configuration of a block head: sizes of its layers as for EAGLE, with the fields of the published variants.
+    """Configuration of a block head: the fields of `EagleConfig`, and those of published variants.
 
     Args:
         block_size: Slots of the block that the head was trained with, the root's included.

@@ -30,6 +30,9 @@ from hf_specdec.validation import check_names
 class EagleConfig(CheckedConfig, LlamaConfig):
     """Configuration of an EAGLE-1/2 head: a one-layer Llama configuration with additional fields.
 
+    The fields of transformers' `LlamaConfig` (`hidden_size`, `intermediate_size`, `vocab_size`, ...) have its
+    defaults; `for_target` sets them as in the target.
+
     Args:
         bias: Whether `fc` has a bias; True if a published config lacks the key.
         qkv_bias: Whether the query, key and value projections have a bias; `attention_bias` also covers the
@@ -203,7 +206,7 @@ class EagleHead(EagleFamilyHead):
 
         Args:
             token_embeddings: `[B, T, D]` embeddings of x[t+1].
-            hidden: `[B, T, D]` output of `fuse` for f[t], or the head's output for t below the first level.
+            hidden: `[B, T, D]` f[t], or the head's output for t below the first level.
             position_ids: `[B, T]` positions t.
             attend: Attention function, see `Attend`.
 

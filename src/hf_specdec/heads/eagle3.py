@@ -31,7 +31,7 @@ PAPER_LAYERS = ("2", "L/2", "L-3")
 
 
 class Eagle3Config(EagleConfig):
-    """Configuration of an EAGLE-3 head: that of EAGLE, with the differences between published variants.
+    """Configuration of an EAGLE-3 head: the fields of `EagleConfig`, and those of published variants.
 
     Args:
         eagle_aux_hidden_state_layer_ids: Ascending numbers of the hidden states of the target that are read: 0 is the

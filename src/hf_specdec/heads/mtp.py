@@ -24,7 +24,7 @@ from hf_specdec.heads.schema import MTP, Rule
 
 
 class MtpConfig(EagleConfig):
-    """Configuration of an MTP module: the fields of an EAGLE head, with `layernorms` always True.
+    """Configuration of an MTP module: the fields of `EagleConfig`, with these other defaults.
 
     Args:
         bias: Whether `eh_proj` has a bias; published modules have none.

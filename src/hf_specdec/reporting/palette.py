@@ -117,7 +117,12 @@ def drawing(theme: Theme = "light") -> Iterator[tuple[Any, Colors]]:
 
 
 def save_plot(axes: Axes | Sequence[Axes], path: str | Path) -> None:
-    """Save the figure that contains the given axes to a file, and close the figure."""
+    """Save the figure that contains the given axes to a file, and close the figure.
+
+    Args:
+        axes: What a function of `hf_specdec.viz` returned.
+        path: File to write or replace; its suffix selects the format, PNG if it has none.
+    """
     with drawing() as (pyplot, _):
         first: Any = axes if hasattr(axes, "figure") else axes[0]
         first.figure.savefig(path, dpi=120, bbox_inches="tight")

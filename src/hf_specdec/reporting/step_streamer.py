@@ -49,7 +49,7 @@ class StepStreamer(BaseStreamer):
         self.begin = time.perf_counter()
 
     def add(self, piece: TimedPiece) -> None:
-        """Take a piece that was added to `pieces`; does nothing."""
+        """Called with each piece after it was added to `pieces`; subclasses show it there."""
 
     @property
     def num_tokens(self) -> int:

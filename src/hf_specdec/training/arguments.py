@@ -41,7 +41,9 @@ SAVE_STEPS = 100
 def head_arguments(
     output: Path, more: Mapping[str, Any], *, held_out: bool = False, **fields: Any
 ) -> TrainingArguments:
-    """Build `TrainingArguments` with defaults for training a head; joins the process group, see `processes`.
+    """Build `TrainingArguments` with defaults for training a head.
+
+    Under `accelerate launch` or `torchrun`, it also joins the process group.
 
     Args:
         output: Directory for checkpoints and the log.

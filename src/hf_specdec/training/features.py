@@ -59,7 +59,11 @@ def features_of(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, laye
 
 
 def feature_bytes(model: PreTrainedModel, conversations: Sequence[Conversation], layers: Sequence[int]) -> int:
-    """Return how many bytes `capture_features` writes to an empty directory, without file headers and index."""
+    """Return how many bytes `capture_features` writes to an empty directory, without file headers and index.
+
+    Args:
+        model, conversations, layers: As for `capture_features`.
+    """
     tokens = sum(len(conversation.input_ids) for conversation in conversations)
     size = int(text_config(model).hidden_size) * len(layers)
     return tokens * (size * model.dtype.itemsize + 8 + 1)
@@ -142,7 +146,12 @@ TrainingData = FeatureStore | Sequence[Conversation]
 
 
 def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
-    """Return `data` with only the first `answer_tokens` tokens of each answer to train on; 0 returns it unchanged."""
+    """Return `data` with only the first tokens of each answer to train on, see `Conversation.opening`.
+
+    Args:
+        data: Conversations or captured features.
+        answer_tokens: Number of tokens of each answer; 0 returns `data` unchanged.
+    """
     if not answer_tokens:
         return data
     if isinstance(data, FeatureStore):

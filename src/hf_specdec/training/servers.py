@@ -54,6 +54,12 @@ class ServerTeacher(Teacher):
     Raises:
         InvalidConfigError: The package `openai` is missing, an argument is invalid, the server does not answer, it
             does not have the model, or it has not exactly one and `model` is None.
+
+    Example:
+        ```python
+        teacher = ServerTeacher("http://localhost:8000/v1", tokenizer)
+        distill(teacher, tokenizer, read_prompts("prompts.jsonl"), "data")
+        ```
     """
 
     def __init__(

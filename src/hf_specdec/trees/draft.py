@@ -64,7 +64,7 @@ class Draft:
     Args:
         tree: The drafted tokens and their parents.
         log_probs: `[B, N]`, log-probability that the drafter gives each node given its parent; None: unknown.
-        sources: Name of the drafter of each node of each row; None: the session's drafter.
+        sources: `sources[row][node]`, name of the drafter of each node; None: the session's drafter.
     """
 
     tree: TokenTree
@@ -78,7 +78,7 @@ class Draft:
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> Draft:
-        """Create a draft from one tree per row on the host, see `stack_trees`.
+        """Create a draft from one tree per row on the host; smaller trees are padded to the largest.
 
         Args:
             rows: Tokens and parents of each row, root first.

@@ -30,7 +30,7 @@ class Window:
 
     @property
     def size(self) -> int:
-        """Slots kept per row when others are dropped: the first `SINKS` tokens and the last `last`."""
+        """Slots kept per row when others are dropped: the first four tokens and the last `last`."""
         return SINKS + self.last
 
     @property

@@ -42,7 +42,7 @@ class LiveStreamer(StepStreamer):
                 f"tau {shown_tau(self.tau)}")  # fmt: skip
 
     def add(self, piece: TimedPiece) -> None:
-        """Show a piece, in a notebook at most every `REFRESH_SECONDS`."""
+        """Show a piece, in a notebook at most every 0.1 s."""
         if self._display is None:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
