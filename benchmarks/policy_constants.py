@@ -68,9 +68,11 @@ def scenarios() -> dict[str, float]:
 
 
 def multiplied(value, factor):
-    """Return a constant times a factor; of a table, each value."""
+    """Return a constant times a factor; of a table or tuple, each value."""
     if isinstance(value, dict):
         return {key: multiplied(entry, factor) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(multiplied(entry, factor) for entry in value)
     return type(value)(value * factor)
 
 
