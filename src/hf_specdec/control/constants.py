@@ -6,8 +6,9 @@
 
 Sensitivity was measured in the simulated scenarios of `tests/test_policy.py` (`benchmarks/policy_constants.py`; raw
 rows in `benchmarks/results/policy_constants.json`). Halving or doubling a constant changes the mean speed-up by less
-than 1 %, except `TRUST_MEMORY` (-22 % if nothing is ever forgotten, -6 % if half is forgotten at each position),
-`HEAD_SMOOTHING` (-2 % if halved) and `TRIAL_SHARE` (-1 % if halved).
+than 1 %, except `TRUST_MEMORY` (-22 % if nothing is ever forgotten, -9 % if half is forgotten at each position),
+`RETRY_STEPS` (-4 % if halved), `INITIAL_TRUST` and `TRUST_WEIGHT` (-4 % if doubled), all of them because a source that
+becomes useful is noticed later, and `HEAD_SMOOTHING` (-2 % if halved).
 """
 
 from __future__ import annotations
