@@ -369,7 +369,10 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
         EagleHead(EagleConfig.for_target(AutoConfig.from_pretrained(saved))).save_pretrained(tmp_path / name)
     command = ["tree", "--drafter", tmp_path / "head", "--data", talks, "--model", saved]
     assert run(monkeypatch, *command, "--output", tmp_path / "other") == 2
-    assert "already holds another head or model" in capsys.readouterr().err
+    assert (
+        "already holds README.md, config.json, model.safetensors, which would be overwritten"
+        in capsys.readouterr().err
+    )
     monkeypatch.undo()
     assert run(monkeypatch, *command, "--output", tmp_path / "head", "--dtype", "float32", "--top-k", 96) == 0
     assert isinstance(load_head(tmp_path / "head").config.tree, list)

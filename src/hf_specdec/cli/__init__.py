@@ -142,6 +142,7 @@ def main() -> None:
             raise
         _fail(f"A file could not be written: {error}")
     except (typer.Abort, KeyboardInterrupt):
+        typer.echo("\nhf-specdec: interrupted.", err=True)
         sys.exit(130)
     except typer.TyperException as error:
         _fail(in_words(error))
