@@ -39,6 +39,9 @@ BlockSize = Annotated[
 MarkovRank = Annotated[
     int | None, typer.Option(min=0, help="Rank of the head that reads the previous token (DSpark). Default: 0, none.")
 ]
+Confidence = Annotated[
+    bool, typer.Option("--confidence", help="Also predict how likely each token is accepted (DSpark).")
+]
 MaskToken = Annotated[
     int | None,
     typer.Option(min=0, help="Token that stands for tokens to predict. Default: one that the data do not contain."),
@@ -55,9 +58,7 @@ def dflash(
     block_size: BlockSize = None,
     causal: Annotated[bool, typer.Option("--causal", help="Slots see only earlier slots (JetSpec).")] = False,
     markov_rank: MarkovRank = None,
-    confidence: Annotated[
-        bool, typer.Option("--confidence", help="Also predict how likely each token is accepted (DSpark).")
-    ] = False,
+    confidence: Confidence = False,
     mask_token_id: MaskToken = None,
     anchors: Anchors = None,
     recipe: BlockRecipe = None,

@@ -90,13 +90,21 @@ def ticking(bar: Any) -> Iterator[None]:
     if bar.disable or not sys.stderr.isatty():
         yield
         return
-    clock = Thread(target=redraw, daemon=True)
-    clock.start()
+    thread = Thread(target=redraw, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        clock.join()
+        thread.join()
+
+
+@contextmanager
+def clock(text: str) -> Iterator[None]:
+    """Context manager that shows a line with a clock while its block runs, if stderr is a terminal."""
+    silent = not sys.stderr.isatty()
+    with tqdm(desc=text, bar_format="{desc} {elapsed}", leave=False, disable=silent) as bar, ticking(bar):
+        yield
 
 
 def print_line(text: str) -> None:
