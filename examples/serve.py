@@ -9,8 +9,8 @@
     messages = [{"role": "user", "content": "Name three rivers."}]
     print(client.chat.completions.create(model="org/model", messages=messages).choices[0].message.content)
 
-Requests must name the model that is served. The server prints that name, and `client.models.list()` returns it.
-Without --model it is a path:
+Requests must name the model that is served; another name gives status 404 and a reason. The server prints the name,
+and `client.models.list()` returns it. Without --model it is a path:
 
     model: ".../.cache/hf-specdec/smollm2-135m-instruct-0.1.2"
     INFO:     Uvicorn running on http://localhost:8000 (Press CTRL+C to quit)
@@ -36,6 +36,7 @@ from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 try:
     from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
+    from starlette.exceptions import HTTPException
     from transformers.cli.serve import Serve
     from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 except ImportError as error:
@@ -114,22 +115,59 @@ class SpeculativeServer(Serve):
         self._model_manager.get_gen_models = lambda: [served]  # transformers lists the Hub cache, or fails without one
         self._generation_state._generate_managers[model_id] = Generations()
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler.handle_request = when_started(handler.handle_request)
+            handler.handle_request = for_model(self.name, when_started(handler.handle_request))
         app = self.server.config.app
-        for kind in MISTAKES:
-            app.add_exception_handler(kind, answer_with(400))
-        app.add_exception_handler(Exception, answer_with(500))
+        add_handlers(app)
         self.server.config.app = EndsWithItsClient(app)
         super().start_server()
 
 
+def refusal(message, status, code=None):
+    """Return a response in the format of OpenAI's errors, whose message their clients show."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message[:MAX_MESSAGE], "type": kind, "param": None, "code": code or status}
+    return JSONResponse({"error": error}, status)
+
+
 def answer_with(status):
     async def answer(_, error):
-        message = str(error) if isinstance(error, SpeculativeDecodingError) else f"{type(error).__name__}: {error}"
-        kind = "invalid_request_error" if status == 400 else "server_error"
-        return JSONResponse({"error": {"message": message[:MAX_MESSAGE], "type": kind, "code": status}}, status)
+        own = isinstance(error, SpeculativeDecodingError)
+        return refusal(str(error) if own else f"{type(error).__name__}: {error}", status)
 
     return answer
+
+
+async def answer_refusal(_, error):
+    """Answer what transformers or FastAPI refuses, such as a field that is not supported, with its reason."""
+    return refusal(str(error.detail), error.status_code)
+
+
+def add_handlers(app):
+    """Let an application answer every error with its reason, in the format of OpenAI's errors."""
+    for kind in MISTAKES:
+        app.add_exception_handler(kind, answer_with(400))
+    app.add_exception_handler(Exception, answer_with(500))
+    app.add_exception_handler(HTTPException, answer_refusal)
+    app.add_exception_handler(NoSuchModelError, answer_no_model)
+
+
+class NoSuchModelError(Exception):
+    """A request names a model that is not served."""
+
+
+async def answer_no_model(_, error):
+    return refusal(str(error), 404, "model_not_found")
+
+
+def for_model(name, handle_request):
+    """Refuse requests that name another model than the one that is served."""
+
+    async def handle(body, request_id):
+        if body.get("model") not in (None, name):
+            raise NoSuchModelError(f"The model {body['model']!r} is not served here. Use {name!r}, or omit `model`.")
+        return await handle_request(body, request_id)
+
+    return handle
 
 
 class Request:

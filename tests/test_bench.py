@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from transformers import CompileConfig
 
 import zoo
@@ -360,6 +363,25 @@ def test_the_summary_by_hand() -> None:
     assert (eagle["speed_up_p20"], eagle["speed_up_p80"]) == (pytest.approx(1.4), pytest.approx(3.2))
     assert (eagle["tokens_per_second_p50"], eagle["decode_tokens_per_second"]) == (11.0, 20.0)
     assert (eagle["decode_speed_up"], eagle["time_to_first_token"], eagle["tau"]) == (2.0, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(120, 9), (80, 9), (60, 6), (20, 5)])
+def test_the_table_cuts_no_word_and_no_number(columns: int, shown: int) -> None:
+    """It has a heading per category in a narrow terminal, and fewer columns in a very narrow one."""
+    names = ("plain", "transformers_prompt_lookup", "token_recycling+inductor")
+    rows = [made(name, seconds=[0.01]) for name in names]
+    console = Console(width=columns, file=io.StringIO(), force_terminal=False)
+    table = command.table_of(bench.summarise(rows), "weights in bfloat16", console)
+    lines = [[str(cell) for cell in column._cells] for column in table.columns]
+    is_plain = columns < 120
+    assert len(lines) == shown - is_plain
+    assert ("category" in [column.header for column in table.columns]) != is_plain
+    text = "".join(segment.text for segment in console.render(table, console.options.update(width=10_000)))
+    assert "…" not in text
+    if columns >= 60:
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= columns
+    for name in names:
+        assert re.search(rf"{re.escape(name)}\W", text)
 
 
 def test_a_measurement_of_before_is_still_read() -> None:

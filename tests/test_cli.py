@@ -314,6 +314,29 @@ def test_bench_measures_and_writes(
             "already exists. Give",
         ),
         (["distill", "--model", "MODEL", "--prompts", "EMPTY/no.txt", "--output", "OUT"], "no.txt' does not exist."),
+        (["generate", "w5", "--model", "NONE", "--num-draft-tokens", "5000"], "must be at most 4096"),
+        (["generate", "w5", "--model", "NONE", "--num-steps", "4097"], "must be at most 4096"),
+        (
+            ["generate", "w5", "--model", "NONE", "--temperature", "1e-300"],
+            "must be 0 (greedy) or from 0.00001 to",
+        ),
+        (
+            ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", " ,"],
+            "no method. Available: plain,",
+        ),
+        (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "auto+kernel"], "Did you mean +kernels?"),
+        (
+            ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "plain+kernels"],
+            "is a method of transformers",
+        ),
+        (
+            ["bench", "--prompts", "PROMPTS", "--json", "EMPTY/a.svg", "--plot", "EMPTY/a.svg"],
+            "a.svg. Give two files.",
+        ),
+        (["convert", "NONE", "EMPTY"], "is not empty: it holds bad.jsonl, none.jsonl. Choose a new directory."),
+        (["convert", "NONE", "HEAD"], "Choose a new directory, or use --force."),
+        (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--plot", "a.xyz"], "an unknown suffix"),
+        (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--top-k", "1025"], "at most 1024"),
         (["nonsense"], "No such command 'nonsense'. Commands: demo, generate,"),
         (["demo", "--method", "plain"], "always compared with plain decoding. Choose another method.\n"),
         (["demo", "--metod", "x"], "There is no option --metod. Did you mean --method? See hf-specdec demo --help.\n"),
@@ -412,6 +435,7 @@ def test_help_cuts_nothing(columns: int) -> None:
         shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": str(columns)}).output
         assert "Usage" in shown
         assert "…" not in shown, command
+        assert "<bool>" not in shown
         text = [line for line in shown.splitlines() if "  hf-specdec " not in line]  # examples are to be copied
         assert max(map(len, text)) <= columns
         assert "[bold]" not in shown
@@ -478,6 +502,34 @@ def test_the_hub_client_does_not_announce_new_tries(model_path: Path, monkeypatc
     assert logger.isEnabledFor(logging.WARNING)
     assert run(monkeypatch, "inspect", model_path / "head") == 0
     assert not logger.isEnabledFor(logging.WARNING)
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_specdec.cli.machine.show_environment", interrupt)
+    assert run(monkeypatch, "env") == 130
+    assert error_line(capsys.readouterr().err.strip()) == "hf-specdec: interrupted."
+
+
+@pytest.mark.parametrize(("columns", "as_json"), [(80, False), (80, True)])
+def test_a_terminal_shows_what_is_awaited_until_the_first_text(
+    columns: int, as_json: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with --json; stdout has nothing but the answer."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    options = ["--model", model_path, "--max-new-tokens", 6, "--method", "plain", *(["--json"] if as_json else [])]
+    assert run(monkeypatch, "generate", "w5 w6", *options) == 0
+    streams = capsys.readouterr()
+    assert "Loading the model" in streams.err
+    assert "Generating" in streams.err
+    assert "\x1b" not in streams.out
+    assert bool(json.loads(streams.out)["text"] if as_json else streams.out.strip())
 
 
 def test_a_head_takes_the_place_of_another_whole(

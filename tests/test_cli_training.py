@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import resource
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +17,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
+    DFlashConfig,
+    Eagle3Config,
     Eagle3Head,
     EagleConfig,
     EagleHead,
+    MedusaConfig,
     MedusaHeads,
     SpeculativeGenerationMixin,
+    cli,
     load_head,
 )
-from hf_specdec.training import Conversation, FeatureStore, capture_features, read_conversations
+from hf_specdec.cli.options import OBJECT_EXAMPLES
+from hf_specdec.training import (
+    Conversation,
+    DFlashTrainingConfig,
+    DistillConfig,
+    EagleTrainingConfig,
+    FeatureStore,
+    MedusaTrainingConfig,
+    capture_features,
+    read_conversations,
+)
 from hf_specdec.training.estimate import RunEstimate
 from launched import launch
 from test_cli import error_line, run
@@ -135,6 +152,7 @@ def test_a_head_goes_on_with_the_openings_of_answers(
     [
         (["distill", "--output", "OUT", "--model", "MODEL"], "There are no prompts"),
         (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "does not exist"),
+        (["distill", "--output", "OUT", "--model", "NONE", "--prompts", "EMPTY"], "holds no prompts. Give another fi"),
         (["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--version", "2"], "EAGLE-2"),
         (["train", "eagle", "--output", "OUT", "--model", "/nowhere", "--data", "TALKS"], "cannot be loaded"),
         (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "does not exist"),
@@ -153,7 +171,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     arguments: list[str], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    names = {"MODEL": saved, "TALKS": talks, "OUT": tmp_path / "out"}
+    (tmp_path / "empty.txt").touch()
+    names = {"MODEL": saved, "TALKS": talks, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty.txt"}
     assert run(monkeypatch, *[names.get(a, a) for a in arguments]) == 2
     streams = capsys.readouterr()
     assert message in streams.err
@@ -194,6 +213,13 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["eagle", "--epochs", "0"], "epochs"),
         (["eagle", "--learning-rate", "nan"], "learning-rate"),
         (["eagle", "--max-steps", "-7"], "max-steps"),
+        (["eagle", "--max-steps", "0"], "'--max-steps': must be at least 1"),
+        (["eagle", "--version", "7"], "'--version': must be 1 or 3, got 7"),
+        (["eagle", "--aligned-steps", "65"], "must be at most 64"),
+        (["eagle", "--recipe", {"aligned_steps": 65}], "must be an integer of at most 64, got 65"),
+        (["eagle", "--features", "OTHER"], "is not empty and holds no captured features"),
+        (["eagle", "--output", "OTHER"], "holds README.md, which was not trained by this command"),
+        (["medusa", "--joint", "--output", "OTHER"], "holds model, where --joint saves the target"),
         (["eagle", "--features", "TALKS/below"], "is a file"),
         (["eagle", "--output", "TALKS"], "is a file"),
         (["eagle", "--output", "MODEL"], "was not trained by this command"),
@@ -215,7 +241,11 @@ def test_training_refuses_before_it_loads_the_target(
     stranger = EagleConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=4)
     EagleHead(stranger).save_pretrained(tmp_path / "stranger")
     (tmp_path / "fields.json").write_text(json.dumps(next((a for a in arguments if isinstance(a, dict)), {})))
-    names = {"MODEL": saved, "TALKS": talks, "TALKS/below": talks / "below", "STRANGER": tmp_path / "stranger"}
+    other = tmp_path / "other"
+    (other / "model").mkdir(parents=True)
+    (other / "README.md").write_text("mine")
+    names = {"MODEL": saved, "TALKS": talks, "TALKS/below": talks / "below", "STRANGER": tmp_path / "stranger",
+             "OTHER": other}  # fmt: skip
     given = [tmp_path / "fields.json" if isinstance(a, dict) else names.get(a, a) for a in arguments]
     output = [] if "--output" in given else ["--output", tmp_path / "out"]
     assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, *output) == 2
@@ -223,6 +253,37 @@ def test_training_refuses_before_it_loads_the_target(
     assert message in streams.err
     assert error_line(streams.err).startswith("hf-specdec: ")
     assert not (tmp_path / "out").exists()
+    assert (other / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "recipe"),
+    [
+        ("medusa", MedusaConfig, MedusaTrainingConfig),
+        ("eagle", EagleConfig, EagleTrainingConfig),
+        ("dflash", DFlashConfig, DFlashTrainingConfig),
+    ],
+)
+def test_the_help_of_a_kind_names_its_own_fields(kind: str, config: Any, recipe: Any) -> None:
+    shown = CliRunner().invoke(cli.app, ["train", kind, "--help"], env={"COLUMNS": "80"}).output
+    options = {part.split()[0]: " ".join(part.split()) for part in re.split(r"\n  (?=--)", shown)}
+    for option, known in (("--head-fields", vars(config())), ("--recipe", asdict(recipe()))):
+        example = OBJECT_EXAMPLES[option]
+        named = re.search(r"\((.*?)(, \.\.\.)?\)", options[option])[1].split(", ")  # type: ignore[index]
+        assert len(named) >= 2
+        assert {*named, *json.loads(example)} <= known.keys()
+
+
+def test_the_help_tells_the_defaults_of_temperatures_and_depths() -> None:
+    def shown(*command: str) -> str:
+        return " ".join(CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}).output.split())
+
+    assert "Default: 0, 0.7 and 1 in turn." in shown("distill")
+    assert DistillConfig().temperatures == (0.0, 0.7, 1.0)
+    assert "Default: 4 (3 with --version 1)." in shown("train", "eagle")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    heads = Eagle3Head(Eagle3Config(**sizes)), EagleHead(EagleConfig(**sizes))
+    assert [EagleTrainingConfig.for_head(head).aligned_steps for head in heads] == [4, 3]
 
 
 @pytest.mark.parametrize("name", ["run.json", "trainer_state.json"])
@@ -369,7 +430,10 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
         EagleHead(EagleConfig.for_target(AutoConfig.from_pretrained(saved))).save_pretrained(tmp_path / name)
     command = ["tree", "--drafter", tmp_path / "head", "--data", talks, "--model", saved]
     assert run(monkeypatch, *command, "--output", tmp_path / "other") == 2
-    assert "already holds another head or model" in capsys.readouterr().err
+    assert (
+        "already holds README.md, config.json, model.safetensors, which would be overwritten"
+        in capsys.readouterr().err
+    )
     monkeypatch.undo()
     assert run(monkeypatch, *command, "--output", tmp_path / "head", "--dtype", "float32", "--top-k", 96) == 0
     assert isinstance(load_head(tmp_path / "head").config.tree, list)

@@ -164,6 +164,41 @@ def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         run("serve", monkeypatch, "--help")
 
 
+@pytest.mark.parametrize(
+    ("model", "status", "code", "message"),
+    [
+        ("other", 404, "model_not_found", "The model 'other' is not served here. Use 'm', or omit `model`."),
+        ("m", 422, 422, "Unexpected fields in the request: {'best_of'}"),
+        (None, 400, 400, "ValueError: too long"),
+    ],
+)
+def test_a_server_says_why_it_refuses(
+    model: str | None, status: int, code: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenAI's servers do, whose clients show `error.message`."""
+    fastapi, client = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    serve = importlib.import_module("serve")
+
+    async def handle_request(body: dict[str, Any], _: str) -> None:
+        if "model" in body:
+            raise fastapi.HTTPException(status_code=422, detail="Unexpected fields in the request: {'best_of'}")
+        raise ValueError("too long")
+
+    app = fastapi.FastAPI()
+    serve.add_handlers(app)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: dict) -> Any:  # type: ignore[type-arg]
+        return await serve.for_model("m", handle_request)(body, "id")
+
+    body = {} if model is None else {"model": model}
+    answer = client.TestClient(app, raise_server_exceptions=False).post("/v1/chat/completions", json=body)
+    kind = "invalid_request_error"
+    assert answer.status_code == status
+    assert answer.json() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_every_option_is_described(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -369,7 +404,11 @@ whole = client.chat.completions.create(**asked)
 tau = model.last_speculation.mean_accepted_length
 stream = client.chat.completions.create(**asked, stream=True)
 pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
-print(json.dumps([whole.choices[0].message.content, whole.usage.completion_tokens, tau, pieces]), flush=True)
+try:
+    client.chat.completions.create(**{**asked, "model": "org/other"})
+except openai.NotFoundError as error:
+    refused = str(error)
+print(json.dumps([refused, whole.choices[0].message.content, whole.usage.completion_tokens, tau, pieces]), flush=True)
 os._exit(0)  # transformers' server leaves threads behind
 """
 """In a process of its own: a server, and OpenAI's client."""
@@ -388,7 +427,8 @@ def test_an_openai_client_asks_a_server_that_speculates(small_model_path: Path) 
     command = [sys.executable, "-W", "ignore", "-c", ASKED, str(small_model_path), str(SHIPPED_HEAD), str(port)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    whole, count, tau, pieces = json.loads(done.stdout.strip().splitlines()[-1])
+    refused, whole, count, tau, pieces = json.loads(done.stdout.strip().splitlines()[-1])
+    assert "The model 'org/other' is not served here." in refused
     assert count == 24
     assert tau > 1
     assert "".join(piece for piece in pieces if piece) == whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class SpeculativeDecodingError(Exception):
     """Base class of the errors defined by this package.
@@ -30,6 +32,15 @@ def sentence(text: str) -> str:
     """Return the text with a full stop at its end, unless it ends with a punctuation mark."""
     text = text.rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def listed(names: Sequence[str], at_most: int = 8) -> str:
+    """Return names as a text for an error message: at most `at_most` of them, each cut after 120 characters.
+
+    Example: `listed(["a", "b", "c"], 2)` is "a, b and 1 more".
+    """
+    shown = ", ".join(name[:120] for name in names[:at_most])
+    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"
 
 
 class UnsupportedModelError(SpeculativeDecodingError):

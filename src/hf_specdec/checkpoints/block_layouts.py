@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_specdec.checkpoints.files import listed
 from hf_specdec.checkpoints.layouts import ROTARY, Layout, Names, lookup
 from hf_specdec.checkpoints.tensors import Shapes
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.errors import CheckpointFormatError, listed
 from hf_specdec.heads.dflash import FULL, SLIDING, DFlashConfig
 from hf_specdec.heads.schema import THIRD_PARTY_LAYER, shown
 from hf_specdec.records import Fields

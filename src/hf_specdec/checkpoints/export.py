@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 
 from hf_specdec.atomic import staging_directory
 from hf_specdec.checkpoints.block_engines import BLOCK_FORMATS
+from hf_specdec.checkpoints.directories import check_new_head
 from hf_specdec.checkpoints.engines import FORMATS, Format
-from hf_specdec.checkpoints.files import listed
 from hf_specdec.checkpoints.formats import Head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
@@ -77,11 +76,6 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
 
 OWN_SETTINGS = ("tree", "num_steps", "top_k", "num_draft_tokens", "all_children", "recipe", "tau")
 """Config fields with drafting defaults and training information, which do not define the head."""
-
-HEAD_FILES = re.compile(
-    r"config\.json|.+\.(safetensors|bin|pt)(\.index\.json)?|README\.md|[\w-]+\.png|custom_generate(/generate\.py)?"
-)
-"""Names of a head's files; a directory with any other file is never replaced."""
 
 
 def lost_settings(head: Head, format: str) -> list[str]:
@@ -145,15 +139,7 @@ def _check_directory(head: Head, folder: Path, replace: bool) -> None:
         raise InvalidConfigError(
             f"{folder} is the directory that this head was loaded from.", "Choose another directory."
         )
-    existing = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
-    unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
-    if existing and not replace:
-        raise InvalidConfigError(
-            f"{folder} is not empty: it holds {listed(unknown or existing)}.",
-            "Choose a new directory." if unknown else "Choose a new directory, or use replace=True.",
-        )
-    if unknown:
-        raise InvalidConfigError(f"{folder} holds {listed(unknown)}, not a head's files.", "Choose another directory.")
+    check_new_head(folder, replace=replace)
 
 
 def _write(head: Head, folder: Path, format: str) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_specdec.checkpoints.pickles import NotTensorsError, StoredTensor, TorchFile
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.errors import CheckpointFormatError, listed
 from hf_specdec.records import MAX_OBJECT_BYTES, Fields, open_regular, read_object
 
 MAX_INDEX_BYTES = 64 * 2**20
@@ -135,15 +135,6 @@ def shard_names(index: Path) -> list[str]:
         if not plain or Path(name).suffix not in (".safetensors", *PICKLED):
             raise CheckpointFormatError(f"{index} names {str(name)[:120]!r}; expected a weight file in its directory.")
     return list(dict.fromkeys(mapping.values()))
-
-
-def listed(names: Sequence[str], at_most: int = 8) -> str:
-    """Return names as a text for an error message: at most `at_most` of them, each cut after 120 characters.
-
-    Example: `listed(["a", "b", "c"], 2)` is "a, b and 1 more".
-    """
-    shown = ", ".join(name[:120] for name in names[:at_most])
-    return shown if len(names) <= at_most else f"{shown} and {len(names) - at_most} more"
 
 
 def read_frequent_tokens(file: Path) -> Tensor:

@@ -20,7 +20,7 @@ from hf_specdec.checkpoints.block_layouts import (
     without_windows,
 )
 from hf_specdec.checkpoints.draft_layers import ambiguity_of, eagle3_fields, layer_fields, medusa_fields
-from hf_specdec.checkpoints.files import TensorFiles, listed
+from hf_specdec.checkpoints.files import TensorFiles
 from hf_specdec.checkpoints.layer_mtp import speculators_layer_mtp
 from hf_specdec.checkpoints.layouts import LAYOUTS, WHOLE_MODELS, Layout, Names, lookup
 from hf_specdec.checkpoints.pard import assistant_refusal, is_assistant_config
@@ -35,7 +35,7 @@ from hf_specdec.checkpoints.tensors import (
     in_vocabulary_order,
     names_of,
 )
-from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError, SpeculativeDecodingError, listed
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.heads.eagle import EagleConfig, EagleHead

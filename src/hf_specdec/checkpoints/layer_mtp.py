@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.draft_layers import text_positions
-from hf_specdec.checkpoints.files import MAX_INDEX_BYTES, TensorFiles, listed, read_json, shard_names
+from hf_specdec.checkpoints.files import MAX_INDEX_BYTES, TensorFiles, read_json, shard_names
 from hf_specdec.checkpoints.layouts import lookup
 from hf_specdec.checkpoints.tensors import check_shapes, copy_checked, in_one_dtype
 from hf_specdec.errors import (
@@ -25,6 +25,7 @@ from hf_specdec.errors import (
     HeadTensorsError,
     InvalidConfigError,
     UnsupportedModelError,
+    listed,
 )
 from hf_specdec.heads.layer_mtp import (
     LAYER_TYPES,

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from hf_specdec.checkpoints.files import listed
 from hf_specdec.checkpoints.layouts import VLLM_VOCABULARY, Layout
-from hf_specdec.errors import CheckpointFormatError, HeadTensorsError
+from hf_specdec.errors import CheckpointFormatError, HeadTensorsError, listed
 from hf_specdec.heads.eagle3 import Eagle3Config
 from hf_specdec.heads.schema import EAGLE3, MAX_VOCABULARY, checked
 from hf_specdec.records import Fields

@@ -129,10 +129,17 @@ for _name, _entry in COMMANDS.items():
     app.command(_name, help=_entry.summary, rich_help_panel=_entry.panel)(lambda: None)
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of programs that the shell ends by SIGINT."""
+
+
 def main() -> None:
     """Run the command that `sys.argv` names and exit; entry point of the console script `hf-specdec`."""
     try:
-        sys.exit(app(prog_name="hf-specdec", standalone_mode=False) or 0)
+        code = app(prog_name="hf-specdec", standalone_mode=False) or 0
+        if code == INTERRUPTED:  # typer catches a KeyboardInterrupt and returns this
+            raise KeyboardInterrupt
+        sys.exit(code)
     except SpeculativeDecodingError as error:
         _fail(str(error))
     except (OSError, SafetensorError) as error:
@@ -142,7 +149,8 @@ def main() -> None:
             raise
         _fail(f"A file could not be written: {error}")
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        typer.echo("\nhf-specdec: interrupted.", err=True)
+        sys.exit(INTERRUPTED)
     except typer.TyperException as error:
         _fail(in_words(error))
 

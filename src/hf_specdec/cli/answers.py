@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import typer
@@ -23,6 +24,20 @@ ASSISTANT_METHOD = "draft_model"
 """Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that supports it."""
 
 
+class Streamed(TextStreamer):
+    """Streamer that prints an answer to stdout, and closes what was shown until then before its first text."""
+
+    def __init__(self, tokenizer: Any, waiting: ExitStack) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._waiting = waiting
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece of the answer."""
+        if text or stream_end:
+            self._waiting.close()
+        super().on_finalized_text(text, stream_end)
+
+
 def answer(
     model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], *, colors: bool, as_json: bool
 ) -> None:  # fmt: skip
@@ -37,9 +52,10 @@ def answer(
         as_json: Print a JSON object instead of text.
     """
     inputs = encode(tokenizer, prompt, model.device)
-    streamer = None if as_json or colors else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
-    with working("Generating", shown=colors):
+    with ExitStack() as waiting:
+        waiting.enter_context(working("Generating", shown=colors))
+        streamer = None if as_json or colors else Streamed(tokenizer, waiting)
         ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
     seconds = time.perf_counter() - begin
     stats, method = _statistics(model, options)
@@ -97,9 +113,11 @@ def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, A
         if not message.strip():
             continue
         inputs = encode_chat(tokenizer, [*messages, message], model.device)
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         begin = time.perf_counter()
-        ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
+        with ExitStack() as waiting:
+            waiting.enter_context(working("Generating", shown=False))
+            streamer = Streamed(tokenizer, waiting)
+            ids = model.generate(**inputs, streamer=streamer, **options)[0, inputs["input_ids"].shape[1] :]
         seconds = time.perf_counter() - begin
         messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
         stats, method = _statistics(model, options)
@@ -107,7 +125,7 @@ def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, A
 
 
 def head_for(
-    methods: list[str], model: str | None, drafter: str | None, *, assistant: bool = False
+    methods: list[str], model: str | None, drafter: str | None, *, assistant: bool = False, shown: bool = True
 ) -> DraftHead | None:
     """Load the draft head for a model and check, before the model is loaded, that all methods have what they need.
 
@@ -116,6 +134,7 @@ def head_for(
         model: Path or Hub id of the model; None is the packaged model.
         drafter: Path or Hub id of the head; None is the model's default head, if it has one.
         assistant: Whether the user has given an assistant model.
+        shown: See `working`.
 
     Returns:
         The head; None if none is given and the model has no default head.
@@ -128,7 +147,8 @@ def head_for(
     """
     wanted = [name for name in (method_named(method, ("plain",)) for method in methods) if name != "plain"]
     known, source = known_methods(), drafter or default_head(model)
-    head = None if source is None else load_head(source)
+    with nullcontext() if source is None else working("Reading the head", shown=shown):
+        head = None if source is None else load_head(source)
     for method in wanted:
         if method in known and known[method].part:
             if assistant and method == ASSISTANT_METHOD:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hf_specdec.atomic import write_text
-from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_writable_file, require_package
+from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_picture, check_writable_file
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
 
@@ -53,22 +53,24 @@ def bench(
     with its 20th and 80th percentile, and seconds to the first token. Tau is a mean.
     """
     check_writable_file(output, "--json", force=force)
-    _check_picture(picture, force)
+    check_picture(picture, "bench", force=force)
+    if picture is not None and output is not None and picture.resolve() == output.resolve():
+        raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
     with importing():
         from hf_specdec import bench as benchmark
         from hf_specdec.bench.methods import split_method
         from hf_specdec.cli.answers import dtype_of, head_for
-        from hf_specdec.cli.benching import check_assistant, measured, show, with_assistant
+        from hf_specdec.cli.benching import check_assistant, measured, read_methods, show, with_assistant
         from hf_specdec.generation.loading import load_model
 
-    names = [name.strip() for name in methods.split(",") if name.strip()]
+    names = read_methods(methods)
     benchmark.check_methods(names, assistant=assistant is not None)
     questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
     own_methods = [split_method(name)[0] for name in names if name not in benchmark.PEERS]
+    head = head_for(own_methods, model, drafter, assistant=assistant is not None)
+    if assistant is not None:
+        check_assistant(assistant, model, names)
     with working("Loading the model"):
-        head = head_for(own_methods, model, drafter, assistant=assistant is not None)
-        if assistant is not None:
-            check_assistant(assistant, model, names)
         lm, tokenizer = load_model(model, head, dtype)
     settings = {} if assistant is None else with_assistant(lm, assistant, dtype)
     rows = measured(lm, tokenizer, questions, names, max_new_tokens=max_new_tokens, rounds=rounds, settings=settings,
@@ -81,21 +83,3 @@ def bench(
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
-
-
-PICTURE_FORMATS = (".png", ".svg", ".pdf")
-
-
-def _check_picture(path: Path | None, force: bool) -> None:
-    """Check that the plot can be drawn and written to `path`; None means that no plot is wanted.
-
-    Raises:
-        InvalidConfigError: matplotlib is not installed; or the file has an unknown suffix, cannot be written, or
-            exists and `force` is false.
-    """
-    if path is None:
-        return
-    require_package("matplotlib", "--plot", "bench")
-    check_writable_file(path, "--plot", force=force)
-    if path.suffix not in PICTURE_FORMATS:
-        raise InvalidConfigError(f"--plot {path} has an unknown suffix.", f"Use one of {', '.join(PICTURE_FORMATS)}.")

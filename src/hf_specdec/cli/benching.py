@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from hf_specdec import bench as benchmark
-from hf_specdec.bench.methods import ASSISTED
+from hf_specdec.bench.methods import ASSISTED, SUFFIXES, split_method
 from hf_specdec.cli.answers import ASSISTANT_METHOD
 from hf_specdec.cli.options import FORWARDS
+from hf_specdec.cli.status import say
+from hf_specdec.config import COMBINED
 from hf_specdec.drafters.draft_model import DraftModelDrafter
+from hf_specdec.drafters.registry import methods
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_target, load_tokenizer
 from hf_specdec.reporting.stats import shown_tau
+
+MAX_WIDTH = 10_000
+"""Columns in which every table fits."""
 
 FILE_WIDTH = 120
 """Width of the printed table in characters if stdout is a file or a pipe."""
 
 
-def check_assistant(assistant: str, model: str | None, methods: Sequence[str]) -> None:
+def read_methods(text: str) -> list[str]:
+    """Return the names in the value of `--methods`.
+
+    Raises:
+        InvalidConfigError: There are none; or a suffix is unknown, or added to a method of transformers.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        known = ", ".join((*benchmark.PEERS, *COMBINED, *methods()))
+        raise InvalidConfigError("--methods names no method.", f"Available: {known}.")
+    for name in names:
+        base, mode = split_method(name)
+        if base in benchmark.PEERS and mode is not None:
+            raise InvalidConfigError(
+                f"{name}: {base} is a method of transformers, which `compile` does not change.", f"Give {base}."
+            )
+        if mode is None and "+" in name:
+            given = name[name.index("+") :]
+            near = difflib.get_close_matches(given, SUFFIXES, n=1)
+            meant = f"Did you mean {near[0]}? " if near else ""
+            raise InvalidConfigError(
+                f"{name}: there is no suffix {given}.", f"{meant}Suffixes: {', '.join(SUFFIXES)}."
+            )
+    return names
+
+
+def check_assistant(assistant: str, model: str | None, names: Sequence[str]) -> None:
     """Check, before any weights are loaded, that a method uses the assistant model and that it fits the target.
 
     Raises:
@@ -31,7 +64,7 @@ def check_assistant(assistant: str, model: str | None, methods: Sequence[str]) -
         CheckpointFormatError: The assistant or the target does not exist, or has no tokenizer.
     """
     users = {ASSISTED, ASSISTANT_METHOD}
-    if not users & set(methods):
+    if not users & set(names):
         raise InvalidConfigError(
             f"No method uses the assistant {assistant!r}.", f"Add one of {', '.join(sorted(users))} to --methods."
         )
@@ -51,13 +84,14 @@ def with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
 
 
 def measured(
-    model: Any, tokenizer: Any, questions: Sequence[benchmark.Question], methods: Sequence[str], **options: Any
+    model: Any, tokenizer: Any, questions: Sequence[benchmark.Question], names: Sequence[str], **options: Any
 ) -> list[benchmark.Measurement]:
     """Measure methods, with a progress bar on stderr; `options` are those of `hf_specdec.bench.measure`."""
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("prompts", total=len(questions) * len({"plain", *methods}))
-        for row in benchmark.measure(model, tokenizer, questions, methods, **options):
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("answers", total=len(questions) * len({"plain", *names}))
+        for row in benchmark.measure(model, tokenizer, questions, names, **options):
             rows.append(row)
             progress.advance(task)
     return rows
@@ -65,24 +99,79 @@ def measured(
 
 def show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measurement], dtype: str) -> None:
     """Print the summary as a table on stdout, and warm-up times and warnings on stderr."""
-    table = Table(title=f"weights in {dtype}")
-    for name in ("category", "method", "tokens/s", "decode", "x plain", "p20-p80", "first, s", "tau", "equal"):
-        table.add_column(name, overflow="fold")
-    for line in summary:
-        table.add_row(
-            line["category"], line["method"], f"{line['tokens_per_second']:.1f}",
-            _shown(line["decode_tokens_per_second"], 1), f"{line['speed_up']:.2f}",
-            f"{line['speed_up_p20']:.2f}-{line['speed_up_p80']:.2f}", _shown(line["time_to_first_token"], 3),
-            shown_tau(line["tau"]), f"{line['ids_equal']}/{line['questions']}",
-        )  # fmt: skip
     console = Console()
-    (console if console.is_terminal else Console(width=FILE_WIDTH)).print(table)
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(table_of(summary, f"weights in {dtype}", console))
     for sentence in (*forwards_used(rows), *equality_note(summary, dtype)):
-        typer.echo(sentence)
+        say(sentence)
     warm_up = {row.method: row.warm_up_seconds for row in rows}
-    typer.echo("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
+    say("warm-up, s: " + ", ".join(f"{name} {took:.1f}" for name, took in warm_up.items()), err=True)
     for warning in benchmark.warnings_of(rows):
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "category": lambda line: line["category"],
+    "method": lambda line: line["method"],
+    "tokens/s": lambda line: f"{line['tokens_per_second']:.1f}",
+    "decode": lambda line: _shown(line["decode_tokens_per_second"], 1),
+    "x plain": lambda line: f"{line['speed_up']:.2f}",
+    "p20-p80": lambda line: f"{line['speed_up_p20']:.2f}-{line['speed_up_p80']:.2f}",
+    "first, s": lambda line: _shown(line["time_to_first_token"], 3),
+    "tau": lambda line: shown_tau(line["tau"]),
+    "equal": lambda line: f"{line['ids_equal']}/{line['questions']}",
+}
+"""Columns of the table, and what they show of a line of the summary."""
+
+LEAST_NEEDED = ("decode", "first, s", "p20-p80", "equal")
+"""Columns that are left out, in this order, if the terminal is too narrow for all."""
+
+
+def table_of(summary: Sequence[dict[str, Any]], title: str, console: Console) -> Table:
+    """Return the summary as a table in which no word or number is cut, if the console has enough columns.
+
+    A narrow one has no borders, and a heading per category instead of a column; the last resort is to leave out the
+    columns that are `LEAST_NEEDED`.
+    """
+    names = list(COLUMNS)
+    table = _bordered(summary, names, title)
+    left = list(LEAST_NEEDED)
+    unlimited = console.options.update(width=MAX_WIDTH)
+    while console.measure(table, options=unlimited).maximum > console.width:
+        if "category" in names:
+            names.remove("category")
+        elif left:
+            names.remove(left.pop(0))
+        else:
+            break
+        table = _plain(summary, names, title)
+    return table
+
+
+def _bordered(summary: Sequence[dict[str, Any]], names: Sequence[str], title: str) -> Table:
+    table = Table(title=title)
+    _add_columns(table, names)
+    for line in summary:
+        table.add_row(*(COLUMNS[name](line) for name in names))
+    return table
+
+
+def _plain(summary: Sequence[dict[str, Any]], names: Sequence[str], title: str) -> Table:
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    _add_columns(table, names)
+    category = None
+    for line in summary:
+        if line["category"] != category:
+            category = line["category"]
+            table.add_row(Text(f"{category}:", style="bold"))
+        table.add_row(*(COLUMNS[name](line) for name in names))
+    return table
+
+
+def _add_columns(table: Table, names: Sequence[str]) -> None:
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("category", "method") else "right")
 
 
 def equality_note(summary: Sequence[dict[str, Any]], dtype: str) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec import training
 from hf_specdec.cli.new_heads import choose_mask_token, head_to_train, new_head, set_draft_vocabulary
-from hf_specdec.cli.options import read_object
 from hf_specdec.cli.runs import print_note
 from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
@@ -18,10 +16,10 @@ if TYPE_CHECKING:
     from hf_specdec.training import Conversation
 
 
-def block_recipe(path: Path | None, anchors: int | None) -> DFlashTrainingConfig:
+def block_recipe(fields: dict[str, Any], anchors: int | None) -> DFlashTrainingConfig:
     """Return the recipe with the fields of `--recipe` and the value of `--anchors`, if given."""
     changes = {} if anchors is None else {"anchors": anchors}
-    config: DFlashTrainingConfig = DFlashTrainingConfig().changed(**{**read_object(path, "--recipe"), **changes})
+    config: DFlashTrainingConfig = DFlashTrainingConfig().changed(**{**fields, **changes})
     return config
 
 

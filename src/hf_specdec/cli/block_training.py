@@ -15,17 +15,17 @@ from hf_specdec.cli.training_options import (
     Accumulate,
     BaseName,
     Batch,
+    BlockFields,
+    BlockRecipe,
     Data,
     Epochs,
     Features,
-    Fields,
     Initial,
     MaxLength,
     MaxSteps,
     More,
     Output,
     Rate,
-    Recipe,
     Seen,
     Vocabulary,
     check_new_head_fields,
@@ -38,6 +38,9 @@ BlockSize = Annotated[
 ]
 MarkovRank = Annotated[
     int | None, typer.Option(min=0, help="Rank of the head that reads the previous token (DSpark). Default: 0, none.")
+]
+Confidence = Annotated[
+    bool, typer.Option("--confidence", help="Also predict how likely each token is accepted (DSpark).")
 ]
 MaskToken = Annotated[
     int | None,
@@ -55,18 +58,16 @@ def dflash(
     block_size: BlockSize = None,
     causal: Annotated[bool, typer.Option("--causal", help="Slots see only earlier slots (JetSpec).")] = False,
     markov_rank: MarkovRank = None,
-    confidence: Annotated[
-        bool, typer.Option("--confidence", help="Also predict how likely each token is accepted (DSpark).")
-    ] = False,
+    confidence: Confidence = False,
     mask_token_id: MaskToken = None,
     anchors: Anchors = None,
-    recipe: Recipe = None,
+    recipe: BlockRecipe = None,
     initial_head: Initial = None,
     random_start: Annotated[
         bool, typer.Option("--random-start", help="Start from random weights instead of the target's.")
     ] = False,
     draft_vocab_size: Vocabulary = None,
-    head_fields: Fields = None,
+    head_fields: BlockFields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
     epochs: Epochs = 2,
@@ -85,20 +86,21 @@ def dflash(
     given = {"num_hidden_layers": num_layers, "block_size": block_size, "mask_token_id": mask_token_id,
              "draft_vocab_size": draft_vocab_size, **_variant(causal, markov_rank, confidence)}  # fmt: skip
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
+    settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
     check_start(initial_head, random_start)
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.block_starts import block_head, block_recipe, choose_tokens, layers_of, start_block
         from hf_specdec.cli.runs import finish_training, load_training_target
         from hf_specdec.cli.training_setup import TrainingRun, check_run, split_conversations
-    run = TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
-              max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
+    run = TrainingRun(output, features, further, num_train_epochs=epochs,
+              max_steps=-1 if max_steps is None else max_steps, per_device_train_batch_size=batch_size,
               gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     head = block_head(initial_head, model, fields, base_model_name)
     conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
         choose_tokens(head, conversations, model, chosen="mask_token_id" in fields)
-    config = block_recipe(recipe, anchors)
+    config = block_recipe(settings, anchors)
     check_run(output, head, config, conversations)
     target, _ = load_training_target(model, dtype, shown=not as_json)
     if initial_head is None and not random_start:

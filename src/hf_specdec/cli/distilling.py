@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hf_specdec.cli.options import Json, Model, Precision, Seed, check_writable_directory, finite, require_package
+from hf_specdec.cli.options import (
+    Json,
+    Model,
+    Precision,
+    Seed,
+    check_writable_directory,
+    require_package,
+    temperature_in_range,
+)
 from hf_specdec.cli.status import importing
 from hf_specdec.cli.training_options import Output
 from hf_specdec.errors import InvalidConfigError
+
+Temperatures = Annotated[
+    list[float] | None,
+    typer.Option(
+        min=0.0, callback=temperature_in_range,
+        help="Sampling temperature; 0 is greedy. Repeat for a mix. Default: 0, 0.7 and 1 in turn.",
+    ),
+]  # fmt: skip
 
 
 def distill(
@@ -19,10 +35,7 @@ def distill(
     model: Model = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of prompts.")] = None,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy. Repeat for a mix."),
-    ] = None,
+    temperature: Temperatures = None,
     turns: Annotated[int, typer.Option(min=1, help="User turns per conversation; missing ones are invented.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call, or concurrent requests.")] = 32,
@@ -51,8 +64,10 @@ def distill(
         from hf_specdec import training
         from hf_specdec.cli.runs import load_training_target, print_result
         from hf_specdec.generation.loading import end_tokens, load_tokenizer
+        from hf_specdec.training.distill import check_new_data
 
-    given = training.read_prompts(prompts, split=split, limit=limit) if prompts is not None else []
+    questions = _questions(prompts, invent, model, turns, split=split, limit=limit)
+    check_new_data(output)
     config = training.DistillConfig(
         max_new_tokens=max_new_tokens, num_turns=turns, batch_size=batch_size, seed=seed,
         temperatures=tuple(temperature or training.DistillConfig().temperatures),
@@ -64,8 +79,26 @@ def distill(
         target = training.ServerTeacher(
             server, tokenizer, server_model, num_requests=batch_size, seeded=not unseeded, end_ids=end_tokens(model)
         )
-    training.distill(target, tokenizer, [*given, *training.invented_prompts(invent)], output, config)
+    training.distill(target, tokenizer, questions, output, config)
     conversations = training.read_conversations(output)
     answer_tokens = sum(sum(conversation.loss_mask) for conversation in conversations)
     result = {"output": str(output), "conversations": len(conversations), "answer_tokens": answer_tokens}
     print_result(result if server is None else {**result, "dropped": dict(target.lost)}, as_json)
+
+
+def _questions(prompts: str | None, invent: int, model: str | None, turns: int, **read: Any) -> list[Any]:
+    """Read and check the prompts, and append those to invent; `read` are options of `read_prompts`.
+
+    Raises:
+        InvalidConfigError: The file cannot be read or has no prompts, or see `check_prompts`.
+    """
+    from hf_specdec import training
+    from hf_specdec.generation.loading import load_tokenizer
+    from hf_specdec.training.prompts import check_prompts
+
+    given = [] if prompts is None else training.read_prompts(prompts, **read)
+    if not given and not invent:
+        raise InvalidConfigError(f"--prompts {prompts} holds no prompts.", "Give another file, or --invent N.")
+    questions = [*given, *training.invented_prompts(invent)]
+    check_prompts(questions, load_tokenizer(model), turns)
+    return questions

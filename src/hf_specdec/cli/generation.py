@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite
+from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, temperature_in_range
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.validation import MAX_NODES
 
 PROMPT = (
     "Correct the grammar and spelling of this paragraph:\n\n"
@@ -22,7 +23,9 @@ PROMPT = (
 )
 """Prompt of `hf-specdec demo`."""
 
-Temperature = Annotated[float, typer.Option(min=0.0, callback=finite, help="Sampling temperature; 0 is greedy.")]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, callback=temperature_in_range, help="Sampling temperature; 0 is greedy.")
+]
 TopK = Annotated[
     int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0, the default, means all.")
 ]
@@ -32,8 +35,8 @@ TopP = Annotated[
         min=0.0, max=1.0, callback=finite, help="Nucleus sampling threshold; 1, the default, means all tokens."
     ),
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Drafted tokens per path (depth of the tree).")]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes verified per step, root included.")]
+Steps = Annotated[int | None, typer.Option(min=1, max=MAX_NODES, help="Drafted tokens per path (depth of the tree).")]
+Nodes = Annotated[int | None, typer.Option(min=1, max=MAX_NODES, help="Nodes verified per step, root included.")]
 
 
 def demo(
@@ -58,8 +61,8 @@ def demo(
         from hf_specdec.generation.loading import load_model
 
     console = Console(highlight=False)
+    head = head_for([method], model, drafter, shown=not as_json)
     with working("Loading the model", shown=not as_json):
-        head = head_for([method], model, drafter)
         lm, tokenizer = load_model(model, head, dtype)
     if not as_json:
         console.print(Text(prompt, style="bold"))
@@ -112,8 +115,8 @@ def generate(
         from hf_specdec.cli.answers import answer, converse, head_for
         from hf_specdec.generation.loading import load_model
 
+    head = head_for([method], model, drafter, shown=not as_json)
     with working("Loading the model", shown=not as_json):
-        head = head_for([method], model, drafter)
         lm, tokenizer = load_model(model, head, dtype)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "speculative": None}
     if temperature > 0:

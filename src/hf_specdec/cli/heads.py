@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -11,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_specdec.checkpoints.directories import check_new_head
 from hf_specdec.cli.options import check_writable_directory
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError, printable
@@ -76,6 +79,8 @@ def convert(
     check_writable_directory(output, "OUTPUT")
     if Path(head).resolve() == output.resolve():
         raise InvalidConfigError(f"OUTPUT {output} is the directory of the head itself.", "Give another directory.")
+    with _options_named():
+        check_new_head(output, replace=force)
     with importing():
         import torch
 
@@ -87,11 +92,18 @@ def convert(
         loaded = load_head(head, revision=revision, hot_tokens=hot_tokens, dtype=kind)
     if target is not None:
         loaded.config.base_model_name_or_path = target
-    try:
+    with _options_named():
         folder = export_head(loaded, output, format=format, replace=force)
-    except InvalidConfigError as error:
-        raise InvalidConfigError(str(error).replace("replace=True", "--force")) from error
     typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
     lost = lost_settings(loaded, format)
     if lost:
         typer.echo(f"not stored, because {format} does not support it: {', '.join(lost)}", err=True)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Context manager that names the option `--force` in errors of its block, instead of Python's argument."""
+    try:
+        yield
+    except InvalidConfigError as error:
+        raise InvalidConfigError(str(error).replace("replace=True", "--force")) from error

@@ -17,6 +17,14 @@ VALUE_NAMES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """What help calls an option's value, by type."""
 
 
+def without_type_of_flags(params: list[Any]) -> list[Any]:
+    """Return the parameters of a command, after hiding the type, `<bool>`, of those that are flags."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.display_type_rich = lambda **_: None
+    return params
+
+
 class Command(TyperCommand):
     """A command whose help has no table if the terminal has fewer than `TABLE_WIDTH` columns."""
 
@@ -28,6 +36,10 @@ class Command(TyperCommand):
             if param.metavar is None and not getattr(param, "is_flag", False) and not described.is_choice:
                 kind = get_args(described.annotation)[0] if described.is_list else described.annotation
                 param.metavar = VALUE_NAMES.get(kind)
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        """Return the parameters; tables show no type of flags, which take no value."""
+        return without_type_of_flags(super().get_params(ctx))
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the help, as a table or as lines."""
@@ -51,6 +63,10 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A command with subcommands. If the user gives an unknown one, the error message lists those that exist."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        """Return the parameters; tables show no type of flags, which take no value."""
+        return without_type_of_flags(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the name of the subcommand that the arguments begin with, the subcommand, and the other arguments."""

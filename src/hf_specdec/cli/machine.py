@@ -18,7 +18,7 @@ from hf_specdec.bench.diagnosis import Diagnosis, diagnose
 from hf_specdec.bench.machine import versions
 from hf_specdec.cli.answers import dtype_of, head_for
 from hf_specdec.cli.options import FORWARDS
-from hf_specdec.cli.status import working
+from hf_specdec.cli.status import say, working
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import load_model
@@ -88,8 +88,8 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
         max_new_tokens: Maximum number of tokens of each answer.
         as_json: Print one JSON object instead of text.
     """
+    head = head_for(["auto"], model, drafter, shown=not as_json)
     with working("Loading the model", shown=not as_json):
-        head = head_for(["auto"], model, drafter)
         lm, tokenizer = load_model(model, head, dtype)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
     with working("Timing forwards and methods on three prompts", shown=not as_json):
@@ -98,7 +98,7 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
         return
     drafts = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
-    typer.echo(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
+    say(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
     tried = Table("method", "x plain", "slowest prompt", "tau", "forwards")
     for method, ratio in found.speed_up.items():
         how = FORWARDS.get(found.forwards[method], found.forwards[method])
@@ -106,18 +106,18 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     console = Console()
     console.print(_forwards_table(found), tried)
     if found.compiled_seconds:
-        typer.echo(
+        say(
             f"Without drafting, a forward of one token is {found.gain_of_forwards:.2f}x as fast with "
             f"{FORWARDS[found.compiled]} as eagerly. Plain generate() runs eagerly, so that part of a speed-up does "
             "not come from drafting."
         )
     if found.best == "plain":
-        typer.echo("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
+        say("No method is faster than plain decoding here; speculative='auto' then falls back to plain steps.")
     else:
         is_close = found.speed_up[found.best] < max(found.speed_up.values())
         why = ", within 5 % of the fastest, and it adapts to other texts" if is_close else ""
-        typer.echo(f"{'Best' if is_close else 'Fastest'} here: speculative={found.best!r}{why}.")
-    typer.echo(compile_hint(lm.device.type))
+        say(f"{'Best' if is_close else 'Fastest'} here: speculative={found.best!r}{why}.")
+    say(compile_hint(lm.device.type))
 
 
 def _forwards_table(found: Diagnosis) -> Table:

@@ -32,6 +32,24 @@ def finite(value: Any) -> Any:
     return value
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1000
+"""Limits of temperatures above 0: below, scores may become infinite; above, all tokens are about equally likely."""
+
+
+def temperature_in_range(value: Any) -> Any:
+    """Return a temperature, or a list of them, if each is 0 or within the limits (a callback of options).
+
+    Raises:
+        BadParameter: A temperature is out of the limits.
+    """
+    for number in finite(value) if isinstance(value, list) else [finite(value)]:
+        if number and not MIN_TEMPERATURE <= number <= MAX_TEMPERATURE:
+            raise typer.BadParameter(
+                f"must be 0 (greedy) or from {MIN_TEMPERATURE:.5f} to {MAX_TEMPERATURE}, got {number}"
+            )
+    return value
+
+
 Model = Annotated[
     str | None, typer.Option(help="Path or Hub id of the target model. Default: the packaged SmolLM2-135M-Instruct.")
 ]
@@ -97,6 +115,29 @@ def check_writable_file(path: Path | None, option: str, *, force: bool) -> None:
         raise InvalidConfigError(f"{option} {path} already exists.", "Give another name or --force.")
 
 
+PICTURE_FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_picture(path: Path | None, extra: str, *, force: bool) -> None:
+    """Check that a plot can be drawn and written to the file given for `--plot`; None means that no plot is wanted.
+
+    Args:
+        path: The file.
+        extra: Extra of hf-specdec that installs matplotlib.
+        force: Whether an existing file may be overwritten.
+
+    Raises:
+        InvalidConfigError: matplotlib is not installed; or the file has an unknown suffix, cannot be written, or
+            exists and `force` is false.
+    """
+    if path is None:
+        return
+    require_package("matplotlib", "--plot", extra)
+    check_writable_file(path, "--plot", force=force)
+    if path.suffix not in PICTURE_FORMATS:
+        raise InvalidConfigError(f"--plot {path} has an unknown suffix.", f"Use one of {', '.join(PICTURE_FORMATS)}.")
+
+
 def check_writable_directory(path: Path | None, option: str) -> None:
     """Check that the directory given for an option can be created or written to; None is accepted.
 
@@ -114,7 +155,7 @@ def check_writable_directory(path: Path | None, option: str) -> None:
 
 
 OBJECT_EXAMPLES = {
-    "--arguments": '{"bf16": true}', "--recipe": '{"answer_tokens": 64}', "--head-fields": '{"num_steps": 5}',
+    "--arguments": '{"bf16": true}', "--recipe": '{"answer_tokens": 64}', "--head-fields": '{"num_draft_tokens": 8}',
 }  # fmt: skip
 """A valid object for each option that takes a JSON file; the fields are those of every kind of head."""
 

@@ -18,12 +18,13 @@ def working(text: str, *, shown: bool = True) -> Iterator[None]:
 
     Args:
         text: What is being done.
-        shown: False shows nothing. Under a launcher such as `accelerate launch`, only the first process shows it.
+        shown: False prints no line; a terminal still shows the spinner, which is erased at the end. Under a launcher
+            such as `accelerate launch`, only the first process shows anything.
     """
     console = Console(stderr=True)
-    shown = shown and os.environ.get("RANK", "0") == "0"
-    if not shown or not console.is_terminal:  # even a disabled `Progress` prints empty lines in rich 13
-        if shown:
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not is_first or not console.is_terminal:  # even a disabled `Progress` prints empty lines in rich 13
+        if shown and is_first:
             typer.echo(f"{text} ...", err=True)
         yield
         return
@@ -40,10 +41,24 @@ def importing(*, shown: bool = True) -> Iterator[None]:
     Commands import them after their options are parsed, so that help and mistakes are shown at once.
 
     Args:
-        shown: Whether to show a line; none is shown if they are imported already.
+        shown: Whether to print a line if stderr is not a terminal; none is printed if they are imported already.
     """
     with working("Importing PyTorch and transformers", shown=shown and "transformers" not in sys.modules):
         from hf_specdec.cli.quiet import silence_libraries
 
         silence_libraries()
         yield
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a text, in a terminal with line breaks between words only; files and pipes get it unchanged.
+
+    Args:
+        text: The text.
+        err: Whether to print it on stderr.
+    """
+    console = Console(stderr=err)
+    if console.is_terminal:
+        console.print(text, markup=False, highlight=False)
+    else:
+        typer.echo(text, err=err)

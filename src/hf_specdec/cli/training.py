@@ -18,25 +18,57 @@ from hf_specdec.cli.training_options import (
     BaseName,
     Batch,
     Data,
+    EagleFields,
+    EagleRecipe,
     Epochs,
     Features,
-    Fields,
     Initial,
     MaxLength,
     MaxSteps,
+    MedusaFields,
+    MedusaRecipe,
     More,
     Output,
     Rate,
-    Recipe,
     Seen,
     Vocabulary,
     check_new_head_fields,
     check_start,
 )
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.validation import MAX_STEPS
 
 Heads = Annotated[int | None, typer.Option(min=1, max=64, help="Number of heads; each drafts one token. Default: 4.")]
 Layers = Annotated[int | None, typer.Option(min=1, max=64, help="Residual blocks per head. Default: 1.")]
+SAVED_MODEL = "model"
+"""Subfolder of the output directory to which `--joint` saves the target."""
+
+AlignedSteps = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_STEPS, help="Draft depth simulated in training. Default: 4 (3 with --version 1)."),
+]
+
+
+def _existing_version(version: int) -> int:
+    """Return the version if heads of it can be trained (a callback of the option).
+
+    Raises:
+        BadParameter: There are no heads of this version.
+    """
+    if version == 2:
+        raise typer.BadParameter("EAGLE-2 uses EAGLE-1 heads with dynamic trees. Use --version 1.")
+    if version not in (1, 3):
+        raise typer.BadParameter(f"must be 1 or 3, got {version}")
+    return version
+
+
+Version = Annotated[
+    int,
+    typer.Option(
+        metavar="1|3", callback=_existing_version,
+        help="EAGLE version: 1 (its heads also draft EAGLE-2 trees) or 3.",
+    ),
+]  # fmt: skip
 
 EXAMPLE = (
     "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
@@ -60,10 +92,10 @@ def medusa(
     joint: Annotated[
         bool, typer.Option("--joint", help="Medusa-2: also train an adapter of the target and merge it.")
     ] = False,
-    recipe: Recipe = None,
+    recipe: MedusaRecipe = None,
     initial_head: Initial = None,
     draft_vocab_size: Vocabulary = None,
-    head_fields: Fields = None,
+    head_fields: MedusaFields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
     epochs: Epochs = 2,
@@ -79,22 +111,23 @@ def medusa(
     as_json: Json = False,
 ) -> None:
     """Train Medusa heads on a frozen target (Medusa-1), or with --joint together with it (Medusa-2)."""
-    held_out = _check_joint(held_out, recipe) if joint else held_out
+    held_out = _check_joint(held_out, recipe, output) if joint else held_out
     given = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "draft_vocab_size": draft_vocab_size,
              "shared_lm_head": False if own_lm_head else None}  # fmt: skip
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
+    settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.head_starts import medusa_heads, train_jointly
         from hf_specdec.cli.new_heads import set_draft_vocabulary
         from hf_specdec.cli.runs import finish_training, load_training_target
         from hf_specdec.cli.training_setup import TrainingRun, check_run, split_conversations
-    run = TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
-               max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
+    run = TrainingRun(output, features, further, num_train_epochs=epochs,
+               max_steps=-1 if max_steps is None else max_steps, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
-    heads = medusa_heads(initial_head, model, fields, base_model_name, path="./model" if joint else None)
+    heads = medusa_heads(initial_head, model, fields, base_model_name, path=f"./{SAVED_MODEL}" if joint else None)
     conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
-    config = training.MedusaTrainingConfig().changed(**read_object(recipe, "--recipe"))
+    config = training.MedusaTrainingConfig().changed(**settings)
     if not joint:
         check_run(output, heads, config, conversations)
     target, tokenizer = load_training_target(model, dtype, shown=not as_json)
@@ -102,18 +135,26 @@ def medusa(
         set_draft_vocabulary(heads, conversations)
         heads.start_from(target.get_output_embeddings())
     if joint:
-        train_jointly(run, target, tokenizer, heads, conversations, output / "model")
+        train_jointly(run, target, tokenizer, heads, conversations, output / SAVED_MODEL)
         return finish_training(target, heads, output, None, as_json)
     arguments, stored, measured = run.prepare(target, conversations, evaluation, (training.LAST,))
     heads = training.train_medusa(target, heads, stored, arguments, config, resume=True, held_out=measured)
     finish_training(target, heads, output, measured, as_json)
 
 
-def _check_joint(held_out: int | None, recipe: Path | None) -> int:
-    """Check that Medusa-2 is installed and gets no options that it ignores; return the conversations held out, 0."""
+def _check_joint(held_out: int | None, recipe: Path | None, output: Path) -> int:
+    """Check that Medusa-2 is installed, gets no options that it ignores, and overwrites no other model.
+
+    Returns:
+        The number of conversations held out, 0.
+    """
     require_package("peft", "Medusa-2", "training")
     if held_out or recipe is not None:
         raise InvalidConfigError("--joint cannot be combined with --held-out or --recipe.", "Drop one of them.")
+    if (output / SAVED_MODEL).exists() and not (output / "run.json").exists():
+        raise InvalidConfigError(
+            f"--output {output} holds {SAVED_MODEL}, where --joint saves the target.", "Give another directory."
+        )
     return 0
 
 
@@ -123,18 +164,16 @@ def eagle(
     output: Output,
     model: Model = None,
     base_model_name: BaseName = None,
-    version: Annotated[
-        int, typer.Option(min=1, max=3, help="EAGLE version: 1 (its heads also draft EAGLE-2 trees) or 3.")
-    ] = 3,
-    aligned_steps: Annotated[int | None, typer.Option(min=1, help="Draft depth simulated in training.")] = None,
-    recipe: Recipe = None,
+    version: Version = 3,
+    aligned_steps: AlignedSteps = None,
+    recipe: EagleRecipe = None,
     initial_head: Initial = None,
     random_start: Annotated[
         bool, typer.Option("--random-start", help="Start from random weights instead of the target's.")
     ] = False,
     draft_vocab_size: Vocabulary = None,
     norm_output: NormOutput = None,
-    head_fields: Fields = None,
+    head_fields: EagleFields = None,
     features: Features = None,
     max_length: MaxLength = 2048,
     epochs: Epochs = 2,
@@ -150,10 +189,9 @@ def eagle(
     as_json: Json = False,
 ) -> None:
     """Train an EAGLE head: version 1, which uses the target's lm_head, or version 3, which has its own."""
-    if version == 2:
-        raise InvalidConfigError("EAGLE-2 uses EAGLE-1 heads with dynamic trees.", "Use --version 1.")
     given = {"draft_vocab_size": draft_vocab_size, "norm_output": norm_output}
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
+    settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
     check_start(initial_head, random_start)
     with importing(shown=not as_json):
         from hf_specdec import training
@@ -161,15 +199,15 @@ def eagle(
         from hf_specdec.cli.new_heads import set_draft_vocabulary
         from hf_specdec.cli.runs import finish_training, load_training_target
         from hf_specdec.cli.training_setup import TrainingRun, check_run, split_conversations
-    run = TrainingRun(output, features, read_object(more, "--arguments"), num_train_epochs=epochs,
-               max_steps=max_steps or -1, per_device_train_batch_size=batch_size,
+    run = TrainingRun(output, features, further, num_train_epochs=epochs,
+               max_steps=-1 if max_steps is None else max_steps, per_device_train_batch_size=batch_size,
                gradient_accumulation_steps=accumulate, learning_rate=learning_rate, seed=seed)  # fmt: skip
     head = eagle_head(initial_head, version, model, fields, base_model_name)
     conversations, evaluation = split_conversations(data, model, max_length, held_out, drop_seen)
     if initial_head is None:
         set_draft_vocabulary(head, conversations)
     steps = {} if aligned_steps is None else {"aligned_steps": aligned_steps}
-    config = training.EagleTrainingConfig.for_head(head).changed(**{**read_object(recipe, "--recipe"), **steps})
+    config = training.EagleTrainingConfig.for_head(head).changed(**{**settings, **steps})
     check_run(output, head, config, conversations)
     target, _ = load_training_target(model, dtype, shown=not as_json)
     if initial_head is None and not random_start:

@@ -22,7 +22,7 @@ Features = Annotated[
 ]
 MaxLength = Annotated[int, typer.Option(min=8, help="Maximum tokens per conversation; longer ones are truncated.")]
 Epochs = Annotated[float, typer.Option(min=1e-6, callback=finite, help="Passes over the data.")]
-MaxSteps = Annotated[int | None, typer.Option(min=-1, help="Optimiser steps; overrides --epochs.")]
+MaxSteps = Annotated[int | None, typer.Option(min=1, help="Optimiser steps; overrides --epochs.")]
 Batch = Annotated[int, typer.Option(min=1, help="Conversations per process and forward.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimiser step (gradient accumulation).")]
 Rate = Annotated[float, typer.Option(min=0.0, callback=finite, help="Peak learning rate.")]
@@ -33,14 +33,16 @@ More = Annotated[
     Path | None,
     typer.Option("--arguments", help="JSON file with more transformers TrainingArguments (bf16, fsdp, ...)."),
 ]
-Fields = Annotated[
-    Path | None,
-    typer.Option(help="JSON file with more fields of the head's config (fc_norm, intermediate_size, ...)."),
+FIELDS = "JSON file with more fields of the head's config"
+MedusaFields = Annotated[Path | None, typer.Option(help=f"{FIELDS} (num_draft_tokens, tree, ...).")]
+EagleFields = Annotated[Path | None, typer.Option(help=f"{FIELDS} (intermediate_size, num_steps, top_k, ...).")]
+BlockFields = Annotated[
+    Path | None, typer.Option(help=f"{FIELDS} (intermediate_size, own_lm_head, all_children, ...).")
 ]
-Recipe = Annotated[
-    Path | None,
-    typer.Option(help="JSON file with fields of the training recipe (step_decay, soft_tokens, noise, ...)."),
-]
+RECIPE = "JSON file with fields of the training recipe"
+MedusaRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (head_decay, soft_labels, answer_tokens).")]
+EagleRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (step_decay, soft_tokens, noise, ...).")]
+BlockRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (slot_decay, text_weight, soft_weight, ...).")]
 Initial = Annotated[str | None, typer.Option(help="Path or Hub id of a head to continue training.")]
 Seen = Annotated[
     float | None,

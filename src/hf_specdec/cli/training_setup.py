@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import set_seed
 
 from hf_specdec import records, training
+from hf_specdec.checkpoints.directories import overwritten
 from hf_specdec.cli.options import check_writable_directory
 from hf_specdec.cli.runs import load_conversations, print_note
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import InvalidConfigError, listed
+from hf_specdec.training.features import check_features_folder
 from hf_specdec.training.runs import RUN_NAME
 
 if TYPE_CHECKING:
@@ -37,11 +39,7 @@ class TrainingRun:
         check_writable_directory(output, "--output")
         check_writable_directory(features, "--features")
         _check_own_run(output)
-        if (output / "config.json").exists() and not (output / RUN_NAME).exists():
-            raise InvalidConfigError(
-                f"--output {output} holds a head or model that was not trained by this command.",
-                "Give another directory.",
-            )
+        check_features_folder(features)
         self._output, self._features, self._more, self._fields = output, features, more, fields
         self.arguments(held_out=True)  # raises if an argument is invalid
 
@@ -82,13 +80,19 @@ class TrainingRun:
 
 
 def _check_own_run(output: Path) -> None:
-    """Raise `InvalidConfigError` if the output directory holds state that no run of this package wrote."""
+    """Raise `InvalidConfigError` if the output directory holds state or a head that no run of this package wrote."""
     found = [name for name in (RUN_NAME, "trainer_state.json") if (output / name).exists()]
     if found and (
         RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_object(output / RUN_NAME).keys()
     ):
         raise InvalidConfigError(
             f"--output {output} holds a {found[0]} that was not written by this command.", "Give another directory."
+        )
+    lost = [] if found else overwritten(output)
+    if lost:
+        raise InvalidConfigError(
+            f"--output {output} holds {listed(lost)}, which was not trained by this command.",
+            "Give another directory.",
         )
 
 

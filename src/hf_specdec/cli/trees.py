@@ -9,17 +9,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_specdec.checkpoints.directories import overwritten
 from hf_specdec.cli.options import (
     Json,
     Model,
     Precision,
+    check_picture,
     check_writable_directory,
-    check_writable_file,
-    require_package,
 )
 from hf_specdec.cli.status import importing, working
 from hf_specdec.cli.training_options import Data
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import InvalidConfigError, listed
+from hf_specdec.validation import MAX_NODES, MAX_STEPS, MAX_TOP_K
 
 
 def tree(
@@ -28,11 +29,11 @@ def tree(
     output: Annotated[Path, typer.Option(help="Directory for the head with its tree; may be the head's own.")],
     model: Model = None,
     num_nodes: Annotated[
-        int | None, typer.Option(min=2, help="Size of the tree, root included. Default: the fastest.")
+        int | None, typer.Option(min=2, max=MAX_NODES, help="Size of the tree, root included. Default: the fastest.")
     ] = None,
-    max_nodes: Annotated[int, typer.Option(min=2, help="Largest tree to consider.")] = 64,
-    num_steps: Annotated[int, typer.Option(min=1, help="Maximum depth of the tree.")] = 5,
-    top_k: Annotated[int, typer.Option(min=1, help="Children considered per node.")] = 10,
+    max_nodes: Annotated[int, typer.Option(min=2, max=MAX_NODES, help="Largest tree to consider.")] = 64,
+    num_steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Maximum depth of the tree.")] = 5,
+    top_k: Annotated[int, typer.Option(min=1, max=MAX_TOP_K, help="Children considered per node.")] = 10,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of conversations to measure on.")] = 200,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the tree to this file. Needs matplotlib.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing --plot file.")] = False,
@@ -41,9 +42,13 @@ def tree(
 ) -> None:
     """Find the fastest static tree for a head on this device and store it in the head's config."""
     check_writable_directory(output, "--output")
-    check_writable_file(plot, "--plot", force=force)
-    if plot is not None:
-        require_package("matplotlib", "--plot", "training")
+    lost = [] if output.resolve() == Path(drafter).resolve() else overwritten(output)
+    if lost:
+        raise InvalidConfigError(
+            f"--output {output} already holds {listed(lost)}, which would be overwritten.",
+            "Give a new directory, or the head's own.",
+        )
+    check_picture(plot, "training", force=force)
     with importing(shown=not as_json):
         from hf_specdec import training, viz
         from hf_specdec.checkpoints.hub import load_head
@@ -52,10 +57,6 @@ def tree(
 
     with working("Reading the head", shown=not as_json):
         head = load_head(drafter)
-    if (output / "config.json").exists() and output.resolve() != Path(drafter).resolve():
-        raise InvalidConfigError(
-            f"--output {output} already holds another head or model.", "Give a new directory, or the head's own."
-        )
     head.check_sizes(load_config(model).get_text_config(decoder=True))
     conversations = load_conversations(data, model, 2048)[:limit]
     target, _ = load_training_target(model, dtype, shown=not as_json)

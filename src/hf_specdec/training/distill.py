@@ -27,7 +27,8 @@ from hf_specdec.records import open_regular, shortened
 from hf_specdec.training.conversations import write_parquet
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.processes import processes
-from hf_specdec.training.prompts import INVENTED, Prompt
+from hf_specdec.training.progress import ticking
+from hf_specdec.training.prompts import INVENTED, Prompt, check_prompts, encode_turn
 from hf_specdec.training.recipes import MOST_TOKENS, check_numbers
 from hf_specdec.training.runs import read_state
 from hf_specdec.training.teachers import ModelTeacher, Teacher
@@ -42,9 +43,6 @@ MAX_TEMPERATURE = 1000
 
 ROW_FIELDS = ("number", "source", "temperature", "messages", "input_ids", "loss_mask", "finish_reason")
 """Fields of a row of the dataset, except `model`."""
-
-MARK = "USER-TURN-8d1f"
-"""Placeholder for the user's text, to find its position in the output of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +151,7 @@ def distill(
     config = config or DistillConfig()
     parts = _plan(prompts, config, tokenizer)
     teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
-    teacher.check(_encode(tokenizer, [], next(iter(parts[0][0].pending), None)))
+    teacher.check(encode_turn(tokenizer, [], next(iter(parts[0][0].pending), None)))
     folder = Path(output_dir)
     state = processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
@@ -176,7 +174,7 @@ def _answer_parts(
     left = [index for index in mine if not (files[index].exists() or empty[index].exists())]
     silent = not (progress and state.is_main_process)
     tokens, start = 0, time.perf_counter()
-    with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar:
+    with tqdm(total=len(mine), initial=len(mine) - len(left), unit="part", disable=silent) as bar, ticking(bar):
         for index in left:
             rows = _answer_part(teacher, tokenizer, config, parts[index], f"{config.seed}/{index}")
             if rows:
@@ -198,20 +196,15 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
     """Group the prompts into parts of one temperature and similar length, to need little padding; skip long prompts.
 
     Raises:
-        InvalidConfigError: No prompts, or only long ones, or several turns without a chat template.
+        InvalidConfigError: Only long prompts, or see `check_prompts`.
     """
-    if not prompts:
-        raise InvalidConfigError("There are no prompts to distil.", "Give prompts, or invented_prompts(n).")
-    if config.num_turns > 1 and not tokenizer.chat_template:
-        raise InvalidConfigError(
-            f"num_turns={config.num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
-        )
+    check_prompts(prompts, tokenizer, config.num_turns)
     by_temperature: dict[float, list[tuple[int, _Dialog]]] = {}
     for number, given in enumerate(prompts):
         prompt = given if isinstance(given, Prompt) else Prompt((given,), "given")
         temperature = float(config.temperatures[number % len(config.temperatures)])
         dialog = _Dialog(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]))
-        length = len(_encode(tokenizer, [], dialog.pending[0])) if dialog.pending else 0
+        length = len(encode_turn(tokenizer, [], dialog.pending[0])) if dialog.pending else 0
         if length <= config.max_prompt_tokens:
             by_temperature.setdefault(temperature, []).append((length, dialog))
     if not by_temperature:
@@ -236,6 +229,13 @@ def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict
     }
 
 
+def check_new_data(folder: Path) -> None:
+    """Raise `InvalidConfigError` if a directory without settings of `distill` has data."""
+    data = folder / "data"
+    if not (folder / SETTINGS).exists() and data.exists() and (not data.is_dir() or any(data.iterdir())):
+        raise InvalidConfigError(f"{folder} has data that distill did not write.", "Use another directory.")
+
+
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Create the directory with its settings file, or check that the run in it can be resumed; clear partial files.
 
@@ -256,10 +256,8 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         for part in sorted((folder / "data").glob("part-*.parquet")):
             _check_part(part)
         return
-    data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    if any(data.iterdir()):
-        raise InvalidConfigError(f"{folder} has data that distill did not write.", "Use another directory.")
+    check_new_data(folder)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(settings, indent=1))
 
 
@@ -297,14 +295,14 @@ def _answer_part(
     active, temperature = list(dialogs), dialogs[0].temperature  # the same in the whole part, see `_plan`
     for turn in range(config.num_turns):
         unprompted = [dialog for dialog in active if not dialog.pending]
-        openings = [_encode(tokenizer, dialog.messages, None) for dialog in unprompted]
+        openings = [encode_turn(tokenizer, dialog.messages, None) for dialog in unprompted]
         call = f"{label}/{turn}"
         invented = teacher.generate(openings, config.invention_temperature, config.max_invented_tokens, f"{call}/user")
         for dialog, ids in zip(unprompted, invented, strict=True):
             text = tokenizer.decode(ids or [], skip_special_tokens=True).strip()
             dialog.pending += [text] if text else []
         active = [dialog for dialog in active if dialog.pending]
-        encoded = {dialog.number: _encode(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
+        encoded = {dialog.number: encode_turn(tokenizer, dialog.messages, dialog.pending[0]) for dialog in active}
         active = [dialog for dialog in active if 0 < len(encoded[dialog.number]) <= config.max_prompt_tokens]
         prompts = [encoded[dialog.number] for dialog in active]
         answers = teacher.generate(prompts, temperature, config.max_new_tokens, f"{call}/answer")
@@ -319,32 +317,3 @@ def _answer_part(
         for dialog in dialogs
         if dialog.messages
     ]
-
-
-def _encode(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str | None) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Without a chat template these are `user_text`, or if it is None, the beginning token or else the end token.
-
-    Args:
-        tokenizer: Tokenizer with or without a chat template.
-        messages: Earlier messages of the conversation; ignored without a chat template.
-        user_text: The user's next turn; None ends the prompt at the start of that turn, so that the model invents it.
-
-    Raises:
-        InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.
-    """
-    if not tokenizer.chat_template:
-        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-        return list(tokenizer(user_text)["input_ids"]) if user_text is not None else begin
-    turn = {"role": "user", "content": MARK if user_text is None else user_text}
-    if user_text is not None:
-        encoded = tokenizer.apply_chat_template([*messages, turn], add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
-    text = tokenizer.apply_chat_template([*messages, turn], tokenize=False)
-    if MARK not in text:
-        raise InvalidConfigError(
-            "This chat template changes the user's text, so the model cannot invent user turns.",
-            "Give prompts.",
-        )
-    return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])

@@ -29,6 +29,7 @@ from hf_specdec.records import Fields, open_regular
 from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
 from hf_specdec.training.data import TOKEN_ID_LIMIT
 from hf_specdec.training.processes import processes
+from hf_specdec.training.progress import ticking
 from hf_specdec.training.runs import read_state
 from hf_specdec.transformers_private import model_name
 from hf_specdec.verification.features import LAST, FeatureTap
@@ -225,17 +226,19 @@ def _capture_parts(
     # the share depends on file numbers only, because other processes are writing files meanwhile
     share = range(state.process_index, len(parts), state.num_processes)
     mine = [number for number in share if not _part(folder, number).exists()]
-    for number in tqdm(mine, unit="batch", disable=not (progress and state.is_main_process)):
-        rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in parts[number]]
-        sizes = torch.tensor([len(row) for row in rows], device="cpu")
-        features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
-        tensors = {}
-        for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
-            tensors[f"{place}.input_ids"] = row
-            tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
-            tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
-        with whole_file(_part(folder, number)) as partial:
-            save_file(tensors, partial)
+    bar = tqdm(mine, unit="batch", disable=not (progress and state.is_main_process))
+    with ticking(bar):
+        for number in bar:
+            rows = [torch.tensor(conversation.input_ids, device="cpu") for conversation in parts[number]]
+            sizes = torch.tensor([len(row) for row in rows], device="cpu")
+            features = features_of(model, pad_sequence(rows, batch_first=True), sizes, layers).cpu()
+            tensors = {}
+            for place, (row, conversation) in enumerate(zip(rows, parts[number], strict=True)):
+                tensors[f"{place}.input_ids"] = row
+                tensors[f"{place}.loss_mask"] = torch.tensor(conversation.loss_mask, dtype=torch.bool, device="cpu")
+                tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
+            with whole_file(_part(folder, number)) as partial:
+                save_file(tensors, partial)
 
 
 def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) -> dict[str, Tensor]:
@@ -303,6 +306,18 @@ def _read_index(folder: Path) -> Fields:
     return index
 
 
+def check_features_folder(folder: Path | None) -> None:
+    """Check that a directory holds captured features or nothing, or does not exist; None is accepted.
+
+    Raises:
+        InvalidConfigError: It holds something else.
+    """
+    if folder is None or not folder.is_dir() or (folder / INDEX).exists():
+        return
+    if any(path.suffix != ".lock" for path in folder.iterdir()):
+        raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
+
+
 def _prepare_folder(
     folder: Path, index: dict[str, Any], model: PreTrainedModel, missing: Sequence[Conversation]
 ) -> list[int]:
@@ -326,8 +341,8 @@ def _prepare_folder(
                 f"{folder} holds the layers {existing['layers']}, not {index['layers']}.", "Use another directory."
             )
         index = existing
-    elif any(path.suffix != ".lock" for path in folder.iterdir()):
-        raise InvalidConfigError(f"{folder} is not empty and holds no captured features.", "Use another directory.")
+    else:
+        check_features_folder(folder)
     needed, free = feature_bytes(model, missing, index["layers"]), shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidConfigError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Event, Thread
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -22,12 +24,14 @@ class TableCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._clock = ExitStack()
         self._names: list[str] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the bar, at the step from which the run starts or resumes."""
         silent = not state.is_world_process_zero
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", disable=silent)
+        self._clock.enter_context(ticking(self._bar))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Advance the bar."""
@@ -62,8 +66,45 @@ class TableCallback(TrainerCallback):
 
     def close(self) -> None:
         """Close the bar; `fit` calls this also if the run fails or is interrupted."""
+        self._clock.close()
         if self._bar is not None:
             self._bar.close()
+
+
+TICK_SECONDS = 1.0
+"""Seconds between two updates of a bar's clock."""
+
+
+@contextmanager
+def ticking(bar: Any) -> Iterator[None]:
+    """Context manager that redraws a bar once per second, so that its clock runs during a long step.
+
+    Does nothing if stderr is not a terminal, where every update would be a line.
+    """
+    ended = Event()
+
+    def redraw() -> None:
+        while not ended.wait(TICK_SECONDS):
+            bar.refresh()
+
+    if bar.disable or not sys.stderr.isatty():
+        yield
+        return
+    thread = Thread(target=redraw, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def clock(text: str) -> Iterator[None]:
+    """Context manager that shows a line with a clock while its block runs, if stderr is a terminal."""
+    silent = not sys.stderr.isatty()
+    with tqdm(desc=text, bar_format="{desc} {elapsed}", leave=False, disable=silent) as bar, ticking(bar):
+        yield
 
 
 def print_line(text: str) -> None:

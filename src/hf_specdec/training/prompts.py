@@ -11,6 +11,9 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
 from hf_specdec.training.data import Row, existing_path, read_rows, text_of, turns_of
 
+MARK = "USER-TURN-8d1f"
+"""Placeholder for the user's text, to find its position in the output of the chat template."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -72,3 +75,59 @@ def _turns(row: Row, place: str) -> Sequence[Any] | None:
     parts = [value for value in values if value]
     texts = [part for part in parts if isinstance(part, str)]
     return ["\n\n".join(texts)] if parts and texts == parts else None
+
+
+def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: int) -> None:
+    """Check, before the model is loaded, that there are prompts and that the tokenizer can encode what is asked for.
+
+    Args:
+        prompts: The prompts of `distill`.
+        tokenizer: The target's tokenizer.
+        num_turns: User turns per conversation.
+
+    Raises:
+        InvalidConfigError: No prompts; several turns without a chat template; or the model is to invent prompts, but
+            the tokenizer has no token to begin one with, or its chat template changes the user's text.
+    """
+    if not prompts:
+        raise InvalidConfigError("There are no prompts to distil.", "Give prompts, or invented_prompts(n).")
+    if num_turns > 1 and not tokenizer.chat_template:
+        raise InvalidConfigError(
+            f"num_turns={num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
+        )
+    invents = any(isinstance(prompt, Prompt) and len(prompt.turns) < num_turns for prompt in prompts)
+    if invents and not encode_turn(tokenizer, [], None):
+        raise InvalidConfigError(
+            "This tokenizer has no chat template and no token that begins or ends a text, so the model cannot invent "
+            "prompts.",
+            "Give prompts.",
+        )
+
+
+def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str | None) -> list[int]:
+    """Return the token ids of a prompt.
+
+    Without a chat template these are `user_text`, or if it is None, the beginning token or else the end token.
+
+    Args:
+        tokenizer: Tokenizer with or without a chat template.
+        messages: Earlier messages of the conversation; ignored without a chat template.
+        user_text: The user's next turn; None ends the prompt at the start of that turn, so that the model invents it.
+
+    Raises:
+        InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.
+    """
+    if not tokenizer.chat_template:
+        begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        return list(tokenizer(user_text)["input_ids"]) if user_text is not None else begin
+    turn = {"role": "user", "content": MARK if user_text is None else user_text}
+    if user_text is not None:
+        encoded = tokenizer.apply_chat_template([*messages, turn], add_generation_prompt=True, return_dict=True)
+        return list(encoded["input_ids"])
+    text = tokenizer.apply_chat_template([*messages, turn], tokenize=False)
+    if MARK not in text:
+        raise InvalidConfigError(
+            "This chat template changes the user's text, so the model cannot invent user turns.",
+            "Give prompts.",
+        )
+    return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])

@@ -81,5 +81,5 @@ def check_numbers(settings: Any, largest: Mapping[str, int] = MappingProxyType({
         else:
             continue
         if not valid:
-            shown = str(value)[:40] if isinstance(value, float | str | bool | None) else type(value).__name__
+            shown = str(value)[:40] if isinstance(value, float | str | bool | None) else shortened(value)
             raise InvalidConfigError(f"`{name}` must be {expected}, got {shown}.")

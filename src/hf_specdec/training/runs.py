@@ -84,6 +84,14 @@ def check_same_run(folder: Path, facts: dict[str, Any]) -> None:
     if last_checkpoint(folder) is None or not path.exists():
         return
     before = read_state(path, folder)
+    kinds = [_fields(each.get("head")).get("model_type") for each in (before, facts)]
+    if kinds[0] != kinds[1]:
+        names = [str(kind).removeprefix("hf_specdec_") for kind in kinds]
+        raise InvalidConfigError(
+            f"The checkpoints in {folder} are of a head for {shortened(names[0])}, this run trains one for "
+            f"{shortened(names[1])}.",
+            "Give another output directory, or delete that one.",
+        )
     differing = [
         f"{part}.{name} was {shortened(known.get(name))}, is {shortened(now.get(name))}"
         for part, now in facts.items()

@@ -30,7 +30,7 @@ from hf_specdec.training.estimate import estimate_run
 from hf_specdec.training.features import FeatureStore, TrainingData, collate
 from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
 from hf_specdec.training.modes import check_trainable, training_modes
-from hf_specdec.training.progress import print_line, show_progress
+from hf_specdec.training.progress import clock, print_line, show_progress
 from hf_specdec.training.runs import (
     RUN_NAME,
     check_processes,
@@ -289,7 +289,9 @@ def fit(
     trainer = HeadTrainer(objective, target, data, arguments, held_out)
     if trainer.is_world_process_zero() and not arguments.disable_tqdm and not trainer.is_fsdp_enabled:
         done = 0 if checkpoint is None else int(checkpoint.rsplit("-", 1)[1])
-        print_line(str(estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)))
+        with clock("Timing three batches"):
+            run = estimate_run(trainer.rehearse, objective, trainer.train_dataset.lengths, trainer.args, done)
+        print_line(str(run))
     if checkpoint is None and trainer.is_world_process_zero():
         write_text(Path(arguments.output_dir) / RUN_NAME, json.dumps(facts, indent=1))
     lock = directory_lock(Path(arguments.output_dir), "train") if trainer.is_world_process_zero() else nullcontext()
