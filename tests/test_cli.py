@@ -515,14 +515,24 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     assert error_line(capsys.readouterr().err.strip()) == "hf-specdec: interrupted."
 
 
-@pytest.mark.parametrize(("columns", "as_json"), [(80, False), (80, True)])
+def test_missing_permission_names_the_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "head/config.json")
+
+    monkeypatch.setattr("hf_specdec.checkpoints.report.inspect_head", refuse)
+    assert run(monkeypatch, "inspect", "head") == 2
+    assert error_line(capsys.readouterr().err).startswith("hf-specdec: head/config.json cannot be read or written: ")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
 def test_a_terminal_shows_what_is_awaited_until_the_first_text(
-    columns: int, as_json: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    as_json: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with --json; stdout has nothing but the answer."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", str(columns))
     options = ["--model", model_path, "--max-new-tokens", 6, "--method", "plain", *(["--json"] if as_json else [])]
     assert run(monkeypatch, "generate", "w5 w6", *options) == 0
     streams = capsys.readouterr()

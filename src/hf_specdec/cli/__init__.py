@@ -142,6 +142,10 @@ def main() -> None:
         sys.exit(code)
     except SpeculativeDecodingError as error:
         _fail(str(error))
+    except PermissionError as error:
+        _fail(
+            f"{error.filename} cannot be read or written: permission denied. Change its permissions or give another."
+        )
     except (OSError, SafetensorError) as error:
         _fail(f"A file could not be read or written: {error}")
     except RuntimeError as error:
