@@ -155,6 +155,9 @@ def test_speculators_layout(name: str, tmp_path: Path) -> None:
     assert (again.layout, config["speculators_model_type"]) == (f"speculators-{kind}", kind)
     tokens = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     assert tokens == head.config.max_depth
+    # speculators reads this for layers with a window; vLLM makes all layers causal if it is false
+    slides = "sliding_attention" in (head.config.layer_types or ())
+    assert config["sliding_window_non_causal"] == (not (slides and head.config.sliding_causal))
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {"d2t", "t2d", "lm_head.weight"}.isdisjoint(written) == (head.config.draft_vocab_size is None)
 

@@ -142,7 +142,8 @@ def _speculators_config(head: DFlashHead) -> Fields:
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": SLIDING in _types(head) and not config.sliding_causal,
+        # speculators reads this for sliding layers only; vLLM 0.32 makes all layers causal if it is false
+        "sliding_window_non_causal": not (SLIDING in _types(head) and config.sliding_causal),
         "target_hidden_size": None,
     }
     if kind == "dflash":

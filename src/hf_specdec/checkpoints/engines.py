@@ -165,7 +165,7 @@ def speculators_fields(head: Head, kind: str, architecture: str, layer: Fields, 
 
 def _medusa_config(head: MedusaHeads) -> Fields:
     names = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
-    fields = {name: getattr(head.config, name) for name in names}
+    fields = {name: getattr(head.config, name) for name in names} | {"medusa_fc_bias": True}  # vLLM's name
     return {**fields, "version": "2" if head.config.shared_lm_head else "1", **base_model(head)}
 
 
@@ -233,7 +233,12 @@ def _medusa_readers(head: MedusaHeads) -> str:
     return (missing.lstrip() + " " if count < MEDUSA_HEADS else "") + (
         f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
         "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
-        "(`--model-id` with the path of this directory)."
+        "(`--model-id` with the path of this directory). "
+    ) + (
+        "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."
+        if head.config.shared_lm_head
+        else 'vLLM: `--speculative-config \'{"method": "medusa", "model": HERE, "num_speculative_tokens": '
+        f"{count}}}'`."
     )
 
 
