@@ -563,7 +563,8 @@ def test_the_card_of_medusa_heads_names_their_loader(tmp_path: Path) -> None:
         card = (export_head(heads, tmp_path / loader, format="medusa") / "README.md").read_text()
         assert f"`medusa/model/{loader}` of Medusa's code" in card
         assert ("vLLM loads this directory without an error, but drafts wrong tokens" in card) == shared
-        assert json.loads((tmp_path / loader / "config.json").read_text())["medusa_fc_bias"] is True  # vLLM drops biases
+        # without it, vLLM drops the biases
+        assert json.loads((tmp_path / loader / "config.json").read_text())["medusa_fc_bias"] is True
         assert "always builds 5 heads: with these 4" in card
     five = MedusaHeads(MedusaConfig(32, 64, medusa_num_heads=5))
     assert "always builds" not in (export_head(five, tmp_path / "five", format="medusa") / "README.md").read_text()

@@ -230,15 +230,19 @@ def _medusa_readers(head: MedusaHeads) -> str:
         f" Medusa's code always builds {MEDUSA_HEADS} heads: with these {count}, change `medusa_num_heads` in its "
         "`MedusaConfig` first, or the others draft random tokens."
     )
-    return (missing.lstrip() + " " if count < MEDUSA_HEADS else "") + (
-        f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
-        "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
-        "(`--model-id` with the path of this directory). "
-    ) + (
-        "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."
-        if head.config.shared_lm_head
-        else 'vLLM: `--speculative-config \'{"method": "medusa", "model": HERE, "num_speculative_tokens": '
-        f"{count}}}'`."
+    return (
+        (missing.lstrip() + " " if count < MEDUSA_HEADS else "")
+        + (
+            f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
+            "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
+            "(`--model-id` with the path of this directory). "
+        )
+        + (
+            "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."
+            if head.config.shared_lm_head
+            else 'vLLM: `--speculative-config \'{"method": "medusa", "model": HERE, "num_speculative_tokens": '
+            f"{count}}}'`."
+        )
     )
 
 
