@@ -1,6 +1,11 @@
-"""For the site: the notebooks become pages, and links that leave `docs/` lead to the repository."""
+"""For the site: the notebooks become pages, the command line's help becomes one, and links that leave `docs/` lead to
+the repository.
+"""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.plugins import event_priority
@@ -17,11 +22,28 @@ def on_files(files, config):
     return files
 
 
-def on_page_markdown(markdown, page, config, **_):
-    """Rewrite links of a page that leave `docs/`: `../` as often as the page lies deep, and once more.
+COMMANDS = ("demo", "generate", "doctor", "bench", "env", "distill", "tree", "train eagle", "train dflash",
+            "train medusa", "find", "inspect", "convert")  # fmt: skip
+"""The commands, in the order of `hf-specdec --help`."""
 
-    Links to notebooks lead to their pages, all others to the repository.
+
+def help_of(command):
+    """Return the help of a command, as a terminal of 80 columns shows it."""
+    words = [sys.executable, "-m", "hf_specdec", *command.split(), "--help"]
+    options = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, env={**os.environ, **options}, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
+def on_page_markdown(markdown, page, config, **_):
+    """Insert the command line's help, and rewrite links of a page that leave `docs/`.
+
+    Such links have `../` as often as the page lies deep, and once more. Links to notebooks lead to their pages, all
+    others to the repository.
     """
+    if "<!-- commands -->" in markdown:
+        parts = [f"## hf-specdec {command}\n\n```text\n{help_of(command)}\n```\n" for command in COMMANDS]
+        markdown = markdown.replace("<!-- commands -->", "\n".join(parts))
     depth = page.file.src_uri.count("/")
     out = "](" + "../" * (depth + 1)
     markdown = re.sub(
