@@ -34,6 +34,8 @@ def main():
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each answer; default: %(default)s")
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError as error:

@@ -66,6 +66,8 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer; default: %(default)s")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     if options.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {options.batch_size}")
     if not options.answers.parent.is_dir():

@@ -135,6 +135,8 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; default: the checkpoint's")
     parser.add_argument("--port", type=int, default=7860, help="of the page; default: %(default)s")
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     if gr is None:
         raise SystemExit(f"This example needs gradio: pip install 'gradio>=6' ({NO_GRADIO})")
     try:

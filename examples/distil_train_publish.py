@@ -37,6 +37,8 @@ def main():
         "--draft-vocab-size", type=int, default=8192, help="tokens that the head can draft; default: %(default)s"
     )
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
         import datasets  # noqa: F401  # reads and stores the answers
     except ImportError as error:
@@ -49,8 +51,11 @@ def main():
     if not prompts:
         parser.error(f"{options.prompts} has no prompts")
     name = options.model or packaged_model() or HUB_ID
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    except OSError as error:  # there is no such model
+        parser.error(str(error))
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())
 

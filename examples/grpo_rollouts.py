@@ -70,6 +70,8 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of each answer; default: %(default)s")
     parser.add_argument("--output", default="grpo", help="output directory of the trainer; default: %(default)s")
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
         from datasets import Dataset
         from peft import LoraConfig

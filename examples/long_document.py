@@ -99,6 +99,8 @@ def main():
         "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
     )
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     if options.chunk < 0:
         parser.error(f"--chunk must be 0 or the tokens of a piece, got {options.chunk}")
     try:

@@ -67,6 +67,8 @@ def main():
     parser.add_argument("--dtype", choices=DTYPES, default="float32",
                         help="of activations; only float32 gives identical answers; default: %(default)s")  # fmt: skip
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
         quantized = quantization(options.backend)
     except ImportError as error:

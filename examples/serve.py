@@ -27,6 +27,7 @@ first token.
 import argparse
 import asyncio
 import json
+import socket
 import time
 from contextvars import ContextVar
 
@@ -34,6 +35,7 @@ from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
 from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
 
 try:
+    from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
     from starlette.exceptions import HTTPException
@@ -80,6 +82,12 @@ def main():
     name = str(options.model or packaged_model() or HUB_ID)
     head = options.drafter or default_head(options.model)
     print(f'model: "{name}"', flush=True)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("localhost", options.port))
+        except (OSError, OverflowError) as error:
+            parser.error(f"--port: {options.port} cannot be used ({error}). Choose another.")
     try:
         server, _ = start(name, head, options.method, options.port)
     except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
@@ -148,6 +156,7 @@ def add_handlers(app):
         app.add_exception_handler(kind, answer_with(400))
     app.add_exception_handler(Exception, answer_with(500))
     app.add_exception_handler(HTTPException, answer_refusal)
+    app.add_exception_handler(RequestValidationError, answer_with(400))  # no JSON
     app.add_exception_handler(NoSuchModelError, answer_no_model)
 
 

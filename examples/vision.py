@@ -46,6 +46,8 @@ def main():
         "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
     )
     options = parser.parse_args()
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
         from PIL import Image
     except ImportError as error:

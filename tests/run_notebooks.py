@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,8 +65,6 @@ def executed(path: Path, timeout: int = 3600, changes: Mapping[str, str] | None 
             if cell.cell_type == "code":
                 cell.source = cell.source.replace(before, after)
     resources = {"metadata": {"path": str(path.parent)}}
-    # the commands of this environment, whether or not it is the shell's
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     NotebookClient(notebook, timeout=timeout, resources=resources, coalesce_streams=True).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
@@ -110,12 +106,10 @@ def shows_times(notebook: nbformat.NotebookNode) -> bool:
     return any(map(TIME.search, texts)) or any(TIMED_PLOT.search(cell.source) for cell in notebook.cells)
 
 
-def refuse_busy_machine(name: str) -> None:
-    """Exit if other processes use the CPU now."""
-    others = OtherProcesses()
-    time.sleep(WATCHED_SECONDS)
+def refuse_busy_machine(name: str, others: OtherProcesses, seconds: float) -> None:
+    """Exit if other processes used the CPU for the given seconds, in which `others` watched them."""
     cores = others.cores()
-    if is_disturbed(cores, WATCHED_SECONDS):
+    if is_disturbed(cores, seconds):
         raise SystemExit(f"{name} shows times, and other processes use {cores:.2f} cores. Wait for them, or --force.")
 
 
@@ -127,9 +121,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for path in sorted(FOLDER.glob("*.ipynb")):
         if not options.names or path.name.startswith(tuple(options.names)):
-            if not options.force and shows_times(nbformat.read(path, as_version=4)):
-                refuse_busy_machine(path.name)
+            is_watched = not options.force and shows_times(nbformat.read(path, as_version=4))
+            others = OtherProcesses()
+            if is_watched:
+                time.sleep(WATCHED_SECONDS)
+                refuse_busy_machine(path.name, others, WATCHED_SECONDS)
+            others, begin = OtherProcesses(), time.perf_counter()
             notebook = without_widgets(executed(path))
+            if is_watched:
+                refuse_busy_machine(path.name, others, time.perf_counter() - begin)
             if has_pictures(notebook):
                 notebook.metadata["hf_specdec"] = {"drawing_hash": drawing_hash()}
             nbformat.write(notebook, path)

@@ -28,8 +28,9 @@ from hf_specdec.training import (
     start_block_from_target,
     train_dflash,
 )
+from hf_specdec.training.batches import collate
 from hf_specdec.training.dflash import DFlashObjective, _Blocks
-from hf_specdec.training.features import collate, features_of
+from hf_specdec.training.features import features_of
 from hf_specdec.training.measures import HeadLoss
 from hf_specdec.training.trainer import HeadTrainer
 from hf_specdec.training.tree_search import count_correct

@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.cli import demo
+from hf_specdec.cli.options import METHODS
 from hf_specdec.cli.race import Race, colored_pieces
 from hf_specdec.cli.status import working
+from hf_specdec.drafters import registry
 from hf_specdec.reporting.palette import PALETTE
 
 
@@ -60,7 +62,7 @@ def test_demo_shows_speeds_tau_and_equality(
                "--max-new-tokens", 20)  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0
-    for part in ("plain generate()", "speculative='hybrid'", "tau", "ids equal: yes", "steps with the most tokens"):
+    for part in ("plain generate()", "speculative='auto'", "tau", "ids equal: yes", "steps with the most tokens"):
         assert part in text
 
 
@@ -424,7 +426,15 @@ def test_every_command_has_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, command, "--help") == 0
-    assert "--model" in capsys.readouterr().out
+    assert "--model" in (text := capsys.readouterr().out)
+    assert run(monkeypatch, command, "-h") == 0
+    assert capsys.readouterr().out == text
+
+
+def test_the_help_names_every_method() -> None:
+    named = set(re.findall(r"\w+", METHODS)) - {"or"}
+    own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard")}
+    assert named - {"auto", "hybrid"} == own
 
 
 @pytest.mark.parametrize("columns", [80, 120])

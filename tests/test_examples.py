@@ -192,6 +192,8 @@ def test_a_server_says_why_it_refuses(
     async def chat_completions(body: dict) -> Any:  # type: ignore[type-arg]
         return await serve.for_model("m", handle_request)(body, "id")
 
+    broken = client.TestClient(app).post("/v1/chat/completions", content=b"{")
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
     body = {} if model is None else {"model": model}
     answer = client.TestClient(app, raise_server_exceptions=False).post("/v1/chat/completions", json=body)
     kind = "invalid_request_error"
@@ -219,6 +221,8 @@ def test_every_option_is_described(
     [
         ("answer_file", ["in.jsonl", "out.jsonl", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ("long_document", ["--chunk", "-1"], "--chunk must be 0 or the tokens of a piece, got -1"),
+        ("chat", ["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        ("serve", ["--port", "65536"], "--port: 65536 cannot be used"),
         ("chat", ["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
         ("text_pipeline", ["--model", "/no/such"], "The model '/no/such' cannot be loaded"),
         ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "/no/such.txt is not a file. "),
@@ -231,6 +235,16 @@ def test_wrong_values_are_refused_before_any_work(
         run(name, monkeypatch, *arguments)
     assert f"{name} [-h]" in (said := capsys.readouterr().err)
     assert message in said
+
+
+def test_a_wrong_model_to_train_a_head_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("Hello")
+    with pytest.raises(SystemExit):
+        run("distil_train_publish", monkeypatch, "--work", tmp_path / "work", "--prompts", tmp_path / "prompts.txt",
+            "--model", "/no/such")  # fmt: skip
+    assert "/no/such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

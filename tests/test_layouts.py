@@ -33,6 +33,7 @@ from hf_specdec import (
     export_head,
     load_head,
 )
+from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.verification.programs import Program
 from layouts import Example, Target
@@ -555,6 +556,13 @@ def test_an_embedding_equal_to_the_targets_is_not_kept_twice(tmp_path: Path) -> 
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, speculative="eagle"), plain
         )
     SpeculativeGenerationMixin.detach(model)
+
+
+def test_a_drafter_is_not_a_head(tmp_path: Path) -> None:
+    drafter = EagleDrafter(EagleHead(EagleConfig(**CONFIG)))
+    with pytest.raises(InvalidConfigError, match=r"got a EagleDrafter\. Pass its attribute `head`"):
+        export_head(drafter, tmp_path / "out")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_of_medusa_heads_names_their_loader(tmp_path: Path) -> None:

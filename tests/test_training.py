@@ -41,9 +41,10 @@ from hf_specdec.training import (
     train_eagle,
     train_medusa,
 )
+from hf_specdec.training.batches import collate
 from hf_specdec.training.eagle import EagleObjective
 from hf_specdec.training.estimate import estimate_run, num_steps_of
-from hf_specdec.training.features import collate, features_of
+from hf_specdec.training.features import features_of
 from hf_specdec.training.measures import Counts, HeadLoss, Tally
 from hf_specdec.training.medusa import MedusaObjective, answers_ahead
 from hf_specdec.training.runs import last_checkpoint

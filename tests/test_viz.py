@@ -210,7 +210,6 @@ def test_a_step_that_drafted_nothing_and_a_row_that_has_ended() -> None:
     assert "0 drafted, 0 accepted" in texts(viz.plot_step(TracedStep([plain], 0.0, 0.0, 0.1, 0.0)))
     ended = TracedRow([5, 6], [-1, 0], None, [1.0, 0.5], [7, 8], ["a", "a"], [], [])
     assert "1 drafted, 0 accepted" in texts(viz.plot_step(TracedStep([ended], 0.0, 0.0, 0.1, 0.0)))
-    assert viz.plot_widths([]).get_xlabel() == "step"
 
 
 SOURCES = ("eagle", "prompt_lookup", "token_recycling")
@@ -255,10 +254,25 @@ def test_a_title_of_widths_does_not_overlap_the_legend(side: str) -> None:
     matplotlib.pyplot.close(axes.figure)
 
 
-def test_widths_of_nothing_have_integer_labels() -> None:
-    for trace in ([], [drafted(0)] * 3):
-        assert tick_labels(viz.plot_widths(trace), "y") == ["1", "0", "1"]
-    assert viz.plot_widths([]).get_legend() is None
+def test_widths_of_plain_steps_have_integer_labels() -> None:
+    assert tick_labels(viz.plot_widths([drafted(0)] * 3), "y") == ["1", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("plot", "given", "message"),
+    [
+        (viz.plot_timeline, [], "The trace has no steps"),
+        (viz.plot_widths, [], "The trace has no steps"),
+        (viz.plot_widths, drafted(1), "A trace is needed, .* got a TracedStep"),
+        (viz.plot_timeline, None, "A trace is needed, .* got a NoneType"),
+        (viz.step_through, ["text"], "A trace is needed, .* got a list"),
+        (viz.plot_step, [drafted(1)], r"such as model.last_speculation.trace\[0\], got a list"),
+        (viz.plot_acceptance, [drafted(1)], "Statistics by name are needed, such as {'auto': .*}, got a list"),
+    ],
+)
+def test_what_is_not_what_a_plot_shows_is_refused(plot: Any, given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plot(given)
 
 
 @pytest.mark.parametrize("depth", [3, 15, 16, 18, 40])

@@ -1,7 +1,11 @@
-"""Lossless speculative decoding for Hugging Face transformers: `model.generate(..., speculative="eagle")`.
+"""Lossless speculative decoding for Hugging Face transformers.
 
-The names below are imported when they are first used (PEP 562), because torch and transformers take seconds to import.
+model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(...))
+model.load_drafter("org/head")  # optional
+model.generate(**inputs, speculative="auto")
 """
+
+# All names are imported when they are first used (PEP 562), because torch and transformers take seconds to import.
 
 from __future__ import annotations
 

@@ -298,5 +298,7 @@ class SpeculativeConfig(ConfigFields):
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         raise InvalidConfigError(
-            f"`speculative` must be None, a method name, a SpeculativeConfig or a dict of its fields, got {value!r}."
+            "`speculative` must be None, False, a method name, a SpeculativeConfig or a dict of its fields, got "
+            f"{value!r}.",
+            "For the default method pass \"auto\"; to merge methods {'method': 'hybrid', 'methods': [...]}.",
         )

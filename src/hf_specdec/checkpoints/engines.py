@@ -233,9 +233,9 @@ def _medusa_readers(head: MedusaHeads) -> str:
     return (
         (missing.lstrip() + " " if count < MEDUSA_HEADS else "")
         + (
-            f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
-            "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
-            "(`--model-id` with the path of this directory). "
+            f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without "
+            "an error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation "
+            "Inference (`--model-id` with the path of this directory). "
         )
         + (
             "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from hf_specdec.atomic import staging_directory
 from hf_specdec.checkpoints.block_engines import BLOCK_FORMATS
@@ -113,6 +114,9 @@ def _rules(head: Head, format: str) -> Format:
 
 
 def _check_format(head: Head, format: str) -> None:
+    if not isinstance(head, PreTrainedModel):
+        way = "Pass its attribute `head`." if hasattr(head, "head") else "Load one with load_head()."
+        raise InvalidConfigError(f"A head is needed for an export, got a {type(head).__name__}.", way)
     if head.adapter is not None:
         raise CheckpointFormatError(
             f"The head {head.name_or_path} was trained together with an adapter of its target, which an export would "

@@ -15,10 +15,10 @@ from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
 
 METHODS_HELP = (
-    "Comma-separated names; plain is always measured. Any value of `speculative=`; append +kernels, +inductor or "
-    "+none for that value of `compile`. From transformers: transformers_prompt_lookup (prompt_lookup_num_tokens=10), "
-    "transformers_assisted (needs --assistant), plain_static_compiled (static cache, forward compiled before "
-    "the timing)."
+    "Comma-separated names; plain is always measured. Any value of `speculative=`; append +kernels, +inductor, "
+    "+cuda_graph or +none for that value of `compile`. From transformers: transformers_prompt_lookup "
+    "(prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), plain_static_compiled (static cache, "
+    "forward compiled before the timing)."
 )
 ALL_TURNS_HELP = (
     "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "

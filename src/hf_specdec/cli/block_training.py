@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specdec.cli.options import HeldOut, Json, Model, Precision, Seed, read_object
+from hf_specdec.cli.options import HeldOut, Json, Model, Seed, TrainingPrecision, read_object
 from hf_specdec.cli.status import importing
 from hf_specdec.cli.training_options import (
     Accumulate,
@@ -79,7 +79,7 @@ def dflash(
     drop_seen: Seen = None,
     seed: Seed = 0,
     more: More = None,
-    dtype: Precision = "bfloat16",
+    dtype: TrainingPrecision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Train a block head, which drafts a whole block of tokens in one forward (DFlash, JetSpec, DSpark)."""

@@ -64,6 +64,7 @@ class Answer(StepStreamer):
 class DemoResult:
     """Answer, speeds and statistics of plain and speculative decoding on one prompt."""
 
+    method: str  # as requested
     text: str  # the speculative answer
     pieces: tuple[str, ...]  # that answer without its first token, one piece per verify forward
     ids_equal: bool  # whether both answers have the same token ids
@@ -80,6 +81,7 @@ class DemoResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the speed-up and all fields except `pieces` as JSON-serialisable values."""
         return {
+            "method": self.method,
             "text": self.text,
             "ids_equal": self.ids_equal,
             "plain_tokens_per_second": self.plain_tokens_per_second,
@@ -148,6 +150,7 @@ def run(
         ids_equal=torch.equal(plain_ids, speculative_ids),
         plain_tokens_per_second=plain_speed,
         speculative_tokens_per_second=speculative_speed,
+        method=method,
         speculation=stats,
         is_compiled=any(program.runner is not None for program in state_of(model).programs.values()),
     )
@@ -176,7 +179,7 @@ def report(result: DemoResult, console: Console) -> None:
     table = Table("", "tokens/s", "tokens per forward (tau)")
     table.add_row("plain generate()", f"{result.plain_tokens_per_second:.1f}", "1.00")
     table.add_row(
-        f"speculative={stats.method!r}", f"{result.speculative_tokens_per_second:.1f}",
+        f"speculative={result.method!r}", f"{result.speculative_tokens_per_second:.1f}",
         shown_tau(stats.mean_accepted_length),
     )  # fmt: skip
     console.print(table)

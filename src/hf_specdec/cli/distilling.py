@@ -9,8 +9,8 @@ import typer
 from hf_specdec.cli.options import (
     Json,
     Model,
-    Precision,
     Seed,
+    TrainingPrecision,
     check_writable_directory,
     require_package,
     temperature_in_range,
@@ -47,7 +47,7 @@ def distill(
         bool, typer.Option("--unseeded", help="Send no seeds to the server (vLLM on a CPU fails with some seeds).")
     ] = False,
     seed: Seed = 0,
-    dtype: Precision = "bfloat16",
+    dtype: TrainingPrecision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Generate training data: let the target model answer prompts."""

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_specdec.cli.options import Head, Json, Model, NewTokens, Precision, Seed, finite, temperature_in_range
+from hf_specdec.cli.options import METHODS, Head, Json, Model, NewTokens, Precision, Seed, finite, temperature_in_range
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.validation import MAX_NODES
@@ -43,7 +43,7 @@ def demo(
     model: Model = None,
     drafter: Head = None,
     prompt: Annotated[str, typer.Option(help="Prompt to answer.", show_default="a paragraph to correct")] = PROMPT,
-    method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup.")] = "auto",
+    method: Annotated[str, typer.Option(help=f"Method: {METHODS}.")] = "auto",
     max_new_tokens: NewTokens = 128,
     dtype: Precision = "float32",
     as_json: Json = False,
@@ -86,7 +86,7 @@ def generate(
     ] = None,
     model: Model = None,
     drafter: Head = None,
-    method: Annotated[str, typer.Option(help="Method, such as auto, eagle or prompt_lookup, or plain.")] = "auto",
+    method: Annotated[str, typer.Option(help=f"Method: plain, {METHODS}.")] = "auto",
     max_new_tokens: NewTokens = 256,
     dtype: Precision = "auto",
     temperature: Temperature = 0.0,

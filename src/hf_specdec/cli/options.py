@@ -54,12 +54,15 @@ Model = Annotated[
     str | None, typer.Option(help="Path or Hub id of the target model. Default: the packaged SmolLM2-135M-Instruct.")
 ]
 Head = Annotated[str | None, typer.Option("--drafter", help="Path or Hub id of a draft head for the model.")]
+_PRECISION_HELP = "Dtype of the weights; 'auto' is the checkpoint's."
 Precision = Annotated[
-    Dtype,
-    typer.Option(
-        help="Dtype of the weights; 'auto' is the checkpoint's. Identical token ids are guaranteed in float32 only."
-    ),
+    Dtype, typer.Option(help=f"{_PRECISION_HELP} Identical token ids are guaranteed in float32 only.")
 ]
+TrainingPrecision = Annotated[Dtype, typer.Option(help=_PRECISION_HELP)]
+METHODS = (
+    "auto, hybrid, eagle, dflash, mtp, medusa, prompt_lookup, token_recycling, lookahead, early_exit or last_logits"
+)
+"""Values of `--method` that need no second model; see docs/choosing.md."""
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 HeldOut = Annotated[

@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from hf_specdec.cli.layout import Command, Group
-from hf_specdec.cli.options import HeldOut, Json, Model, NormOutput, Precision, Seed, read_object, require_package
+from hf_specdec.cli.options import (
+    HeldOut,
+    Json,
+    Model,
+    NormOutput,
+    Seed,
+    TrainingPrecision,
+    read_object,
+    require_package,
+)
 from hf_specdec.cli.status import importing
 from hf_specdec.cli.training_options import (
     Accumulate,
@@ -107,7 +116,7 @@ def medusa(
     drop_seen: Seen = None,
     seed: Seed = 0,
     more: More = None,
-    dtype: Precision = "bfloat16",
+    dtype: TrainingPrecision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Train Medusa heads on a frozen target (Medusa-1), or with --joint together with it (Medusa-2)."""
@@ -185,7 +194,7 @@ def eagle(
     drop_seen: Seen = None,
     seed: Seed = 0,
     more: More = None,
-    dtype: Precision = "bfloat16",
+    dtype: TrainingPrecision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Train an EAGLE head: version 1, which uses the target's lm_head, or version 3, which has its own."""

@@ -13,7 +13,7 @@ from hf_specdec.checkpoints.directories import overwritten
 from hf_specdec.cli.options import (
     Json,
     Model,
-    Precision,
+    TrainingPrecision,
     check_picture,
     check_writable_directory,
 )
@@ -37,7 +37,7 @@ def tree(
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of conversations to measure on.")] = 200,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the tree to this file. Needs matplotlib.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing --plot file.")] = False,
-    dtype: Precision = "bfloat16",
+    dtype: TrainingPrecision = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Find the fastest static tree for a head on this device and store it in the head's config."""

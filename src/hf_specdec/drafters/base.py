@@ -210,7 +210,7 @@ class Drafter(ABC):
 
         Args:
             model: The target that the drafter is bound to.
-            mode: How the target runs: as compiled Inductor programs or as captured device graphs.
+            mode: How the target runs: as compiled Inductor programs, as captured graphs or with the CPU kernels.
 
         Raises:
             CaptureError: Its forwards cannot be compiled or captured.

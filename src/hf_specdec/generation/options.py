@@ -95,7 +95,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedGenerationError(
             f"`speculative` supports greedy decoding and sampling, not {mode.value.replace('_', ' ')}.",
-            "Drop `speculative`, or the options that select this mode (num_beams, assistant_model, ...).",
+            "Drop `speculative`, or the options that select this mode (num_beams, penalty_alpha, ...).",
         )
     chunk = config.prefill_chunk_size
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):

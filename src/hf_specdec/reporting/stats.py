@@ -39,7 +39,7 @@ class SpeculationStats:
     `total_seconds` is exact there.
 
     Args:
-        method: Name of the drafter.
+        method: Name of the drafter that ran: `"hybrid"` for `speculative="auto"` if several sources were merged.
         num_target_forwards: Steps, with one verify forward each; the prefill is not counted.
         num_generated_tokens: Emitted tokens of all rows, including the first token of each, which the prefill emits.
         num_drafted_tokens: Verified nodes of all unfinished rows, without roots and padding.

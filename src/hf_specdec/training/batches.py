@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.training.conversations import Conversation
+from hf_specdec.training.data import TOKEN_ID_LIMIT
 from hf_specdec.training.features import FeatureStore, TrainingData, features_of
 
 
@@ -109,3 +112,28 @@ def columns_of(data: TrainingData, wanted: Sequence[int]) -> Tensor | None:
         )
     size = len(data[0]["features"][0]) // len(data.layers)
     return torch.cat([torch.arange(size, device="cpu") + size * data.layers.index(layer) for layer in wanted])
+
+
+def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) -> dict[str, Tensor]:
+    """Batch items of a dataset with right padding, which `loss_mask` excludes.
+
+    Args:
+        rows: Items of a `FeatureStore` or `ConversationDataset`.
+        vocab_size: Vocabulary size of the target.
+
+    Returns:
+        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
+
+    Raises:
+        InvalidConfigError: A token id is negative or outside the target's vocabulary.
+    """
+    for ids in (row["input_ids"] for row in rows):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+            raise InvalidConfigError(
+                f"A conversation has token ids from {int(ids.min())} to {int(ids.max())}, the target's vocabulary has "
+                f"{vocab_size} tokens.",
+                "Use data that was tokenised for this target.",
+            )
+    names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
+    batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
+    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows], device="cpu")}

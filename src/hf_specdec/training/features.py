@@ -27,7 +27,6 @@ from hf_specdec.atomic import clear_partials, directory_lock, whole_file, write_
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import Fields, open_regular
 from hf_specdec.training.conversations import Conversation, check_tokens, opening_mask
-from hf_specdec.training.data import TOKEN_ID_LIMIT
 from hf_specdec.training.processes import processes
 from hf_specdec.training.progress import ticking
 from hf_specdec.training.runs import read_state
@@ -239,31 +238,6 @@ def _capture_parts(
                 tensors[f"{place}.features"] = features[place, : len(row)].contiguous()
             with whole_file(_part(folder, number)) as partial:
                 save_file(tensors, partial)
-
-
-def collate(rows: Sequence[dict[str, Any]], vocab_size: int = TOKEN_ID_LIMIT) -> dict[str, Tensor]:
-    """Batch items of a dataset with right padding, which `loss_mask` excludes.
-
-    Args:
-        rows: Items of a `FeatureStore` or `ConversationDataset`.
-        vocab_size: Vocabulary size of the target.
-
-    Returns:
-        `input_ids [B, T]`, `loss_mask [B, T]`, `lengths [B]`, and `features [B, T, layers * D]` if captured.
-
-    Raises:
-        InvalidConfigError: A token id is negative or outside the target's vocabulary.
-    """
-    for ids in (row["input_ids"] for row in rows):
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
-            raise InvalidConfigError(
-                f"A conversation has token ids from {int(ids.min())} to {int(ids.max())}, the target's vocabulary has "
-                f"{vocab_size} tokens.",
-                "Use data that was tokenised for this target.",
-            )
-    names = [name for name in ("input_ids", "loss_mask", "features") if name in rows[0]]
-    batch: dict[str, Tensor] = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
-    return {**batch, "lengths": torch.tensor([len(row["input_ids"]) for row in rows], device="cpu")}
 
 
 def _part(folder: Path, number: int) -> Path:

@@ -24,10 +24,10 @@ from transformers.trainer_utils import EvalPrediction, SchedulerType
 
 from hf_specdec.atomic import directory_lock, write_text
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.training.batches import SeededLengthSampler, as_dataset, columns_of, with_features
+from hf_specdec.training.batches import SeededLengthSampler, as_dataset, collate, columns_of, with_features
 from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.estimate import estimate_run
-from hf_specdec.training.features import FeatureStore, TrainingData, collate
+from hf_specdec.training.features import FeatureStore, TrainingData
 from hf_specdec.training.measures import Counts, HeadLoss, predicted_tau
 from hf_specdec.training.modes import check_trainable, training_modes
 from hf_specdec.training.progress import clock, print_line, show_progress

@@ -25,11 +25,11 @@ from hf_specdec.heads.eagle import EagleHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
-from hf_specdec.training.batches import as_dataset, columns_of, with_features
+from hf_specdec.training.batches import as_dataset, collate, columns_of, with_features
 from hf_specdec.training.conversations import check_tokens
 from hf_specdec.training.dflash import DFlashObjective, DFlashTrainingConfig
 from hf_specdec.training.eagle import EagleObjective, EagleTrainingConfig
-from hf_specdec.training.features import FeatureStore, TrainingData, collate
+from hf_specdec.training.features import FeatureStore, TrainingData
 from hf_specdec.training.measures import Counts
 from hf_specdec.training.medusa import MedusaObjective, MedusaTrainingConfig
 from hf_specdec.training.modes import training_modes

@@ -14,6 +14,7 @@ from typing import Any
 from hf_specdec.reporting.palette import PALETTE, drawing
 from hf_specdec.reporting.trace import TracedStep
 from hf_specdec.viz.kernel import has_kernel
+from hf_specdec.viz.steps import require_steps
 from hf_specdec.viz.text import colored_text
 from hf_specdec.viz.trees import PADDING, plot_step
 
@@ -64,11 +65,7 @@ def step_through(
     Raises:
         ValueError: The trace is empty: the call had no `speculative={"method": ..., "trace": True}`, or no steps.
     """
-    if not trace:
-        raise ValueError(
-            'The trace has no steps. Call generate() with speculative={"method": ..., "trace": True} and more than '
-            "one new token."
-        )
+    require_steps(trace)
     interactive = importlib.util.find_spec("ipywidgets") is not None and has_kernel()
     images = [_image(step, number, len(trace), tokenizer, row)
               for number, step in enumerate(trace if interactive else trace[:num_static], start=1)]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_specdec.reporting.palette import SMALL_TEXT, Theme, drafter_colors, drawing
 from hf_specdec.reporting.stats import SpeculationStats
@@ -22,6 +22,17 @@ LEGEND_PLACE = -0.2
 """Top of the legend of `plot_widths`, below the label of the x axis, as a fraction of the height of the plot."""
 
 
+def require_steps(trace: Any) -> None:
+    """Raise `ValueError` unless this is a trace with steps."""
+    if not isinstance(trace, Sequence) or any(not hasattr(step, "rows") for step in trace):
+        raise ValueError(f"A trace is needed, such as model.last_speculation.trace, got a {type(trace).__name__}.")
+    if not trace:
+        raise ValueError(
+            'The trace has no steps. Call generate() with speculative={"method": ..., "trace": True} and more than '
+            "one new token."
+        )
+
+
 def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "light") -> Axes:
     """Plot bars of the share of steps that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
 
@@ -31,7 +42,14 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "li
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not a mapping.
     """
+    if not isinstance(stats, Mapping):
+        raise ValueError(
+            f"Statistics by name are needed, such as {{'auto': model.last_speculation}}, got a {type(stats).__name__}."
+        )
     with drawing(theme) as (pyplot, colors):
         axes: Axes = pyplot.figure(figsize=(6, 3)).gca()
         colored = drafter_colors(stats, colors)
@@ -64,7 +82,11 @@ def plot_timeline(trace: Sequence[TracedStep], *, theme: Theme = "light") -> Axe
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not a trace, or one without steps.
     """
+    require_steps(trace)
     with drawing(theme) as (pyplot, colors):
         axes: Axes = pyplot.figure(figsize=(9, 2.2)).gca()
         for lane, stage in enumerate(STAGES):
@@ -73,7 +95,7 @@ def plot_timeline(trace: Sequence[TracedStep], *, theme: Theme = "light") -> Axe
                 begin = step.begin + sum(getattr(step, f"{before}_seconds") for before in STAGES[:lane])
                 spans.append((1000 * begin, 1000 * getattr(step, f"{stage}_seconds")))
             axes.broken_barh(spans, (len(STAGES) - lane - 0.9, 0.8), color=colors.data[lane], label=stage)
-        narrowest, last = NUMBER_WIDTH * 1000 * (trace[-1].begin if trace else 0.0), -1.0
+        narrowest, last = NUMBER_WIDTH * 1000 * trace[-1].begin, -1.0
         for step in trace:
             begin = 1000 * step.begin
             if last < 0 or begin - last >= narrowest:
@@ -95,7 +117,11 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not a trace, or one without steps.
     """
+    require_steps(trace)
     rows = [step.rows[row] for step in trace]
     counts = [Counter(name for name, parent in zip(one.sources, one.parents, strict=True) if parent >= 0)
               for one in rows]  # fmt: skip

@@ -92,7 +92,12 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: T
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not a step of a trace.
     """
+    if not hasattr(step, "rows"):
+        raise ValueError(f"One step is needed, such as model.last_speculation.trace[0], got a {type(step).__name__}.")
     traced = step.rows[row]
     nodes = [node for node, parent in enumerate(traced.parents) if node == 0 or parent != ROOT_PARENT]
     parents = {node: traced.parents[node] for node in nodes[1:]}
