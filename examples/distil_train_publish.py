@@ -54,7 +54,7 @@ def main():
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    except OSError as error:  # there is no such model
+    except OSError as error:  # the model does not exist
         parser.error(str(error))
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())

@@ -140,7 +140,7 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
         distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
     with pytest.raises(InvalidConfigError, match="longer than max_prompt_tokens=2"):
         distill(talker, tokenizer, PROMPTS, tmp_path / "long", replace(SMALL, max_prompt_tokens=2))
-    with pytest.raises(InvalidConfigError, match="no prompts"):
+    with pytest.raises(InvalidConfigError, match="No prompts were given"):
         distill(talker, tokenizer, [], tmp_path / "none", SMALL)
     for fields in ({"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):
         with pytest.raises(InvalidConfigError):

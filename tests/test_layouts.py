@@ -560,7 +560,7 @@ def test_an_embedding_equal_to_the_targets_is_not_kept_twice(tmp_path: Path) -> 
 
 def test_a_drafter_is_not_a_head(tmp_path: Path) -> None:
     drafter = EagleDrafter(EagleHead(EagleConfig(**CONFIG)))
-    with pytest.raises(InvalidConfigError, match=r"got a EagleDrafter\. Pass its attribute `head`"):
+    with pytest.raises(InvalidConfigError, match=r"got EagleDrafter\. Pass its attribute `head`"):
         export_head(drafter, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 

@@ -227,23 +227,19 @@ def _medusa_readers(head: MedusaHeads) -> str:
     loader = "medusa_model_legacy.py" if head.config.shared_lm_head else "medusa_model.py"
     count = head.config.medusa_num_heads
     missing = (
-        f" Medusa's code always builds {MEDUSA_HEADS} heads: with these {count}, change `medusa_num_heads` in its "
-        "`MedusaConfig` first, or the others draft random tokens."
+        f"Medusa's code always builds {MEDUSA_HEADS} heads: with these {count}, change `medusa_num_heads` in its "
+        "`MedusaConfig` first, or the others draft random tokens. "
     )
-    return (
-        (missing.lstrip() + " " if count < MEDUSA_HEADS else "")
-        + (
-            f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without "
-            "an error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation "
-            "Inference (`--model-id` with the path of this directory). "
-        )
-        + (
-            "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."
-            if head.config.shared_lm_head
-            else 'vLLM: `--speculative-config \'{"method": "medusa", "model": HERE, "num_speculative_tokens": '
-            f"{count}}}'`."
-        )
+    files = (
+        f"`medusa_lm_head.pt` is for `medusa/model/{loader}` of Medusa's code; the other loader reads it without an "
+        "error but drafts wrong tokens. `medusa_lm_head.safetensors` is for hf-specdec and Text Generation Inference "
+        "(`--model-id` with the path of this directory). "
     )
+    settings = f'{{"method": "medusa", "model": HERE, "num_speculative_tokens": {count}}}'
+    vllm = f"vLLM: `--speculative-config '{settings}'`."
+    if head.config.shared_lm_head:
+        vllm = "vLLM loads this directory without an error, but drafts wrong tokens from a shared lm_head."
+    return (missing if count < MEDUSA_HEADS else "") + files + vllm
 
 
 def _eagle_readers(head: EagleHead) -> str:

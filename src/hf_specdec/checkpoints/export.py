@@ -116,7 +116,7 @@ def _rules(head: Head, format: str) -> Format:
 def _check_format(head: Head, format: str) -> None:
     if not isinstance(head, PreTrainedModel):
         way = "Pass its attribute `head`." if hasattr(head, "head") else "Load one with load_head()."
-        raise InvalidConfigError(f"A head is needed for an export, got a {type(head).__name__}.", way)
+        raise InvalidConfigError(f"An export needs a head, got {type(head).__name__}.", way)
     if head.adapter is not None:
         raise CheckpointFormatError(
             f"The head {head.name_or_path} was trained together with an adapter of its target, which an export would "

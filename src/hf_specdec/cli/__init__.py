@@ -144,9 +144,8 @@ def main() -> None:
     except SpeculativeDecodingError as error:
         _fail(str(error))
     except PermissionError as error:
-        _fail(
-            f"{error.filename} cannot be read or written: permission denied. Change its permissions or give another."
-        )
+        name = error.filename or "A file"
+        _fail(f"{name} cannot be read or written: permission denied. Change its permissions or give another.")
     except (OSError, SafetensorError) as error:
         _fail(f"A file could not be read or written: {error}")
     except RuntimeError as error:

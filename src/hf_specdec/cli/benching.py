@@ -51,7 +51,7 @@ def read_methods(text: str) -> list[str]:
             near = difflib.get_close_matches(given, SUFFIXES, n=1)
             meant = f"Did you mean {near[0]}? " if near else ""
             raise InvalidConfigError(
-                f"{name}: there is no suffix {given}.", f"{meant}Suffixes: {', '.join(SUFFIXES)}."
+                f"{name} has the unknown suffix {given}.", f"{meant}Suffixes: {', '.join(SUFFIXES)}."
             )
     return names
 

@@ -62,7 +62,7 @@ def _existing_version(version: int) -> int:
     """Return the version if heads of it can be trained (a callback of the option).
 
     Raises:
-        BadParameter: There are no heads of this version.
+        BadParameter: The version is unknown.
     """
     if version == 2:
         raise typer.BadParameter("EAGLE-2 uses EAGLE-1 heads with dynamic trees. Use --version 1.")

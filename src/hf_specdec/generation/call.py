@@ -78,7 +78,7 @@ def check_token_ids(width: int, drafter: Drafter, config: SpeculativeConfig) -> 
         config: Config of the call.
 
     Raises:
-        UnsupportedGenerationError: There are no token ids, and they are needed.
+        UnsupportedGenerationError: The prompt is given as embeddings only, but token ids are needed.
     """
     if width:
         return

@@ -90,7 +90,7 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
             the tokenizer has no token to begin one with, or its chat template changes the user's text.
     """
     if not prompts:
-        raise InvalidConfigError("There are no prompts to distil.", "Give prompts, or invented_prompts(n).")
+        raise InvalidConfigError("No prompts were given.", "Give prompts, or invented_prompts(n).")
     if num_turns > 1 and not tokenizer.chat_template:
         raise InvalidConfigError(
             f"num_turns={num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
