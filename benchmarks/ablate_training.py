@@ -63,7 +63,8 @@ BLOCK_VARIANTS = {
     "slot decay 4": {"recipe": {"slot_decay": 4.0}},
     "random start": {"flags": ["--random-start"]},
 }
-"""Changes by variant, as for EAGLE. The recipe: 2 layers, blocks of 8, slots see each other, no Markov head."""
+"""Changes by variant, as for EAGLE. The recipe: 2 layers, blocks of 8, slots see each other, no Markov head. All heads
+read the same three layers of SmolLM2-135M, whatever their own number of layers, so they can share captured features."""
 
 HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
 """Config fields of the shipped EAGLE-3 head; see docs/heads.md."""
@@ -71,7 +72,7 @@ HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
 KINDS = {
     "eagle": (EAGLE_VARIANTS, HEAD, {}, ["--aligned-steps", 3]),
     "dflash": (
-        BLOCK_VARIANTS, {},
+        BLOCK_VARIANTS, {"aux_hidden_state_layer_ids": [2, 15, 28]},
         {"text_weight": 0.0, "distance_weight": 0.0, "soft_weight": 1.0, "slot_decay": 2.5, "answer_tokens": 128},
         ["--anchors", 24],
     ),
