@@ -116,7 +116,9 @@ def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None
         assert any(line.startswith(f"{run['seconds']:.1f} s, ") for line in shown)  # also without animations
         assert run["seconds"] in sorted(RACE["seconds_of_all_runs"]["plain"] + RACE["seconds_of_all_runs"]["auto"])
     assert (float(root.attrib["width"]) <= 400) == bool(kind)  # a phone shows it in its own size
-    durations = {animation.get("dur") for animation in root.iter(f"{space}animate")}
+    animations = list(root.iter(f"{space}animate"))
+    assert {animation.get("repeatCount") for animation in animations} == {str(first_page.ROUNDS)}  # it stops
+    durations = {animation.get("dur") for animation in animations}
     longest = max(run["seconds"] for run in RACE["runs"].values())
     assert durations == {f"{longest + first_page.PAUSE:.2f}s"}
 
@@ -124,6 +126,7 @@ def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("kind", ["", "-narrow"])
 def test_the_chart_is_drawn_from_the_rows(kind: str, theme: str, tmp_path: Path) -> None:
+    assert sorted(method for group in first_page.CHART for method in group) == sorted(first_page.SHOWN)
     first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg", is_narrow=bool(kind))
     drawn, shipped = (
         path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed{kind}-{theme}.svg")
