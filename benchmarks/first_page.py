@@ -101,7 +101,7 @@ def record(options):
 def readme_task():
     """Return the question of the README's example."""
     code = (ROOT / "README.md").read_text().split("<!-- example -->", 1)[1]
-    return ast.literal_eval(code[code.index("text = (") + len("text = ") : code.index("chat = ")].strip())
+    return ast.literal_eval(code[code.index("text = ") + len("text = ") : code.index("chat = ")].strip())
 
 
 def first_calls(options):

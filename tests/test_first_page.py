@@ -54,6 +54,21 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     ]
 
 
+def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
+    seconds = {method: f"{run['seconds']:.1f} s" for method, run in RACE["runs"].items()}
+    means = {method: f"{cell[0]:.2f}x" for method, cell in first_page.rows_of(RESULTS)["mean"].items()}
+    chart = (
+        f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp {means['llama_cpp']}. auto with "
+        f"kernels off: {means['auto_no_head']} without a head, {means['auto+none']} with it. CPU kernels without "
+        f"drafts: {means['nothing+kernels']}. auto with CPU kernels: {means['auto_no_head+kernels']} without a head, "
+        f"{means['auto+kernels']} with it."
+    )
+    for page in (README, (ROOT / "docs" / "index.md").read_text()):
+        text = page.replace("&quot;", '"')
+        assert f'plain generate() takes {seconds["plain"]}, speculative="auto" {seconds["auto"]}' in text
+        assert chart in text
+
+
 def test_the_table_of_the_results_is_computed_from_the_rows() -> None:
     page = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
     measured = {(row["question_id"], row["method"]): bench.Measurement(**row) for row in RESULTS["measurements"]}
