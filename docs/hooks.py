@@ -21,11 +21,9 @@ ALERT = re.compile(r"^> \[!(NOTE|TIP|WARNING)\]\n((?:>.*\n)+)", flags=re.MULTILI
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def on_files(files, config):
-    """Add `notebooks/*.ipynb` and `ROOT_PAGES`, which are outside of `docs/`; "edit" leads to where they are."""
+    """Add `notebooks/*.ipynb` and `ROOT_PAGES`, which are outside of `docs/`."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        file = File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
-        file.edit_uri = f"../notebooks/{path.name}"
-        files.append(file)
+        files.append(File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
     for name, source in ROOT_PAGES.items():
         file = File.generated(config, name, abs_src_path=str(ROOT / source))
         file.edit_uri = f"../{source}"
@@ -72,9 +70,10 @@ def _admonition(found):
 
 
 def on_page_content(html, page, config, **_):
-    """Rewrite the relative links of a notebook: to pages of the site, or to the repository."""
+    """Rewrite a notebook's relative links, to pages of the site or to the repository, and where it is edited."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
+    page.edit_url = page.edit_url.replace("/docs/notebooks/", "/notebooks/")
     html = re.sub(r'href="(\d\w+)\.ipynb"', r'href="../\1/"', html)
     html = re.sub(r'href="\.\./docs/([\w/-]+)\.md(#[\w-]+)?"', r'href="../../\1/\2"', html)
     return re.sub(r'href="\.\./(?!\.\.|\d)([^"]+)"', rf'href="{config.repo_url.rstrip("/")}/blob/main/\1"', html)
