@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 import zoo
-from hf_specdec import CheckpointFormatError, load_head
+from hf_specdec import CheckpointFormatError, SpeculativeGenerationMixin, load_head
 from hf_specdec.checkpoints.sources import is_connection_error, local_directory
 from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.errors import InvalidConfigError
@@ -74,3 +74,7 @@ def test_a_whole_model_and_none_are_no_heads(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointFormatError, match=r"^`repo_or_path` must be a local directory or a Hub id, got N"):
         load_head(None)  # type: ignore[arg-type]
+    model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
+    for wrong in (None, zoo.build("llama")):
+        with pytest.raises(CheckpointFormatError, match=r"a loaded head, got \w+\. A whole model is passed"):
+            model.load_drafter(wrong)
