@@ -45,7 +45,15 @@ SHOWN = {
     "auto+kernels": "auto with head, CPU kernels",
     "llama_cpp": "llama.cpp",
 }
-"""Methods of chart and table, in their order, and their names there."""
+"""Methods of chart and table, in the order of the table, and their names there."""
+
+CHART = (
+    {"plain": "other", "transformers_prompt_lookup": "other", "llama_cpp": "other"},
+    {"auto_no_head": "auto", "auto+none": "auto"},
+    {"nothing+kernels": "kernels", "auto_no_head+kernels": "auto", "auto+kernels": "auto"},
+)
+"""Groups of the chart's bars: methods, and what each has of this package."""
+LEGEND = {"other": "without this package", "auto": 'speculative="auto"', "kernels": "CPU kernels, no drafts"}
 
 
 # ------------------------------------------------------------------------------------------------- recording
@@ -93,7 +101,7 @@ def record(options):
 def readme_task():
     """Return the question of the README's example."""
     code = (ROOT / "README.md").read_text().split("<!-- example -->", 1)[1]
-    return ast.literal_eval(code[code.index("text = (") + len("text = ") : code.index("chat = ")].strip())
+    return ast.literal_eval(code[code.index("text = ") + len("text = ") : code.index("chat = ")].strip())
 
 
 def first_calls(options):
@@ -192,6 +200,8 @@ SIZE, ADVANCE = 13, 7.84
 """Size of the text, and width of a character."""
 PAUSE = 3.0
 """Seconds for which the finished race is shown before it begins again."""
+ROUNDS = 3
+"""How often the race runs; then the picture shows both finished answers."""
 
 
 class Race:
@@ -270,7 +280,7 @@ class Race:
             begin, end = tick / 10, min((tick + 1) / 10, run["seconds"])
             shown = (
                 f'<animate attributeName="opacity" values="0;1;0" keyTimes="0;{begin / self.total:.5f};'
-                f'{end / self.total:.5f}" calcMode="discrete" dur="{self.total:.2f}s" repeatCount="indefinite"/>'
+                f'{end / self.total:.5f}" calcMode="discrete" dur="{self.total:.2f}s" repeatCount="{ROUNDS}"/>'
             )
             yield f'<text {style} fill="{self.theme.faint}" opacity="0">{begin:.1f} s{shown}</text>'
         final = f"{run['seconds']:.1f} s, {count / run['seconds']:.0f} tok/s"
@@ -281,7 +291,7 @@ class Race:
         """Return the animation that shows an element from this time on."""
         return (
             f'<animate attributeName="opacity" values="0;1" keyTimes="0;{seconds / self.total:.5f}" '
-            f'calcMode="discrete" dur="{self.total:.2f}s" repeatCount="indefinite"/>'
+            f'calcMode="discrete" dur="{self.total:.2f}s" repeatCount="{ROUNDS}"/>'
         )
 
     def _layout(self, run):
@@ -347,29 +357,38 @@ def table(results):
 
 
 def chart(results, theme, path, *, is_narrow=False):
-    """Draw the mean speed-ups as bars into a file; in a narrow chart the names are above the bars."""
-    from matplotlib import pyplot
+    """Draw the mean speed-ups as bars in groups into a file; in a narrow chart the names are above the bars."""
+    from matplotlib import patches, pyplot
 
-    values = {SHOWN[method]: speed_up for method, (speed_up, _) in rows_of(results)["mean"].items()}
+    means = rows_of(results)["mean"]
+    colours = {"other": theme.faint, "kernels": f"{theme.steps[1]}80", "auto": theme.steps[1]}
+    bars, place = [], 0.0
+    for group in CHART:
+        for method, kind in group.items():
+            bars.append((place, SHOWN[method], means[method][0], colours[kind]))
+            place += 1
+        place += 0.4
+    places, names, values, shades = (list(column) for column in zip(*bars, strict=True))
     settings = {"svg.fonttype": "path", "svg.hashsalt": "hf-specdec", "font.size": 11, "text.color": theme.text,
                 "axes.labelcolor": theme.text, "xtick.color": theme.text, "ytick.color": theme.text}  # fmt: skip
     with pyplot.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(4.4, 4.8) if is_narrow else (8.8, 3.4), facecolor=theme.background)
+        figure, axes = pyplot.subplots(figsize=(4.4, 5.6) if is_narrow else (8.8, 4.0), facecolor=theme.background)
         axes.set_facecolor(theme.background)
-        ours = [name for name in values if name.startswith("auto")]
-        colours = [theme.steps[1] if name in ours else theme.faint for name in values]
-        bars = axes.barh(list(values), list(values.values()), color=colours, height=0.42 if is_narrow else 0.66)
-        axes.bar_label(bars, [f"{value:.2f}x" for value in values.values()], padding=4)
+        drawn = axes.barh(places, values, color=shades, height=0.42 if is_narrow else 0.66)
+        axes.bar_label(drawn, [f"{value:.2f}x" for value in values], padding=4)
+        axes.set_yticks([] if is_narrow else places, [] if is_narrow else names)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.12 * max(values.values()))
+        axes.set_xlim(0, 1.12 * max(values))
         axes.set_xlabel("tokens per second relative to plain generate()" + ("" if is_narrow else ", prompts included"))
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(theme.faint)
         axes.tick_params(axis="y", length=0)
         if is_narrow:
-            axes.set_yticks([])
-            for place, name in enumerate(values):
+            for place, name in zip(places, names, strict=True):
                 axes.annotate(name, (0, place - 0.27), (3, 0), textcoords="offset points", va="bottom")
+        handles = [patches.Patch(color=colours[kind]) for kind in LEGEND]
+        axes.legend(handles, LEGEND.values(), frameon=False, ncols=1 if is_narrow else 3, loc="lower center",
+                    bbox_to_anchor=(0.4, 1.0))  # fmt: skip
         figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
         pyplot.close(figure)
 

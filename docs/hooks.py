@@ -1,5 +1,5 @@
-"""For the site: the notebooks become pages, the command line's help becomes one, and links that leave `docs/` lead to
-the repository.
+"""For the site: the notebooks, the changelog and CONTRIBUTING.md become pages, the command line's help becomes one,
+GitHub's alerts become boxes, and links that leave `docs/` lead to the repository.
 """
 
 import os
@@ -12,13 +12,22 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages of the site that are files of the repository's root, where their links begin with `docs/`."""
+
+ALERT = re.compile(r"^> \[!(NOTE|TIP|WARNING)\]\n((?:>.*\n)+)", flags=re.MULTILINE)
+"""One of GitHub's alerts, which Material calls an admonition."""
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
 def on_files(files, config):
-    """Add `notebooks/*.ipynb`, which are outside of `docs/`."""
+    """Add `notebooks/*.ipynb` and `ROOT_PAGES`, which are outside of `docs/`."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         files.append(File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+    for name, source in ROOT_PAGES.items():
+        file = File.generated(config, name, abs_src_path=str(ROOT / source))
+        file.edit_uri = f"../{source}"
+        files.append(file)
     return files
 
 
@@ -44,6 +53,9 @@ def on_page_markdown(markdown, page, config, **_):
     if "<!-- commands -->" in markdown:
         parts = [f"## hf-specdec {command}\n\n```text\n{help_of(command)}\n```\n" for command in COMMANDS]
         markdown = markdown.replace("<!-- commands -->", "\n".join(parts))
+    if page.file.src_uri in ROOT_PAGES:
+        markdown = markdown.replace("](docs/", "](")
+    markdown = ALERT.sub(_admonition, markdown)
     depth = page.file.src_uri.count("/")
     out = "](" + "../" * (depth + 1)
     markdown = re.sub(
@@ -52,10 +64,16 @@ def on_page_markdown(markdown, page, config, **_):
     return markdown.replace(out, f"]({config.repo_url.rstrip('/')}/blob/main/")
 
 
+def _admonition(found):
+    lines = (re.sub("^> ?", "    ", line) for line in found[2].splitlines())
+    return f"!!! {found[1].lower()}\n\n" + "\n".join(lines) + "\n"
+
+
 def on_page_content(html, page, config, **_):
-    """Rewrite the relative links of a notebook: to pages of the site, or to the repository."""
+    """Rewrite a notebook's relative links, to pages of the site or to the repository, and where it is edited."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
+    page.edit_url = page.edit_url.replace("/docs/notebooks/", "/notebooks/")
     html = re.sub(r'href="(\d\w+)\.ipynb"', r'href="../\1/"', html)
     html = re.sub(r'href="\.\./docs/([\w/-]+)\.md(#[\w-]+)?"', r'href="../../\1/\2"', html)
     return re.sub(r'href="\.\./(?!\.\.|\d)([^"]+)"', rf'href="{config.repo_url.rstrip("/")}/blob/main/\1"', html)

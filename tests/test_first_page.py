@@ -54,6 +54,21 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     ]
 
 
+def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
+    seconds = {method: f"{run['seconds']:.1f} s" for method, run in RACE["runs"].items()}
+    means = {method: f"{cell[0]:.2f}x" for method, cell in first_page.rows_of(RESULTS)["mean"].items()}
+    chart = (
+        f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp {means['llama_cpp']}. auto with "
+        f"kernels off: {means['auto_no_head']} without a head, {means['auto+none']} with it. CPU kernels without "
+        f"drafts: {means['nothing+kernels']}. auto with CPU kernels: {means['auto_no_head+kernels']} without a head, "
+        f"{means['auto+kernels']} with it."
+    )
+    for page in (README, (ROOT / "docs" / "index.md").read_text()):
+        text = page.replace("&quot;", '"')
+        assert f'plain generate() takes {seconds["plain"]}, speculative="auto" {seconds["auto"]}' in text
+        assert chart in text
+
+
 def test_the_table_of_the_results_is_computed_from_the_rows() -> None:
     page = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
     measured = {(row["question_id"], row["method"]): bench.Measurement(**row) for row in RESULTS["measurements"]}
@@ -116,7 +131,9 @@ def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None
         assert any(line.startswith(f"{run['seconds']:.1f} s, ") for line in shown)  # also without animations
         assert run["seconds"] in sorted(RACE["seconds_of_all_runs"]["plain"] + RACE["seconds_of_all_runs"]["auto"])
     assert (float(root.attrib["width"]) <= 400) == bool(kind)  # a phone shows it in its own size
-    durations = {animation.get("dur") for animation in root.iter(f"{space}animate")}
+    animations = list(root.iter(f"{space}animate"))
+    assert {animation.get("repeatCount") for animation in animations} == {str(first_page.ROUNDS)}  # it stops
+    durations = {animation.get("dur") for animation in animations}
     longest = max(run["seconds"] for run in RACE["runs"].values())
     assert durations == {f"{longest + first_page.PAUSE:.2f}s"}
 
@@ -124,6 +141,7 @@ def test_the_race_shows_both_answers_in_real_time(kind: str, theme: str) -> None
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("kind", ["", "-narrow"])
 def test_the_chart_is_drawn_from_the_rows(kind: str, theme: str, tmp_path: Path) -> None:
+    assert sorted(method for group in first_page.CHART for method in group) == sorted(first_page.SHOWN)
     first_page.chart(RESULTS, first_page.THEMES[theme], tmp_path / "chart.svg", is_narrow=bool(kind))
     drawn, shipped = (
         path.read_text() for path in (tmp_path / "chart.svg", ROOT / "docs" / f"speed{kind}-{theme}.svg")

@@ -485,7 +485,7 @@ def test_refused_by_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pard_token": None}, "is not a head in a known layout"),
+        ({"pard_token": None}, "not a head in a known layout"),
         ({"pard_token": None, "ptd_token_id": 5, "parallel_drafting": True}, "is a P-EAGLE head"),
         ({"architectures": ["PEagleDraftModel"]}, "is a P-EAGLE head"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True}, "is a P-EAGLE head"),

@@ -37,8 +37,9 @@ def test_the_example_runs(
     exec(code_block(README, "<!-- example -->"), scope)
     printed = capsys.readouterr().out
     shown = README[README.index("<!-- example -->") :].split("```\n")[2]
-    # the number of forwards depends on the machine
-    assert re.sub(r"^\d+ forwards: ", "", printed) == re.sub(r"^\d+ forwards: ", "", shown)
+    # the number of forwards depends on the machine; the README wraps the line
+    printed, shown = (re.sub(r"^\d+ forwards: ", "", " ".join(text.split())) for text in (printed, shown))
+    assert printed == shown
     exec(code_block(README, "<!-- head example -->"), scope)
     assert scope["model"].last_speculation.method == "hybrid"
     assert "eagle" in scope["model"].drafters

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from hf_specdec import CheckpointFormatError, load_head
+import zoo
+from hf_specdec import CheckpointFormatError, SpeculativeGenerationMixin, load_head
 from hf_specdec.checkpoints.sources import is_connection_error, local_directory
 from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.errors import InvalidConfigError
@@ -61,3 +62,19 @@ def test_reasons_are_whole_sentences_without_numbers(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfigError) as refused:
             next(read_rows(name))
         assert str(refused.value) == f"{name!r} does not exist."
+
+
+def test_a_whole_model_and_none_are_no_heads(tmp_path: Path) -> None:
+    zoo.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointFormatError) as refused:
+        load_head(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path} is a whole model ('LlamaForCausalLM'), not a head in a known layout. "
+        "To draft with it, pass it as assistant_model= to generate(); or give a head."
+    )
+    with pytest.raises(CheckpointFormatError, match=r"^`repo_or_path` must be a local directory or a Hub id, got N"):
+        load_head(None)  # type: ignore[arg-type]
+    model = SpeculativeGenerationMixin.attach(zoo.build("llama"))
+    for wrong in (None, zoo.build("llama")):
+        with pytest.raises(CheckpointFormatError, match=r"a loaded head, got \w+\. A whole model is passed"):
+            model.load_drafter(wrong)

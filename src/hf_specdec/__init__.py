@@ -1,8 +1,17 @@
-"""Lossless speculative decoding for Hugging Face transformers.
+"""Lossless speculative decoding for Hugging Face transformers: `attach` adds `speculative=` to `model.generate()`.
 
-model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(...))
-model.load_drafter("org/head")  # optional
-model.generate(**inputs, speculative="auto")
+Example:
+    from transformers import AutoModelForCausalLM
+    from hf_specdec import SpeculativeGenerationMixin
+
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained("org/model"))
+    ids = model.generate(**inputs, speculative="auto")
+    print(model.last_speculation)
+
+    model.load_drafter("org/head")  # optional: a trained draft head, which "auto" then uses as well
+
+`help(model.generate)` describes all values of `speculative`.
+Guides and reference: https://github.com/hf-specdec/hf-specdec
 """
 
 # All names are imported when they are first used (PEP 562), because torch and transformers take seconds to import.

@@ -1,4 +1,4 @@
-"""Exceptions of this package. Messages state what was expected, what was found and, if known, how to fix it."""
+"""Exceptions of this package."""
 
 from __future__ import annotations
 

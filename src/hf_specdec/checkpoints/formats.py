@@ -7,6 +7,7 @@ compared with the file before any memory is allocated, so a wrong config cannot 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,12 +83,25 @@ def find_layout(fields: Fields, names: Names, where: str) -> Layout:
     for layout in ALL_LAYOUTS:
         if layout.matches(fields, names):
             return layout
+    if (model := _whole_model(fields, names)) is not None:
+        raise CheckpointFormatError(
+            f"{where} is a whole model ({model}), not a head in a known layout.",
+            "To draft with it, pass it as assistant_model= to generate(); or give a head.",
+        )
     kinds = {key: fields[key] for key in ("model_type", "architectures", "speculators_model_type") if key in fields}
     raise CheckpointFormatError(
         f"{where} is not a head in a known layout: its config has {str(kinds)[:200]}, its tensors are "
         f"{listed(sorted(names))}.",
         f"Supported layouts: {_known()}.",
     )
+
+
+def _whole_model(fields: Fields, names: Names) -> str | None:
+    """Return the class name of a whole causal LM, which has all layers that its config counts; None for others."""
+    classes, count = fields.get("architectures"), fields.get("num_hidden_layers")
+    named = [name for name in classes if str(name).endswith("ForCausalLM")] if isinstance(classes, list) else []
+    layers = {found[1] for name in names if (found := re.match(r"(?:[a-z]\w*\.)+(\d+)\.", name))}
+    return shown(named[0]) if named and count == len(layers) and len(layers) > 1 else None
 
 
 def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:

@@ -156,6 +156,10 @@ def read_config(repo_or_path: str | Path, *, subfolder: str = "", **download: An
 
 
 def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) -> _Folder:
+    if not isinstance(repo_or_path, str | Path):
+        raise CheckpointFormatError(
+            f"`repo_or_path` must be a local directory or a Hub id, got {type(repo_or_path).__name__}.", EXPECTED_HEAD
+        )
     folder = local_directory(repo_or_path, "head", EXPECTED_HEAD)
     if folder is None and "/" not in str(repo_or_path):  # the Hub has no heads without an owner
         raise CheckpointFormatError(

@@ -15,7 +15,7 @@ from hf_specdec.checkpoints.adapters import check_adapter
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.registry import drafter_of
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.generation.assistant_loading import assistant_config, assistant_drafter
 from hf_specdec.generation.reading_trial import choose_reading
 from hf_specdec.heads.base import DraftHead
@@ -48,6 +48,7 @@ def head_drafter(
         InvalidConfigError: `reading` is invalid, or given for something other than an ambiguous head; options were
             given for a loaded head; or the `hot_tokens` in them are invalid.
     """
+    _check_source(source)
     wanted = checked_reading(reading or {})
     given = {name: value for name, value in options.items() if value is not None}
     if not isinstance(source, DraftHead) and (fields := assistant_config(source, given)) is not None:
@@ -80,6 +81,14 @@ def head_drafter(
             head.reading = None  # not chosen: the next call tries again
             raise
     return drafter
+
+
+def _check_source(source: Any) -> None:
+    if not isinstance(source, str | Path | DraftHead):
+        raise CheckpointFormatError(
+            f"`repo_or_path` must be a local directory, a Hub id or a loaded head, got {type(source).__name__}.",
+            "A whole model is passed to generate() as `assistant_model=`.",
+        )
 
 
 def _head_of(source: str | Path | DraftHead, options: Mapping[str, Any]) -> Any:

@@ -99,7 +99,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused:
+        keep their meaning. With `speculative`, these are refused; docs/generate.md has the reasons:
 
         * modes: beam search, contrastive search, `custom_generate`;
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
