@@ -252,6 +252,7 @@ def test_wrong_values_are_refused_before_any_work(
         ("structured_output", "xgrammar", []),
         ("evaluate", "lm_eval", ["--tasks", "one"]),
         ("chat_page", "gradio", ["--port", "0"]),
+        ("vision", "torch", ["PICTURE.png"]),
     ],
 )
 def test_a_wrong_model_is_the_same_line_in_all_scripts(
@@ -260,6 +261,7 @@ def test_a_wrong_model_is_the_same_line_in_all_scripts(
 ) -> None:  # fmt: skip
     pytest.importorskip(package)
     (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *arguments, "--model", "/no/such")
