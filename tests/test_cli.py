@@ -388,6 +388,9 @@ def test_inspect_and_convert(
     assert run(monkeypatch, "convert", model_path / "head", tmp_path, "--format", "eagle", "--dtype", "float16",
                "--target", "org/target") == 0  # fmt: skip
     assert "hf-specdec -> eagle" in capsys.readouterr().err
+    assert run(monkeypatch, "convert", model_path / "head", tmp_path / "other", "--format", "eagle", "--json") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done == {"source": "hf-specdec", "layout": "eagle", "output": str(tmp_path / "other"), "not_stored": []}
     assert run(monkeypatch, "inspect", tmp_path, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["method"], report["dtype"]) == ("eagle", "eagle", "float16")
