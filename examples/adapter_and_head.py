@@ -8,20 +8,21 @@ Prints tau with and without the adapter; the head usually drafts slightly worse 
 train a head on the adapted model's own answers. Without --adapter a new one is used, which changes nothing yet: it
 only shows that the parts work together.
 
-Expected output, with the new adapter:
+Expected output, with the new adapter (tau depends on the measured costs):
 
     The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
-    with the adapter: tau 2.15
-    without: tau 2.15
+    with the adapter: tau ...
+    without: tau ...
 """
 
 import argparse
+import warnings
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 PROMPT = "Name the primary colours."
 
@@ -40,11 +41,12 @@ def main():
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError as error:
         raise SystemExit(f"This example needs peft: pip install peft ({error})") from error
-    head = options.drafter or default_head(options.model)
-    if head is None:
-        parser.error("give the head of this model: --drafter")
-    name = options.model or packaged_model() or HUB_ID
+    # PEFT uses a name that transformers has renamed
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
     try:
+        name, head = model_and_head(options.model, options.drafter)
+        if head is None:
+            parser.error("give the head of this model: --drafter")
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name)
         if options.adapter:

@@ -6,13 +6,12 @@
 Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
 over the batch, in tokens per forward and row. To continue, run the same command again.
 
-Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs; it is low
-for two short answers that share a batch):
+Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs):
 
     0 of 2 were answered before
-    2 of 2, tau 1.12
+    2 of 2, tau ...
 
-    {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...", "tau": 1.12}
+    {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...", "tau": ...}
 """
 
 import argparse
@@ -20,8 +19,11 @@ import json
 import os
 from pathlib import Path
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -82,8 +84,15 @@ def main():
     if done == len(rows):
         return
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     tokenizer.padding_side = "left"
     with options.answers.open("a", encoding="utf-8") as output:

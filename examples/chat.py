@@ -15,16 +15,17 @@ Expected output (answers and tau may differ with the machine, because the packag
     ```
 
     This function uses the built-in `sum` function to calculate the sum of the list of numbers, ...
-        [tau 2.19, ... tokens/s]
+        [tau ..., ... tokens/s]
     >
 """
 
 import argparse
 
-from transformers import DynamicCache, TextStreamer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,8 +49,15 @@ def main():
     if options.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     messages, cache, read = [], DynamicCache(config=model.config), []
     while message := ask():

@@ -12,18 +12,22 @@ Expected output in the terminal, and below the answer to the question that the p
 
     * Running on local URL:  http://127.0.0.1:7860
 
-    ... tokens/s, 2.34 tokens per forward, 228 tokens
+    ... tokens/s, ... tokens per forward, 228 tokens
 """
 
 import argparse
 import html
 import re
+import socket
 import time
 from queue import Queue
 from threading import Thread
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
 
@@ -139,10 +143,23 @@ def main():
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     if gr is None:
         raise SystemExit(f"This example needs gradio: pip install 'gradio>=6' ({NO_GRADIO})")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("localhost", options.port))
+        except (OSError, OverflowError) as error:
+            parser.error(f"--port: {options.port} cannot be used ({error}). Choose another.")
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
         model.warmup(options.method)  # so that the first answer is as fast as the others
-    except SpeculativeDecodingError as error:
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     page = make_page(model, tokenizer, options.method, options.max_new_tokens)
     page.launch(server_port=options.port, css=CSS)

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import InvalidConfigError, training
-from hf_specdec.generation.loading import HUB_ID, packaged_model
+from hf_specdec import InvalidConfigError, SpeculativeDecodingError, training
+from hf_specdec.generation.loading import HUB_ID, model_and_head  # the packaged model, or the given one
 from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
 
 
@@ -50,11 +50,11 @@ def main():
         parser.error(f"{missing}{error}")
     if not prompts:
         parser.error(f"{options.prompts} has no prompts")
-    name = options.model or packaged_model() or HUB_ID
     try:
+        name, _ = model_and_head(options.model, None)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    except OSError as error:  # the model does not exist
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     if torch.accelerator.is_available():
         model = model.to(torch.accelerator.current_accelerator())

@@ -18,10 +18,12 @@ import argparse
 import logging
 import time
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,8 +50,15 @@ def main():
     transformers_logging.set_verbosity_error()
 
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
     tasks = TaskManager(include_path=options.include_path)

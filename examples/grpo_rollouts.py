@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, packaged_model
+from hf_specdec.generation.loading import model_and_head  # the packaged model, or the given one
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
 TOPICS = ("a train timetable", "a football table")
@@ -80,11 +80,11 @@ def main():
         raise SystemExit(f"This example needs trl: pip install 'hf-specdec[trl]' ({error})") from error
     # TRL uses names that transformers has renamed
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-    name = options.model or packaged_model() or HUB_ID
     try:
+        name, _ = model_and_head(options.model, None)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32))
-    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     model.generation_config.speculative = SPECULATIVE
     compare(model)

@@ -18,7 +18,7 @@ Expected output (tau depends on the measured costs; the memory of the second lin
     LICENSE: 2011 tokens
     weights: 513 MiB
     plain: first token after ... s, then ... tokens/s, peak memory 1113 MiB
-    auto: first token after ... s, then ... tokens/s, tau 3.85, peak memory 1266 MiB
+    auto: first token after ... s, then ... tokens/s, tau ..., peak memory 1266 MiB
     the same ids: True
     This License does not grant permission to use the trade names, trademarks, service marks, or product names of ...
 """
@@ -30,10 +30,11 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DOCUMENT = Path(__file__).parents[1] / "LICENSE"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -108,8 +109,15 @@ def main():
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"the document cannot be read: {error}")
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
 
     message = f"{options.question}\n\n{document}"

@@ -16,7 +16,7 @@ Expected output (the answer is the quantised model's; tau depends on the measure
 
     weights: 210.0 MiB instead of 513.1 MiB
     plain: ... tokens/s
-    auto: ... tokens/s, tau 1.95
+    auto: ... tokens/s, tau ...
     the same ids: True
     ```python
     def calculate_mean(numbers):
@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantoConfig, TorchAoConfig
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = {"quanto": "optimum-quanto", "torchao": "torchao"}
@@ -74,17 +74,17 @@ def main():
     except ImportError as error:
         package = PACKAGES[options.backend]
         raise SystemExit(f"This example needs {package}: pip install {package} ({error})") from error
-    name = options.model or packaged_model() or HUB_ID
     try:
+        name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=options.dtype, quantization_config=quantized,
             device_map="cuda" if torch.cuda.is_available() else "cpu",
         )  # fmt: skip
         SpeculativeGenerationMixin.attach(model)
-        if head := options.drafter or default_head(options.model):
+        if head:
             model.load_drafter(head)
-    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     model.warmup()  # one-time work, so that it is not timed below
     sizes = (sum(map(size, model.parameters())) / 2**20 for size in (num_bytes, lambda weight: weight.nbytes))

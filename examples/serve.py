@@ -21,7 +21,8 @@ no other change, also for streaming. It answers one request at a time; engines a
 transformers' server generates in one thread, without a limit on the length, and continues after a client disconnects,
 so one request for 10**9 tokens blocks all others. Here a request is cancelled when its client disconnects, its length
 is limited by the model's context, and errors are returned as a status and a message, also for streams before their
-first token.
+first token. All that speculation needs are the lines of `SpeculativeServer.start_server` down to `generation_config`;
+the rest is limits and errors.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import time
 from contextvars import ContextVar
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import HUB_ID, default_head, packaged_model
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 try:
     from fastapi.exceptions import RequestValidationError
@@ -79,9 +80,6 @@ def main():
     parser.add_argument("--method", default="auto", help="value of `speculative=`; default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="of the server; default: %(default)s")
     options = parser.parse_args()
-    name = str(options.model or packaged_model() or HUB_ID)
-    head = options.drafter or default_head(options.model)
-    print(f'model: "{name}"', flush=True)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -89,8 +87,10 @@ def main():
         except (OSError, OverflowError) as error:
             parser.error(f"--port: {options.port} cannot be used ({error}). Choose another.")
     try:
+        name, head = model_and_head(options.model, options.drafter)
+        print(f'model: "{name}"', flush=True)
         server, _ = start(name, head, options.method, options.port)
-    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     try:
         server._thread.join()

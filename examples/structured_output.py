@@ -20,16 +20,17 @@ Expected output (tau depends on the measured costs):
       "legs": 4
     }
     the same ids: True
-    SpeculationStats(hybrid: 37 tokens in 34 target forwards, tau 1.06, ... tokens/s; ...)
+    SpeculationStats(hybrid: 37 tokens in ... target forwards, tau ..., ... tokens/s; ...)
 """
 
 import argparse
 import json
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUESTION = "Describe a cat as JSON with its name, its colours and how many legs it has."
@@ -63,8 +64,15 @@ def main():
     except ImportError as error:
         raise SystemExit(f"This example needs xgrammar: pip install xgrammar ({error})") from error
     try:
-        model, tokenizer = load_model(options.model, options.drafter, options.dtype)
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     # without arbitrary whitespace, which a small model would generate endlessly

@@ -9,17 +9,18 @@ Expected output (tau depends on the measured costs):
     def calculate_mean(numbers):
         return sum(numbers) / len(numbers) if numbers else None
     ...
-        [tau 2.31]
+        [tau ...]
     The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
-        [tau 1.56]
+        [tau ...]
 """
 
 import argparse
 
-from transformers import pipeline
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_specdec import SpeculativeDecodingError
-from hf_specdec.generation.loading import load_model
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
 
 QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 
@@ -34,8 +35,15 @@ def main():
     if options.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     try:
-        model, tokenizer = load_model(options.model, options.drafter, "auto")
-    except SpeculativeDecodingError as error:
+        name, head = model_and_head(options.model, options.drafter)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        if torch.accelerator.is_available():
+            model = model.to(torch.accelerator.current_accelerator())
+        SpeculativeGenerationMixin.attach(model)
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     ask = pipeline("text-generation", model=model, tokenizer=tokenizer)
     for question in options.questions:

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
+from hf_specdec.generation.loading import model_and_head  # checks both names
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"
@@ -58,14 +59,15 @@ def main():
     except OSError as error:
         parser.error(f"the image cannot be read: {error}")
     try:
-        processor = AutoProcessor.from_pretrained(options.model)
-        model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=options.dtype)
+        name, head = model_and_head(options.model, options.drafter)
+        processor = AutoProcessor.from_pretrained(name)
+        model = AutoModelForImageTextToText.from_pretrained(name, dtype=options.dtype)
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
         model = SpeculativeGenerationMixin.attach(model)
-        if options.drafter:
-            model.load_drafter(options.drafter)
-    except (OSError, SpeculativeDecodingError) as error:  # OSError: transformers finds no such model
+        if head:
+            model.load_drafter(head)
+    except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     content = [{"type": "image"}, {"type": "text", "text": options.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)

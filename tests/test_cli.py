@@ -21,10 +21,13 @@ from typer.testing import CliRunner
 
 import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
+from hf_specdec.bench import PEERS
 from hf_specdec.cli import demo
+from hf_specdec.cli.inputs import OWN_METHODS, TRANSFORMERS_METHODS
 from hf_specdec.cli.options import METHODS
 from hf_specdec.cli.race import Race, colored_pieces
 from hf_specdec.cli.status import working
+from hf_specdec.config import COMBINED
 from hf_specdec.drafters import registry
 from hf_specdec.reporting.palette import PALETTE
 
@@ -268,8 +271,8 @@ def test_bench_measures_and_writes(
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "prompt_lookup,foo"], "drafter 'foo'"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY/no/out.json"], "does not exist"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY"], "is a directory"),
-        (["bench", "--model", "NONE", "--prompts", "EMPTY/none.jsonl"], "holds no questions"),
-        (["bench", "--model", "NONE", "--prompts", "EMPTY/bad.jsonl"], "is not a question: it has no 'category'"),
+        (["bench", "--model", "MODEL", "--prompts", "EMPTY/none.jsonl"], "holds no questions"),
+        (["bench", "--model", "MODEL", "--prompts", "EMPTY/bad.jsonl"], "is not a question: it has no 'category'"),
         (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read: No such file or directory.\n"),
         (["inspect", "/nowhere"], "The head '/nowhere' cannot be loaded: there is no such directory"),
         (["inspect", "MODEL"], "not a head in a known layout"),
@@ -323,12 +326,12 @@ def test_bench_measures_and_writes(
             "must be 0 (greedy) or from 0.00001 to",
         ),
         (
-            ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", " ,"],
+            ["bench", "--model", "MODEL", "--prompts", "PROMPTS", "--methods", " ,"],
             "no method. Available: plain,",
         ),
-        (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "auto+kernel"], "Did you mean +kernels?"),
+        (["bench", "--model", "MODEL", "--prompts", "PROMPTS", "--methods", "auto+kernel"], "Did you mean +kernels?"),
         (
-            ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "plain+kernels"],
+            ["bench", "--model", "MODEL", "--prompts", "PROMPTS", "--methods", "plain+kernels"],
             "is a method of transformers",
         ),
         (
@@ -347,9 +350,14 @@ def test_bench_measures_and_writes(
         (["generate", "hello", "world"], "The argument 'world' is one too many. Put the prompt in quotes: hf-specdec"),
         (["inspect", "a", "b"], "The argument 'b' is one too many. Usage: hf-specdec inspect [OPTIONS] HEAD."),
         (["convert"], "Missing argument 'HEAD'. Usage: hf-specdec convert [OPTIONS] HEAD OUTPUT."),
+        (["bench", "--json"], "--json needs a value, such as --json results.json.\n"),
+        (["bench", "--rounds"], "--rounds needs a value.\n"),
+        (["convert", "a", "b", "--jobs"], "There is no option --jobs. See hf-specdec convert --help.\n"),
+        (["train", "eagle", "--data", "x", "--output", "OUT", "--epochs", "0"], "must be above 0, got 0.\n"),
+        (["generate", "w5", "--colors", "--json"], "--colors cannot be combined with --json. Drop one of them.\n"),
         (["bench"], "Missing option '--prompts'. See hf-specdec bench --help."),
         (["inspect", "out1"], "at 'out1': it is not a local directory, and a Hub id has the form owner/name.\n"),
-        (["train", "nonsense"], "No such command 'nonsense'. Commands: medusa, eagle, dflash."),
+        (["train", "nonsense"], "No such command 'nonsense'. Commands: eagle, dflash, medusa."),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -380,6 +388,9 @@ def test_inspect_and_convert(
     assert run(monkeypatch, "convert", model_path / "head", tmp_path, "--format", "eagle", "--dtype", "float16",
                "--target", "org/target") == 0  # fmt: skip
     assert "hf-specdec -> eagle" in capsys.readouterr().err
+    assert run(monkeypatch, "convert", model_path / "head", tmp_path / "other", "--format", "eagle", "--json") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done == {"source": "hf-specdec", "layout": "eagle", "output": str(tmp_path / "other"), "not_stored": []}
     assert run(monkeypatch, "inspect", tmp_path, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["layout"], report["method"], report["dtype"]) == ("eagle", "eagle", "float16")
@@ -435,6 +446,9 @@ def test_the_help_names_every_method() -> None:
     named = set(re.findall(r"\w+", METHODS)) - {"or"}
     own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard")}
     assert named - {"auto", "hybrid"} == own
+    rows = registry.methods().values()
+    assert sorted(OWN_METHODS) == sorted([*COMBINED, *(name for row in rows for name in (row.name, *row.aliases))])
+    assert set(TRANSFORMERS_METHODS) == set(PEERS)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -478,18 +492,24 @@ def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
 import sys
 from hf_specdec import cli
 commands = [[name] for name in cli.COMMANDS] + [["train", kind] for kind in ("medusa", "eagle", "dflash")]
-for arguments in (["--help"], ["--version"], *([*each, end] for each in commands for end in ("--help", "--typo"))):
+mistakes = ["generate w --method foo", "generate w --model /no", "demo --drafter /no", "doctor /no", "inspect /no",
+            "bench --prompts /no", "distill --prompts /no --output /tmp/no", "convert /no /tmp/no",
+            "tree --drafter /no --data d --output /tmp/no", *(f"train {kind} --data /no --output /tmp/no"
+            for kind in ("medusa", "eagle", "dflash"))]
+helps = [["--help"], ["--version"], *([*each, "--help"] for each in commands)]
+for arguments in (*helps, *([*each, "--typo"] for each in commands), *map(str.split, mistakes)):
     sys.argv[1:] = arguments
     try:
         cli.main()
     except SystemExit as ended:
-        assert bool(ended.code) == ("--typo" in arguments), arguments
+        assert bool(ended.code) == (arguments not in helps), arguments
     assert not {"torch", "transformers"} & sys.modules.keys(), arguments
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--max-new-tokens" in done.stdout
     assert done.stderr.count("There is no option --typo.") == len(cli.COMMANDS) + 3
+    assert done.stderr.count("'/no' cannot be ") + done.stderr.count("'/no' does not exist.") == 11
 
 
 def test_progress_is_a_plain_line_if_stderr_is_no_terminal(
@@ -526,13 +546,13 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
 
 
 def test_missing_permission_names_the_path(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "head/config.json")
 
     monkeypatch.setattr("hf_specdec.checkpoints.report.inspect_head", refuse)
-    assert run(monkeypatch, "inspect", "head") == 2
+    assert run(monkeypatch, "inspect", tmp_path) == 2
     assert error_line(capsys.readouterr().err).startswith("hf-specdec: head/config.json cannot be read or written: ")
 
 

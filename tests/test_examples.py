@@ -237,14 +237,36 @@ def test_wrong_values_are_refused_before_any_work(
     assert message in said
 
 
-def test_a_wrong_model_to_train_a_head_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts.txt").write_text("Hello")
+@pytest.mark.parametrize(
+    ("name", "package", "arguments"),
+    [
+        ("chat", "torch", []),
+        ("text_pipeline", "torch", []),
+        ("answer_file", "torch", ["FILE.jsonl", "ANSWERS.jsonl"]),
+        ("long_document", "torch", []),
+        ("distil_train_publish", "datasets", ["--work", "WORK", "--prompts", "FILE.jsonl"]),
+        ("grpo_rollouts", "trl", []),
+        ("adapter_and_head", "peft", []),
+        ("quantized", "optimum.quanto", []),
+        ("serve", "fastapi", ["--port", "0"]),
+        ("structured_output", "xgrammar", []),
+        ("evaluate", "lm_eval", ["--tasks", "one"]),
+        ("chat_page", "gradio", ["--port", "0"]),
+        ("vision", "torch", ["PICTURE.png"]),
+    ],
+)
+def test_a_wrong_model_is_the_same_line_in_all_scripts(
+    name: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip(package)
+    (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        run("distil_train_publish", monkeypatch, "--work", tmp_path / "work", "--prompts", tmp_path / "prompts.txt",
-            "--model", "/no/such")  # fmt: skip
-    assert "/no/such" in capsys.readouterr().err
+        run(name, monkeypatch, *arguments, "--model", "/no/such")
+    expected = "error: The model '/no/such' cannot be loaded: there is no such directory. Give a model's directory or"
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ AUTO, HYBRID = "auto", "hybrid"
 COMBINED = (AUTO, HYBRID)
 """Methods that combine several drafters."""
 
+ENTRY_POINTS = "hf_specdec.methods"
+"""Group of entry points through which an installed package adds methods."""
+
 PER_PROMPT = "per_prompt"
 """Value of `history`: one history per prompt. No history can have this name."""
 

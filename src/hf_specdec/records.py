@@ -32,11 +32,32 @@ MAX_EXPANSION = 200
 SMALL_BYTES = 16 * 2**20
 """Decompressed size in bytes up to which the ratio is not checked."""
 
+DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
+"""Ends of the names of files that hold rows of data."""
+
 MAX_EMPTY_LINES = 10_000
 """Maximum number of consecutive empty lines."""
 
 Fields = dict[str, Any]
 ErrorClass = type[SpeculativeDecodingError]
+
+
+def existing_path(source: str | Path) -> Path | None:
+    """Return a source of rows as a path, or None if it may be the name of a dataset on the Hub.
+
+    Raises:
+        InvalidConfigError: There is no such file or directory, and the source cannot be the name of a dataset, because
+            it is a path in another directory, or a file by its suffix.
+    """
+    try:
+        if Path(source).exists():
+            return Path(source)
+    except (OSError, ValueError):  # too long, or with a NUL byte
+        pass
+    text = str(source)
+    if text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
+        raise InvalidConfigError(f"{text!r} does not exist.")
+    return None
 
 
 def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes]:

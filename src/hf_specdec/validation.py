@@ -97,6 +97,15 @@ def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
             )
 
 
+def unknown_method(name: str, known: Iterable[str]) -> InvalidConfigError:
+    """Return the error that there is no method or drafter `name`, with the names that there are."""
+    names = sorted(set(known))
+    meant = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(name, names, n=1))
+    return InvalidConfigError(
+        f"There is no method or drafter {name!r}.", f"{meant}Available: {', '.join(map(repr, names))}."
+    )
+
+
 def require(condition: bool, expected: str, name: str, value: Any) -> None:
     """Raise `InvalidConfigError` with what was expected and what came, unless a condition holds."""
     if not condition:

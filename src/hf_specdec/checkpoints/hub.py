@@ -22,7 +22,7 @@ from hf_specdec.checkpoints.adapters import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS
 from hf_specdec.checkpoints.files import TensorFiles, read_frequent_tokens, read_json, shard_names
 from hf_specdec.checkpoints.formats import HEADS, Head, read_head
 from hf_specdec.checkpoints.layouts import lookup
-from hf_specdec.checkpoints.sources import is_connection_error, local_directory
+from hf_specdec.checkpoints.sources import EXPECTED_HEAD, head_directory, is_connection_error
 from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.errors import CheckpointFormatError, sentence
 from hf_specdec.records import Fields
@@ -31,8 +31,6 @@ from hf_specdec.verification.memory import persistent_tensors
 CONFIG_NAME = "config.json"
 QUANTISATION_NAME = "hf_quant_config.json"
 INDEX_SUFFIX = ".index.json"
-
-EXPECTED_HEAD = "Use a directory with config.json and weights, or a Hub id."
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Weights of Medusa heads that are stored without their target."""
@@ -160,12 +158,7 @@ def _source(repo_or_path: str | Path, subfolder: str, download: dict[str, Any]) 
         raise CheckpointFormatError(
             f"`repo_or_path` must be a local directory or a Hub id, got {type(repo_or_path).__name__}.", EXPECTED_HEAD
         )
-    folder = local_directory(repo_or_path, "head", EXPECTED_HEAD)
-    if folder is None and "/" not in str(repo_or_path):  # the Hub has no heads without an owner
-        raise CheckpointFormatError(
-            f"There is no head at {str(repo_or_path)!r}: it is not a local directory, and a Hub id has the form "
-            "owner/name."
-        )
+    folder = head_directory(repo_or_path)
     return _Repository(str(repo_or_path), subfolder, download) if folder is None else _Folder(folder, subfolder)
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from huggingface_hub import errors as hub_errors
 
+from hf_specdec.checkpoints.target_config import EXPECTED_MODEL
 from hf_specdec.errors import CheckpointFormatError
+
+EXPECTED_HEAD = "Use a directory with config.json and weights, or a Hub id."
 
 
 def local_directory(name: str | Path, what: str, expected: str) -> Path | None:
@@ -31,6 +34,34 @@ def local_directory(name: str | Path, what: str, expected: str) -> Path | None:
     if text.startswith((".", "~")) or os.path.isabs(text) or text.count("/") > 1:
         raise CheckpointFormatError(f"The {what} {text!r} cannot be loaded: there is no such directory.", expected)
     return None
+
+
+def head_directory(name: str | Path) -> Path | None:
+    """Return the directory of a head; None if the name may be a Hub id.
+
+    Raises:
+        CheckpointFormatError: See `local_directory`; or the name is neither a directory nor can it be a Hub id.
+    """
+    folder = local_directory(name, "head", EXPECTED_HEAD)
+    if folder is None and "/" not in str(name):  # the Hub has no heads without an owner
+        raise CheckpointFormatError(
+            f"There is no head at {str(name)!r}: it is not a local directory, and a Hub id has the form owner/name."
+        )
+    return folder
+
+
+def model_directory(name: str) -> Path | None:
+    """Return the directory of a model; None if the name may be a Hub id.
+
+    Raises:
+        CheckpointFormatError: See `local_directory`; or the directory holds no `config.json`.
+    """
+    folder = local_directory(name, "model", EXPECTED_MODEL)
+    if folder is not None and not (folder / "config.json").is_file():
+        raise CheckpointFormatError(
+            f"The model {name!r} cannot be loaded: the directory holds no config.json.", EXPECTED_MODEL
+        )
+    return folder
 
 
 def is_connection_error(error: BaseException | None) -> bool:

@@ -106,7 +106,7 @@ def load(name: str) -> Any:
 app = typer.Typer(
     cls=Commands, help="Lossless speculative decoding for Hugging Face transformers.",
     epilog="[bold]Start with[/bold] hf-specdec demo. Examples: hf-specdec COMMAND --help",
-    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    pretty_exceptions_enable=False, rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 

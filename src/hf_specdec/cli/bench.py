@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 from hf_specdec.atomic import write_text
+from hf_specdec.cli.inputs import TRANSFORMERS_METHODS, check_methods, check_places
 from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_picture, check_writable_file
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import open_regular
 
 METHODS_HELP = (
     "Comma-separated names; plain is always measured. Any value of `speculative=`; append +kernels, +inductor, "
@@ -25,15 +27,17 @@ ALL_TURNS_HELP = (
     "tokens and seconds are summed over the turns."
 )
 
+Assistant = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Path or Hub id of a smaller model with the same tokenizer.")
+]
+
 
 def bench(
     prompts: Annotated[Path, typer.Option(help="JSON Lines file with question_id, category and turns.")],
     model: Model = None,
     drafter: Head = None,
-    assistant: Annotated[
-        str | None, typer.Option(help="Path or Hub id of a smaller model with the same tokenizer.")
-    ] = None,
-    methods: Annotated[str, typer.Option(help=METHODS_HELP)] = "plain,prompt_lookup",
+    assistant: Assistant = None,
+    methods: Annotated[str, typer.Option(metavar="NAMES", help=METHODS_HELP)] = "plain,prompt_lookup",
     max_new_tokens: NewTokens = 128,
     all_turns: Annotated[bool, typer.Option("--all-turns", help=ALL_TURNS_HELP)] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Timed repetitions per question.")] = 1,
@@ -56,6 +60,11 @@ def bench(
     check_picture(picture, "bench", force=force)
     if picture is not None and output is not None and picture.resolve() == output.resolve():
         raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    check_methods((name.partition("+")[0] for name in names), TRANSFORMERS_METHODS)
+    open_regular(prompts).close()
+    for place in (model, assistant):
+        check_places(place, drafter)
     with importing():
         from hf_specdec import bench as benchmark
         from hf_specdec.bench.methods import split_method

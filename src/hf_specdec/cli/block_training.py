@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import HeldOut, Json, Model, Seed, TrainingPrecision, read_object
 from hf_specdec.cli.status import importing
 from hf_specdec.cli.training_options import (
@@ -88,6 +89,7 @@ def dflash(
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
     settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
     check_start(initial_head, random_start)
+    check_places(model, initial_head, data)
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.block_starts import block_head, block_recipe, choose_tokens, layers_of, start_block

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import Head, Json, NewTokens, Precision
 from hf_specdec.cli.status import importing
 
@@ -31,6 +32,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
+    check_places(model, drafter)
     with importing(shown=not as_json):
         from hf_specdec.cli.machine import diagnose_model
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import (
     Json,
     Model,
@@ -22,27 +23,31 @@ from hf_specdec.errors import InvalidConfigError
 Temperatures = Annotated[
     list[float] | None,
     typer.Option(
-        min=0.0, callback=temperature_in_range,
-        help="Sampling temperature; 0 is greedy. Repeat for a mix. Default: 0, 0.7 and 1 in turn.",
+        callback=temperature_in_range,
+        help="Sampling temperature; 0 is greedy. Can be repeated for a mix. Default: 0, 0.7 and 1 in turn.",
     ),
 ]  # fmt: skip
+
+Prompts = Annotated[str | None, typer.Option(metavar="SOURCE", help="File with prompts, or a dataset name.")]
+Server = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="URL of a vLLM or SGLang server that answers; --model then names the tokenizer."),
+]
 
 
 def distill(
     output: Output,
-    prompts: Annotated[str | None, typer.Option(help="File with prompts, or a dataset name.")] = None,
+    prompts: Prompts = None,
     invent: Annotated[int, typer.Option(min=0, help="Number of additional prompts for the model to invent.")] = 0,
     model: Model = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split of the dataset.")] = "train",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of prompts.")] = None,
     temperature: Temperatures = None,
     turns: Annotated[int, typer.Option(min=1, help="User turns per conversation; missing ones are invented.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call, or concurrent requests.")] = 32,
-    server: Annotated[
-        str | None, typer.Option(help="URL of a vLLM or SGLang server that answers; --model then names the tokenizer.")
-    ] = None,
-    server_model: Annotated[str | None, typer.Option(help="Name of the model on the server.")] = None,
+    server: Server = None,
+    server_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the model on the server.")] = None,
     unseeded: Annotated[
         bool, typer.Option("--unseeded", help="Send no seeds to the server (vLLM on a CPU fails with some seeds).")
     ] = False,
@@ -60,6 +65,7 @@ def distill(
     if server is not None:
         require_package("openai", "Distilling from a server", "training")
     check_writable_directory(output, "--output")
+    check_places(model, data=[] if prompts is None else [prompts])
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.runs import load_training_target, print_result

@@ -10,7 +10,20 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_specdec.cli.options import METHODS, Head, Json, Model, NewTokens, Precision, Seed, finite, temperature_in_range
+from hf_specdec.cli.inputs import check_methods, check_places
+from hf_specdec.cli.options import (
+    MAX_TEMPERATURE,
+    METHODS,
+    MIN_TEMPERATURE,
+    Head,
+    Json,
+    Model,
+    NewTokens,
+    Precision,
+    Seed,
+    finite,
+    temperature_in_range,
+)
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.validation import MAX_NODES
@@ -24,7 +37,11 @@ PROMPT = (
 """Prompt of `hf-specdec demo`."""
 
 Temperature = Annotated[
-    float, typer.Option(min=0.0, callback=temperature_in_range, help="Sampling temperature; 0 is greedy.")
+    float,
+    typer.Option(
+        callback=temperature_in_range,
+        help=f"Sampling temperature: 0 is greedy, else from {MIN_TEMPERATURE:.5f} to {MAX_TEMPERATURE}.",
+    ),
 ]
 TopK = Annotated[
     int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0, the default, means all.")
@@ -43,7 +60,7 @@ def demo(
     model: Model = None,
     drafter: Head = None,
     prompt: Annotated[str, typer.Option(help="Prompt to answer.", show_default="a paragraph to correct")] = PROMPT,
-    method: Annotated[str, typer.Option(help=f"Method: {METHODS}.")] = "auto",
+    method: Annotated[str, typer.Option(metavar="METHOD", help=f"Method: {METHODS}.")] = "auto",
     max_new_tokens: NewTokens = 128,
     dtype: Precision = "float32",
     as_json: Json = False,
@@ -54,6 +71,8 @@ def demo(
         raise typer.BadParameter(
             "it is always compared with plain decoding. Choose another method.", param_hint="--method"
         )
+    check_methods([method])
+    check_places(model, drafter)
     with importing(shown=not as_json):
         from hf_specdec.cli import demo as demonstration
         from hf_specdec.cli.answers import dtype_of, head_for
@@ -86,7 +105,7 @@ def generate(
     ] = None,
     model: Model = None,
     drafter: Head = None,
-    method: Annotated[str, typer.Option(help=f"Method: plain, {METHODS}.")] = "auto",
+    method: Annotated[str, typer.Option(metavar="METHOD", help=f"Method: plain, {METHODS}.")] = "auto",
     max_new_tokens: NewTokens = 256,
     dtype: Precision = "auto",
     temperature: Temperature = 0.0,
@@ -108,7 +127,9 @@ def generate(
     if method == "plain":
         sizes = {"--num-steps": num_steps, "--num-draft-tokens": num_draft_tokens}
         _check_unused(sizes, "with --method plain", "Give another --method, such as auto.")
+    check_methods([method], ["plain"])
     prompt = _read_prompt(prompt, interactive)
+    check_places(model, drafter)
     with importing(shown=not as_json):
         import torch
 
@@ -133,12 +154,10 @@ def generate(
 
 
 def _check_output_options(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:
-    if interactive and as_json:
-        raise InvalidConfigError("--interactive cannot be combined with --json.", "Drop one of them.")
-    if colors and (interactive or as_json or method == "plain"):
-        raise InvalidConfigError(
-            "--colors cannot be combined with --interactive, --json or --method plain.", "Drop one of them."
-        )
+    given = {"--colors": colors, "--interactive": interactive, "--json": as_json, "--method plain": method == "plain"}
+    for first, second in (("--interactive", "--json"), *(("--colors", name) for name in list(given)[1:])):
+        if given[first] and given[second]:
+            raise InvalidConfigError(f"{first} cannot be combined with {second}.", "Drop one of them.")
 
 
 def _check_unused(given: dict[str, Any], when: str, hint: str) -> None:

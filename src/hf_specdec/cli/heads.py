@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specdec.checkpoints.directories import check_new_head
-from hf_specdec.cli.options import check_writable_directory
+from hf_specdec.cli.inputs import check_places
+from hf_specdec.cli.options import Json, check_writable_directory
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError, printable
 
 Source = Annotated[str, typer.Argument(metavar="HEAD", help="Directory or Hub id of a head in any supported layout.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
+Revision = Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit on the Hub.")]
 FormatName = Literal[
     "hf-specdec", "medusa", "eagle", "eagle3", "speculators", "speculators-mtp", "sglang", "dflash"
 ]  # fmt: skip
@@ -28,9 +29,10 @@ FormatName = Literal[
 def inspect(
     head: Source,
     revision: Revision = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show a head's layout, target, sizes and config; every tensor is read and checked."""
+    check_places(head=head)
     with importing(shown=not as_json):
         from hf_specdec.checkpoints.report import inspect_head
 
@@ -68,12 +70,15 @@ def convert(
         FormatName, typer.Option(metavar="LAYOUT", help=f"Layout to write: {', '.join(get_args(FormatName))}.")
     ] = "hf-specdec",
     revision: Revision = None,
-    target: Annotated[str | None, typer.Option(help="Hub id of the target to store in the head's config.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="ID", help="Hub id of the target to store in the head's config.")
+    ] = None,
     hot_tokens: Annotated[Path | None, typer.Option(help="FR-Spec list (freq_*.pt) of the tokens to draft.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the weights.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the head in OUTPUT.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a head to the layout of hf-specdec or of another engine."""
     check_writable_directory(output, "OUTPUT")
@@ -81,21 +86,25 @@ def convert(
         raise InvalidConfigError(f"OUTPUT {output} is the directory of the head itself.", "Give another directory.")
     with _options_named():
         check_new_head(output, replace=force)
-    with importing():
+    check_places(head=head)
+    with importing(shown=not as_json):
         import torch
 
         from hf_specdec.checkpoints.export import export_head, lost_settings
         from hf_specdec.checkpoints.hub import load_head
 
-    with working("Reading the head"):
+    with working("Reading the head", shown=not as_json):
         kind = None if dtype is None else getattr(torch, dtype)
         loaded = load_head(head, revision=revision, hot_tokens=hot_tokens, dtype=kind)
     if target is not None:
         loaded.config.base_model_name_or_path = target
     with _options_named():
         folder = export_head(loaded, output, format=format, replace=force)
-    typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
     lost = lost_settings(loaded, format)
+    if as_json:
+        typer.echo(json.dumps({"source": loaded.layout, "layout": format, "output": str(folder), "not_stored": lost}))
+        return
+    typer.echo(f"{loaded.layout} -> {format}: {folder}", err=True)
     if lost:
         typer.echo(f"not stored, because {format} does not support it: {', '.join(lost)}", err=True)
 

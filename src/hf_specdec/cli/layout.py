@@ -1,4 +1,4 @@
-"""Help of commands in narrow terminals: without a table, whose columns would cut names and words."""
+"""Help in narrow terminals: lines instead of tables, whose columns would cut names and words."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ VALUE_NAMES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """What help calls an option's value, by type."""
 
 
-def without_type_of_flags(params: list[Any]) -> list[Any]:
-    """Return the parameters of a command, after hiding the type, `<bool>`, of those that are flags."""
+def is_wide() -> bool:
+    """Whether the terminal has enough columns for tables."""
+    return shutil.get_terminal_size().columns >= TABLE_WIDTH
+
+
+def without_needless_types(params: list[Any]) -> list[Any]:
+    """Return the parameters of a command, after hiding the types of flags (`<bool>`) and of arguments (`<str>`)."""
     for param in params:
-        if getattr(param, "is_flag", False):
+        if getattr(param, "is_flag", False) or param.param_type_name == "argument":
             param.display_type_rich = lambda **_: None
     return params
 
@@ -38,12 +43,12 @@ class Command(TyperCommand):
                 param.metavar = VALUE_NAMES.get(kind)
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """Return the parameters; tables show no type of flags, which take no value."""
-        return without_type_of_flags(super().get_params(ctx))
+        """Return the parameters; flags and arguments show no type."""
+        return without_needless_types(super().get_params(ctx))
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the help, as a table or as lines."""
-        if shutil.get_terminal_size().columns >= TABLE_WIDTH:
+        if is_wide():
             super().format_help(ctx, formatter)
         else:
             super(TyperCommand, self).format_help(ctx, formatter)
@@ -54,19 +59,49 @@ class Command(TyperCommand):
 
     def format_epilog(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the examples, each in one line so that it can be copied."""
-        if not self.epilog:
-            return
-        title, *examples = Text.from_markup(self.epilog).plain.split("\n\n")
-        lines = [f"{title}:", *(f"  {example.strip()}" for example in examples)]
-        formatter.write("\n" + "".join(f"{line}\n" for line in lines))
+        write_examples(self.epilog, formatter)
+
+
+def write_examples(epilog: str | None, formatter: Any) -> None:
+    """Write an epilog: a title and examples, divided by empty lines; each in one line, so that it can be copied."""
+    if not epilog:
+        return
+    title, *examples = Text.from_markup(epilog).plain.split("\n\n")
+    lines = [f"{title}:" if examples else title, *(f"  {example.strip()}" for example in examples)]
+    formatter.write("\n" + "".join(f"{line}\n" for line in lines))
 
 
 class Group(TyperGroup):
     """A command with subcommands. If the user gives an unknown one, the error message lists those that exist."""
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; without any, print the help and exit with code 2."""
+        if not args and not ctx.resilient_parsing:  # resilient: the shell only asks for completions
+            typer.echo(ctx.get_help())
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write the help, as tables or as lines."""
+        if is_wide():
+            super().format_help(ctx, formatter)
+            return
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            panel = getattr(command, "rich_help_panel", None) or "Commands"
+            panels.setdefault(panel, []).append((name, " ".join((command.help or "").split())))
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+        with formatter.section("Options"):
+            formatter.write_dl([row for param in self.get_params(ctx) if (row := param.get_help_record(ctx))])
+        write_examples(self.epilog, formatter)
+
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """Return the parameters; tables show no type of flags, which take no value."""
-        return without_type_of_flags(super().get_params(ctx))
+        """Return the parameters; flags and arguments show no type."""
+        return without_needless_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the name of the subcommand that the arguments begin with, the subcommand, and the other arguments."""

@@ -146,7 +146,6 @@ def compile_hint(device: str) -> str:
         reason = ", because no C++ compiler (g++ or clang++) is found" if device == "cpu" else ""
         return f"No compiled mode is available on this device{reason}; see docs/compile.md."
     return (
-        f"Compiled mode: {found}.\n"
-        'The default, compile="auto", chooses by itself. To measure a mode, append it:\n'
+        f'Compiled mode: {found}. The default, compile="auto", chooses by itself. To measure a mode, append it:\n'
         f"  hf-specdec bench --prompts FILE.jsonl --methods auto,auto+{suffix}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Any
 
@@ -22,11 +23,24 @@ QUOTED_PROMPT = "Put the prompt in quotes: hf-specdec generate 'Why is the sky b
 """What to do about further words after the prompt of `hf-specdec generate`."""
 
 
+EXAMPLES = {"--json": "results.json", "--plot": "plot.png", "--model": "org/model", "--drafter": "org/head",
+            "--prompts": "prompts.jsonl", "--data": "data", "--output": "head", "--method": "auto",
+            "--methods": "plain,auto", "--prompt": "'Why is the sky blue?'"}  # fmt: skip
+"""A valid value of options that are easily given without one; `--json` takes a value in `bench` only."""
+
+SIMILAR = 0.7
+"""Similarity from which an option is proposed instead of an unknown one; below, they are rarely what was meant."""
+
+
 def in_words(error: typer.TyperException) -> str:
     """Return what is wrong with a command line, and what to give instead."""
     message, context = error.format_message(), getattr(error, "ctx", None)
     for pattern, words in PYDANTIC_WORDS:
         message = re.sub(pattern, words, message)
+    without_value = re.fullmatch(r"Option '(\S+)' requires an argument\.?", message)
+    if without_value:
+        name = without_value[1]
+        return f"{name} needs a value{f', such as {name} {EXAMPLES[name]}' if name in EXAMPLES else ''}."
     if context is None or not message:
         return message and sentence(message)
     see = f"See {context.command_path} --help."
@@ -43,7 +57,8 @@ def in_words(error: typer.TyperException) -> str:
 
 def _no_such_option(error: Any, context: typer.Context) -> str:
     """Describe an unknown option: name the most similar one, or the argument that it stands for."""
-    name, near = error.option_name, [option for option in error.possibilities or () if option != "--help"]
+    name, known = error.option_name, [option for option in error.possibilities or () if option != "--help"]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)
     arguments = [piece.strip("[]") for piece in context.command.collect_usage_pieces(context)]
     if name.lstrip("-").upper() in arguments:
         return f"There is no option {name}: it is an argument. {context.get_usage()}."

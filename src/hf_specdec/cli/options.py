@@ -32,6 +32,17 @@ def finite(value: Any) -> Any:
     return value
 
 
+def positive(value: float) -> float:
+    """Return an option's value if it is finite and above 0 (a callback of options; typer's ranges include their ends).
+
+    Raises:
+        BadParameter: The value is infinite, NaN, 0 or negative.
+    """
+    if finite(value) <= 0:
+        raise typer.BadParameter(f"must be above 0, got {value:g}")
+    return value
+
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1000
 """Limits of temperatures above 0: below, scores may become infinite; above, all tokens are about equally likely."""
 
@@ -51,9 +62,14 @@ def temperature_in_range(value: Any) -> Any:
 
 
 Model = Annotated[
-    str | None, typer.Option(help="Path or Hub id of the target model. Default: the packaged SmolLM2-135M-Instruct.")
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="Path or Hub id of the target model. Default: the packaged SmolLM2-135M-Instruct."
+    ),
 ]
-Head = Annotated[str | None, typer.Option("--drafter", help="Path or Hub id of a draft head for the model.")]
+Head = Annotated[
+    str | None, typer.Option("--drafter", metavar="HEAD", help="Path or Hub id of a draft head for the model.")
+]
 _PRECISION_HELP = "Dtype of the weights; 'auto' is the checkpoint's."
 Precision = Annotated[
     Dtype, typer.Option(help=f"{_PRECISION_HELP} Identical token ids are guaranteed in float32 only.")

@@ -51,14 +51,10 @@ def importing(*, shown: bool = True) -> Iterator[None]:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a text, in a terminal with line breaks between words only; files and pipes get it unchanged.
+    """Print a text with line breaks between words: in the width of the terminal, or 80 columns in files and pipes.
 
     Args:
         text: The text.
         err: Whether to print it on stderr.
     """
-    console = Console(stderr=err)
-    if console.is_terminal:
-        console.print(text, markup=False, highlight=False)
-    else:
-        typer.echo(text, err=err)
+    Console(stderr=err).print(text, markup=False, highlight=False)

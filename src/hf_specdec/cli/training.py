@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_specdec.cli.layout import Command, Group
+from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import (
     HeldOut,
     Json,
@@ -79,17 +79,7 @@ Version = Annotated[
     ),
 ]  # fmt: skip
 
-EXAMPLE = (
-    "[bold]Example[/bold]\n\n  hf-specdec train KIND --model org/model --data data --output head --features features"
-)
 
-train = typer.Typer(
-    cls=Group, help="Train a draft head for a model on the model's own answers.", no_args_is_help=True,
-    add_completion=False, rich_markup_mode="rich",
-)  # fmt: skip
-
-
-@train.command(cls=Command, epilog=EXAMPLE.replace("KIND", "medusa"))
 def medusa(
     data: Data,
     output: Output,
@@ -125,6 +115,7 @@ def medusa(
              "shared_lm_head": False if own_lm_head else None}  # fmt: skip
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
     settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
+    check_places(model, initial_head, data)
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.head_starts import medusa_heads, train_jointly
@@ -167,7 +158,6 @@ def _check_joint(held_out: int | None, recipe: Path | None, output: Path) -> int
     return 0
 
 
-@train.command(cls=Command, epilog=EXAMPLE.replace("KIND", "eagle") + " --draft-vocab-size 8192")
 def eagle(
     data: Data,
     output: Output,
@@ -202,6 +192,7 @@ def eagle(
     fields = check_new_head_fields({**given, **read_object(head_fields, "--head-fields")}, initial_head)
     settings, further = read_object(recipe, "--recipe"), read_object(more, "--arguments")
     check_start(initial_head, random_start)
+    check_places(model, initial_head, data)
     with importing(shown=not as_json):
         from hf_specdec import training
         from hf_specdec.cli.head_starts import eagle_head, eagle_layers, start_eagle

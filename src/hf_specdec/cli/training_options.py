@@ -7,12 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specdec.cli.options import finite
+from hf_specdec.cli.options import finite, positive
 from hf_specdec.errors import InvalidConfigError
 
 Output = Annotated[Path, typer.Option(help="Directory to write to. Run the same command again to resume.")]
 Data = Annotated[
-    list[str], typer.Option(help="Output directory of `distill`, a .jsonl file or a dataset name. Can be repeated.")
+    list[str],
+    typer.Option(
+        metavar="SOURCE", help="Output directory of `distill`, a .jsonl file or a dataset name. Can be repeated."
+    ),
 ]
 Features = Annotated[
     Path | None,
@@ -21,11 +24,11 @@ Features = Annotated[
     ),
 ]
 MaxLength = Annotated[int, typer.Option(min=8, help="Maximum tokens per conversation; longer ones are truncated.")]
-Epochs = Annotated[float, typer.Option(min=1e-6, callback=finite, help="Passes over the data.")]
+Epochs = Annotated[float, typer.Option(callback=positive, help="Passes over the data; may be a fraction.")]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="Optimiser steps; overrides --epochs.")]
 Batch = Annotated[int, typer.Option(min=1, help="Conversations per process and forward.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Forwards per optimiser step (gradient accumulation).")]
-Rate = Annotated[float, typer.Option(min=0.0, callback=finite, help="Peak learning rate.")]
+Rate = Annotated[float, typer.Option(callback=positive, help="Peak learning rate.")]
 Vocabulary = Annotated[
     int | None, typer.Option(min=1, help="Draft only the given number of most frequent tokens. Default: all tokens.")
 ]
@@ -43,7 +46,7 @@ RECIPE = "JSON file with fields of the training recipe"
 MedusaRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (head_decay, soft_labels, answer_tokens).")]
 EagleRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (step_decay, soft_tokens, noise, ...).")]
 BlockRecipe = Annotated[Path | None, typer.Option(help=f"{RECIPE} (slot_decay, text_weight, soft_weight, ...).")]
-Initial = Annotated[str | None, typer.Option(help="Path or Hub id of a head to continue training.")]
+Initial = Annotated[str | None, typer.Option(metavar="HEAD", help="Path or Hub id of a head to continue training.")]
 Seen = Annotated[
     float | None,
     typer.Option(min=0.0, max=1.0, callback=finite,
@@ -51,7 +54,7 @@ Seen = Annotated[
 ]  # fmt: skip
 BaseName = Annotated[
     str | None,
-    typer.Option(help="Hub id of the target to store in the head, if --model is a path."),
+    typer.Option(metavar="ID", help="Hub id of the target to store in the head, if --model is a path."),
 ]
 
 

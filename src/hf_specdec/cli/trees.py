@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdec.checkpoints.directories import overwritten
+from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import (
     Json,
     Model,
@@ -24,7 +25,7 @@ from hf_specdec.validation import MAX_NODES, MAX_STEPS, MAX_TOP_K
 
 
 def tree(
-    drafter: Annotated[str, typer.Option(help="Path or Hub id of the head.")],
+    drafter: Annotated[str, typer.Option(metavar="HEAD", help="Path or Hub id of the head.")],
     data: Data,
     output: Annotated[Path, typer.Option(help="Directory for the head with its tree; may be the head's own.")],
     model: Model = None,
@@ -49,6 +50,7 @@ def tree(
             "Give a new directory, or the head's own.",
         )
     check_picture(plot, "training", force=force)
+    check_places(model, drafter, data)
     with importing(shown=not as_json):
         from hf_specdec import training, viz
         from hf_specdec.checkpoints.hub import load_head

@@ -6,7 +6,6 @@ a `Method`.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from importlib.metadata import entry_points
 
 from transformers import PreTrainedModel
 
-from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
+from hf_specdec.config import AUTO, COMBINED, ENTRY_POINTS, SpeculativeConfig
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
@@ -38,10 +37,8 @@ from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.heads.mtp import MtpHead
+from hf_specdec.validation import unknown_method
 from hf_specdec.verification.memory import persistent_tensors
-
-ENTRY_POINTS = "hf_specdec.methods"
-"""Group of entry points through which an installed package adds methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +169,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     available = {*COMBINED, *rows, *registered}
     if method in available:
         return method
-    names = sorted({*available, *aliases})
-    meant = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(name, names, n=1))
-    known = ", ".join(map(repr, names))
-    raise InvalidConfigError(f"There is no method or drafter {name!r}.", f"{meant}Available: {known}.")
+    raise unknown_method(name, {*available, *aliases})
 
 
 def drafter_of(head: DraftHead) -> Drafter:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.sources import is_connection_error, local_directory
+from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
 from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
 from hf_specdec.errors import CheckpointFormatError
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
@@ -177,6 +177,24 @@ def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.d
     return model, tokenizer
 
 
+def model_and_head(name: str | None, drafter: str | None) -> tuple[str, str | None]:
+    """Return what to pass to `from_pretrained` and to `load_drafter`: the given names, or the packaged model and head.
+
+    Of the model, only the config is read, so that a wrong name is reported before any weights are.
+
+    Args:
+        name: See `load_tokenizer`.
+        drafter: Path or Hub id of a head; None is the model's `default_head`, or no head if it has none.
+
+    Raises:
+        CheckpointFormatError: See `load_config`; or there is no such head.
+    """
+    load_config(name)
+    if drafter is not None:
+        head_directory(drafter)
+    return str(_source(name)), drafter or default_head(name)
+
+
 def default_head(name: str | None) -> str | None:
     """Return the path of a model's default head: `SHIPPED_HEAD` for the packaged model (`name=None`), else None."""
     return str(SHIPPED_HEAD) if name is None and SHIPPED_HEAD.is_dir() else None
@@ -214,15 +232,10 @@ def _source(name: str | None) -> str | Path:
     """
     if name is None:
         return packaged_model() or HUB_ID
-    folder = local_directory(name, "model", EXPECTED_MODEL)
+    folder = model_directory(name)
     if folder is None:
         return name
-    config = folder / "config.json"
-    if not config.is_file():
-        raise CheckpointFormatError(
-            f"The model {name!r} cannot be loaded: the directory holds no config.json.", EXPECTED_MODEL
-        )
-    if is_head_config(read_json(config)):
+    if is_head_config(read_json(folder / "config.json")):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
             "Give the model that it was trained for, and the head with --drafter.",

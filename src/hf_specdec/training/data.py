@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.errors import InvalidConfigError, sentence
-from hf_specdec.records import open_regular, read_lines, read_list, read_records, shortened
+from hf_specdec.records import existing_path, open_regular, read_lines, read_list, read_records, shortened
 
 TOKEN_ID_LIMIT = 2**31
 """Exclusive upper bound of token ids, which are stored in 32 bits."""
 
 ROWS_AT_ONCE = 256
 """Rows of a parquet file read at a time."""
-
-FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
-"""Ends of file names that `read_rows` reads."""
 
 Row = dict[str, Any]
 """Values of a row by field name."""
@@ -35,8 +32,6 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str
             package is needed but missing; raised during iteration.
     """
     path = existing_path(source)
-    if path is None and _must_be_a_path(str(source)):
-        raise InvalidConfigError(f"{str(source)!r} does not exist.")
     if path is not None and path.is_file() and path.suffix == ".txt":
         yield from ((f"{path}, line {number}", {"prompt": line.strip()}) for number, line in read_lines(path))
     elif path is not None and ".jsonl" in path.suffixes and not path.is_dir():
@@ -73,19 +68,6 @@ def _rows_of_dataset(
     if not files:
         rows = datasets.load_dataset(str(source), split=split)
         yield from ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _must_be_a_path(source: str) -> bool:
-    """Whether a source cannot be the name of a dataset: a path in another directory, or a file by its suffix."""
-    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(FILE_SUFFIXES)
-
-
-def existing_path(source: str | Path) -> Path | None:
-    """Return the source as a path, or None if no such file or directory exists."""
-    try:
-        return Path(source) if Path(source).exists() else None
-    except (OSError, ValueError):  # too long, or with a NUL byte
-        return None
 
 
 def datasets_package(why: str) -> tuple[Any, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import shortened
-from hf_specdec.training.data import Row, existing_path, read_rows, text_of, turns_of
+from hf_specdec.records import existing_path, shortened
+from hf_specdec.training.data import Row, read_rows, text_of, turns_of
 
 MARK = "USER-TURN-8d1f"
 """Placeholder for the user's text, to find its position in the output of the chat template."""
