@@ -35,9 +35,10 @@ from hf_specdec.verification.programs import CaptureError, make_program
 FEATURES = library.processor_features()
 AVAILABLE = [one.name for one in INSTRUCTION_SETS if one.machine == platform.machine() and one.features <= FEATURES]
 SETS, DTYPES = (
-    [(name, 3) for name in AVAILABLE] + [(name, 1) for name in AVAILABLE[:1]],
+    [(name, 3, False) for name in AVAILABLE] + [(name, 1, True) for name in AVAILABLE[:1]],
     [torch.bfloat16, torch.float32],
 )
+"""Instruction sets, threads, and whether instructions for pairs of bfloat16 are used if there are any."""
 GATES = {SILU: silu, GELU_TANH: lambda gate: gelu(gate, approximate="tanh")}
 
 
@@ -49,12 +50,13 @@ def forget() -> None:
 @pytest.fixture(scope="module", params=itertools.product(SETS, DTYPES), ids=str)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """A dtype, while all operations use the kernels of one instruction set with a number of threads."""
-    (name, threads), number = request.param
+    (name, threads, paired), number = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, name)
         forget()
         chosen, loaded = library.load_library()
         assert (chosen.name, Path(loaded._name).name.startswith(f"kernels-{name}-")) == (name, True)
+        assert loaded.choose_pairs(paired) == (paired and name.endswith("bf16"))
         used = operations.functions_for(torch.float32).multiply, loaded.multiply_32
         assert len({ctypes.cast(one, ctypes.c_void_p).value for one in used}) == 1
         torch.set_num_threads(threads)
@@ -195,6 +197,19 @@ def test_attention_is_exact_and_writes_only_its_slots(dtype: torch.dtype, heads:
         keys, values = (one[1:3, :, :length] for one in wanted)
         visible = torch.ones_like(seen) if mask is None else mask
         assert_right(found, attend_exactly(query, keys, values, visible, scale or dims[0] ** -0.5))
+
+
+@pytest.mark.skipif(not AVAILABLE or not AVAILABLE[0].endswith("bf16"), reason="no instructions for pairs")
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_products_in_pairs_are_those_of_floats(rows: int, fresh: None) -> None:
+    loaded = library.load_library()[1]
+    x, weight = (random(*shape, dtype=torch.bfloat16) for shape in ((rows, 70), (12, 70)))
+    found = []
+    for paired in (0, 1):
+        assert loaded.choose_pairs(paired) == paired
+        found.append(operations.linear(x, [weight], [None]).float())
+    assert loaded.choose_pairs(library.MEASURE) in (0, 1)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("broken", ["query", "key", "value"])

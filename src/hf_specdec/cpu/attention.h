@@ -41,23 +41,101 @@ struct Attention {
     float scale;
 };
 
-// The sums of values, weighted with each of four rows of p, for D vectors of a value; writes the first `some` rows.
+constexpr long CHUNK = 128;                // slots of a task
+constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors in a row of a block of sums, which stays in registers
+
+#if defined(__AVX512F__)
+// Transpose a block of 16 x 16 words: row i at `from + i * stride` becomes column i of rows at `to + i * CHUNK`.
+static inline void transpose(const uint32_t *from, long stride, uint32_t *to) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        _mm512_storeu_si512(to + i * CHUNK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * CHUNK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    }
+}
+
+// Scores [rows, CHUNK] of `size` keys, for many rows. Keys are transposed first (word w of all slots, then word w + 1;
+// a word is one float or two bfloat16), so that lanes are slots, which need not be summed.
+constexpr long MANY_ROWS = 8;
+template <class T>
+static void score(const T *keys, long dim, long size, const Rows<Dot<T>> &q, float scale, uint32_t *words,
+                  float *scores) {
+    typedef Dot<T> D;
+    const long count = dim / D::parts;
+    for (long n = 0; n < size; n += 16)
+        for (long w = 0; w < count; w += 16) {
+            const uint32_t *from = (const uint32_t *)(keys + n * dim) + w;
+            uint32_t *const to = words + w * CHUNK + n;
+            if (n + 16 <= size && w + 16 <= count) transpose(from, count, to);
+            else
+                for (long i = 0; i < std::min(16L, size - n); i++)
+                    for (long j = 0; j < std::min(16L, count - w); j++) memcpy(to + j * CHUNK + i, from + i * count + j, 4);
+        }
+    for (long m = 0; m < q.rows; m += 4) {
+        const long some = std::min(4L, q.rows - m);
+        const float *x[4];
+        for (long i = 0; i < 4; i++) x[i] = q.data + (m + std::min(i, some - 1)) * q.stride;
+        for (long n = 0; n < size; n += WIDE * LANES) {
+            Floats sum[4][WIDE] = {};
+            for (long w = 0; w < count; w++)
+                for (int half = 0; half < D::parts; half++) {
+                    const long place = w / LANES * D::step + half * LANES + w % LANES;  // in packed rows
+                    for (int j = 0; j < WIDE; j++) {
+                        const Floats key = D::load((const T *)(words + w * CHUNK + n + j * LANES), half);
+                        for (int i = 0; i < 4; i++) sum[i][j] += x[i][place] * key;
+                    }
+                }
+            for (long i = 0; i < some; i++)
+                for (int j = 0; j < WIDE; j++) store(scores + (m + i) * CHUNK + n + j * LANES, sum[i][j] * scale);
+        }
+    }
+}
+#endif
+
+// The sums of values, weighted with each of four rows of p, for D steps of a value; writes the first `some` rows, with
+// the numbers of each step as `Dot` orders them.
 template <int D, class T>
 static inline void weigh(const float *const p[4], const T *v, long size, long dv, float *to, long some) {
-    Floats sum[4][D] = {};
+    Floats sum[4][D * Dot<T>::parts] = {};
     for (long n = 0; n < size; n++)
-        for (int d = 0; d < D; d++) {
-            const Floats value = floats(v + n * dv + d * LANES);
-            for (int i = 0; i < 4; i++) sum[i][d] += p[i][n] * value;
-        }
+        for (int d = 0; d < D; d++)
+            for (int half = 0; half < Dot<T>::parts; half++) {
+                const Floats value = Dot<T>::load(v + n * dv + d * Dot<T>::step, half);
+                for (int i = 0; i < 4; i++) sum[i][d * Dot<T>::parts + half] += p[i][n] * value;
+            }
     for (long i = 0; i < some; i++)
-        for (int d = 0; d < D; d++) store(to + i * (dv + 2) + d * LANES, sum[i][d]);
+        for (int d = 0; d < D * Dot<T>::parts; d++) store(to + i * (dv + 2) + d * LANES, sum[i][d]);
+}
+
+// Replace the scores of slots that are not seen by -infinity.
+static inline void hide(float *scores, const uint8_t *seen, long size) {
+    for (long n = 0; n < size; n += LANES) {
+        Bytes some = {};
+        if (n + LANES <= size) memcpy(&some, seen + n, LANES);
+        else memcpy(&some, seen + n, size - n);
+        const Floats z = floats(scores + n);
+        store(scores + n, __builtin_convertvector(some, SignedWords) != 0 ? z : Floats{} - INFINITY);
+    }
 }
 
 template <class T>
 static void attend(const Attention &a, const T *query, const T *key, const T *value, T *keys, T *values,
                    const uint8_t *mask, T *y, long threads) {
-    constexpr long CHUNK = 128;
     const long group = a.heads / a.shared, rows = group * a.nodes, slots = a.end - a.first, dv = a.value_dim;
     const long chunks = (slots + CHUNK - 1) / CHUNK, tasks = a.batch * a.shared * chunks;
     static thread_local std::vector<float> kept;  // reused by the next call
@@ -75,6 +153,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
 #pragma omp parallel num_threads(threads)
     {
         static thread_local std::vector<float> scores, output;
+        static thread_local std::vector<uint32_t> words;
         if (scores.size() < size_t(rows * CHUNK)) scores.resize(rows * CHUNK);
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < tasks; task++) {
@@ -82,15 +161,21 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             const long from = a.first + task % chunks * CHUNK, size = std::min(CHUNK, a.end - from);
             const T *k = keys + b * a.cache_stride[0] + h * a.cache_stride[1] + from * a.dim;
             const T *v = values + b * a.value_stride[0] + h * a.value_stride[1] + from * dv;
-            const Rows<T> q(query + (b * a.heads + h * group) * a.nodes * a.dim, rows, a.dim);
-            span(k, a.dim, 0, size, q, [&](long m, long n, Four z, int some) {
-                store_some(&scores[m * CHUNK + n], z * a.scale, some);
-            });
+            const Rows<Dot<T>> q(query + (b * a.heads + h * group) * a.nodes * a.dim, rows, a.dim);
+#if defined(__AVX512F__)
+            if (rows >= MANY_ROWS && a.dim % Dot<T>::parts == 0) {
+                words.resize(a.dim * CHUNK);
+                score(k, a.dim, size, q, a.scale, words.data(), scores.data());
+            } else
+#endif
+                span(k, a.dim, 0, size, q, [&](long m, long n, Four z, int some) {
+                    store_some(&scores[m * CHUNK + n], z * a.scale, some);
+                });
             float *result = &partial[task * rows * (dv + 2)];
             for (long m = 0; m < rows; m++) {
                 float *p = &scores[m * CHUNK], most = -INFINITY, sum = 0;
                 const uint8_t *seen = mask ? mask + b * a.mask_stride[0] + m % a.nodes * a.mask_stride[1] : nullptr;
-                for (long n = 0; seen && n < size; n++) p[n] = seen[from - a.first + n] ? p[n] : -INFINITY;
+                if (seen) hide(p, seen + from - a.first, size);
                 for (long n = size; n % LANES; n++) p[n] = -INFINITY;
                 Floats top = floats(p), total = {};
                 for (long n = LANES; n < size; n += LANES) top = floats(p + n) > top ? floats(p + n) : top;
@@ -110,8 +195,10 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                 const float *p[4];
                 for (long i = 0; i < 4; i++) p[i] = &scores[(m + std::min(i, some - 1)) * CHUNK];
                 long d = 0;
-                for (; d + 2 * LANES <= dv; d += 2 * LANES) weigh<2>(p, v + d, size, dv, &result[m * (dv + 2) + d], some);
-                for (; d + LANES <= dv; d += LANES) weigh<1>(p, v + d, size, dv, &result[m * (dv + 2) + d], some);
+                constexpr int step = Dot<T>::step, many = WIDE * LANES / step;
+                for (; d + many * step <= dv; d += many * step)
+                    weigh<many>(p, v + d, size, dv, &result[m * (dv + 2) + d], some);
+                for (; d + step <= dv; d += step) weigh<1>(p, v + d, size, dv, &result[m * (dv + 2) + d], some);
                 for (; d < dv; d++)
                     for (long i = 0; i < some; i++) {
                         float sum = 0;
@@ -135,7 +222,10 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             }
             const long b = pair / a.shared, head = pair % a.shared * group + m / a.nodes;
             T *to = y + ((b * a.nodes + m % a.nodes) * a.heads + head) * dv;
-            for (long d = 0; d < dv; d++) store(to + d, sum == 0 ? 0.0f : output[d] / sum);
+            const float factor = sum == 0 ? 0.0f : 1 / sum;
+            long d = 0;
+            for (; d + Dot<T>::step <= dv; d += Dot<T>::step) Dot<T>::unpack(&output[d], factor, to + d);
+            for (; d < dv; d++) store(to + d, output[d] * factor);
         }
     }
 }

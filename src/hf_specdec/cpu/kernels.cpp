@@ -60,6 +60,15 @@ extern "C" {
 BOTH(bf16, 16)
 BOTH(float, 32)
 
+// Decide whether products of bfloat16 use the processor's instructions for pairs: 1 yes, 0 no, -1 if they are faster.
+// Returns whether they do.
+long choose_pairs(long choice) {
+#if defined(HAS_PAIRS)
+    use_pairs = choice < 0 ? product_seconds(true) < product_seconds(false) : choice;
+#endif
+    return use_pairs;
+}
+
 // Read `bytes` of memory with all threads, to measure the bandwidth; returns a sum, so that nothing is left out.
 float read_memory(const float *data, long bytes, long threads) {
     float total = 0;

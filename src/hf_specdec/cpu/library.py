@@ -31,6 +31,8 @@ SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "search.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
+MEASURE = -1
+"""Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 if they are faster."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
 COMPILE_TIMEOUT = 300
 """Seconds after which a compiler is stopped."""
@@ -223,6 +225,9 @@ def _opened(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     if before and openmp_runtimes() != before:  # two pools of threads would slow each other down
         raise NoKernelsError(f"torch uses another OpenMP runtime ({', '.join(sorted(before))}) than the compiler")
+    library.choose_pairs.argtypes, library.choose_pairs.restype = [ctypes.c_long], ctypes.c_long
+    paired = library.choose_pairs(MEASURE)  # takes a few milliseconds
+    logger.debug("Products of bfloat16 are computed %s.", "in pairs" if paired else "as products of floats")
     return library
 
 

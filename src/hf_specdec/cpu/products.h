@@ -12,85 +12,99 @@
 //   thread |  ...                            |
 //
 // The prefetch matters most: without it, hardware prefetchers lose their place at every end of a row. Sums are in
-// float32.
+// float32. Weights in bfloat16 are either widened, with exact products, or multiplied in pairs, whichever is faster.
 
 #pragma once
 
 #include "vectors.h"
 
-// Rows of x in the dtype that products read, padded with zeros to whole steps; they are not copied if they fit.
-template <class T> struct Rows {
-    typedef typename Dot<T>::X X;
+// Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are.
+template <class D> struct Rows {
+    typedef typename D::W W;
+    typedef typename D::X X;
     std::vector<X> copy;
     const X *data;
     long rows, stride;
 
-    Rows(const T *x, long rows, long k) : rows(rows) {
-        stride = (k + Dot<T>::step - 1) / Dot<T>::step * Dot<T>::step;
+    Rows(const W *x, long rows, long k) : rows(rows) {
+        stride = (k + D::step - 1) / D::step * D::step;
         data = (const X *)x;
-        if (sizeof(X) == sizeof(T) && stride == k) return;
-        copy.assign(rows * stride, 0);
-        for (long row = 0; row < rows; row++)
-            for (long i = 0; i < k; i++) store(&copy[row * stride + i], widen(x[row * k + i]));
+        if (sizeof(X) == sizeof(W) && stride == k) return;
+        copy.resize(rows * stride);
         data = copy.data();
+        for (long row = 0; row < rows; row++, x += k) {
+            X *to = &copy[row * stride];
+            long i = 0;
+            for (; i + D::step <= k; i += D::step) D::pack(x + i, to + i);
+            if (i == k) continue;
+            W rest[D::step] = {};
+            memcpy(rest, x + i, (k - i) * sizeof(W));
+            D::pack(rest, to + i);
+        }
     }
 };
 
+// Add the products of one step of R rows of w, `apart` numbers apart, with M rows of x.
+template <class D, int R, int M>
+static inline void add_step(Floats sum[M][(R + 3) / 4 * 4], const typename D::W *w, long apart, const typename D::X *x,
+                            long stride) {
+    for (int half = 0; half < D::parts; half++) {
+        typename D::Part part[R];
+        for (int r = 0; r < R; r++) part[r] = D::load(w + r * apart, half);
+        for (int m = 0; m < M; m++) {
+            auto row = D::load_x(x + m * stride + half * LANES);
+            for (int r = 0; r < R; r++) D::add(sum[m][r], part[r], row);
+        }
+    }
+}
+
 // One tile: R rows of w times M rows of x; result[m][r / 4] holds four products.
-template <class T, int R, int M>
-static inline void tile(const T *w, long k, const typename Dot<T>::X *x, long stride, Four result[M][(R + 3) / 4]) {
-    typedef Dot<T> D;
+template <class D, int R, int M>
+static inline void tile(const typename D::W *w, long k, const typename D::X *x, long stride,
+                        Four result[M][(R + 3) / 4]) {
     Floats sum[M][(R + 3) / 4 * 4] = {};
     long i = 0;
     for (; i + D::step <= k; i += D::step) {
-        typename D::Operand weights[R];
-        for (int r = 0; r < R; r++) {
-            weights[r] = D::load(w + r * k + i);
-            __builtin_prefetch(w + (r + R) * k + i, 0, 2);  // into L2
-        }
-        for (int m = 0; m < M; m++) {
-            auto row = D::load_x(x + m * stride + i);
-            for (int r = 0; r < R; r++) D::add(sum[m][r], weights[r], row);
-        }
+        for (int r = 0; r < R; r++) __builtin_prefetch(w + (r + R) * k + i, 0, 2);  // into L2
+        add_step<D, R, M>(sum, w + i, k, x + i, stride);
     }
-    if (i < k)
-        for (int r = 0; r < R; r++) {
-            T rest[D::step] = {};
-            memcpy(rest, w + r * k + i, (k - i) * sizeof(T));
-            for (int m = 0; m < M; m++) D::add(sum[m][r], D::load(rest), D::load_x(x + m * stride + i));
-        }
+    if (i < k) {
+        typename D::W rest[R][D::step] = {};
+        for (int r = 0; r < R; r++) memcpy(rest[r], w + r * k + i, (k - i) * sizeof(typename D::W));
+        add_step<D, R, M>(sum, rest[0], D::step, x + i, stride);
+    }
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r += 4) result[m][r / 4] = sums(sum[m][r], sum[m][r + 1], sum[m][r + 2], sum[m][r + 3]);
 }
 
 // Call use(m, n, four products, how many of them count) for rows n .. n + R of w and all rows of x.
-template <class T, int R, int M, class Use>
-static inline void tiles(const T *w, long k, long n, const Rows<T> &x, long m, const Use &use) {
+template <class D, int R, int M, class Use>
+static inline void tiles(const typename D::W *w, long k, long n, const Rows<D> &x, long m, const Use &use) {
     Four result[M][(R + 3) / 4];
-    tile<T, R, M>(w + n * k, k, x.data + m * x.stride, x.stride, result);
+    tile<D, R, M>(w + n * k, k, x.data + m * x.stride, x.stride, result);
     for (int i = 0; i < M; i++)
         for (int r = 0; r < R; r += 4) use(m + i, n + r, result[i][r / 4], std::min(R, 4));
 }
-template <class T, int R, class Use>
-static inline void all_rows(const T *w, long k, long n, const Rows<T> &x, const Use &use) {
+template <class D, int R, class Use>
+static inline void all_rows(const typename D::W *w, long k, long n, const Rows<D> &x, const Use &use) {
     long blocks = (x.rows + 5) / 6, size = (x.rows + blocks - 1) / blocks;
     for (long m = 0; m < x.rows; m += size) switch (std::min(size, x.rows - m)) {
-            case 1: tiles<T, R, 1>(w, k, n, x, m, use); break;
-            case 2: tiles<T, R, 2>(w, k, n, x, m, use); break;
-            case 3: tiles<T, R, 3>(w, k, n, x, m, use); break;
-            case 4: tiles<T, R, 4>(w, k, n, x, m, use); break;
-            case 5: tiles<T, R, 5>(w, k, n, x, m, use); break;
-            default: tiles<T, R, 6>(w, k, n, x, m, use);
+            case 1: tiles<D, R, 1>(w, k, n, x, m, use); break;
+            case 2: tiles<D, R, 2>(w, k, n, x, m, use); break;
+            case 3: tiles<D, R, 3>(w, k, n, x, m, use); break;
+            case 4: tiles<D, R, 4>(w, k, n, x, m, use); break;
+            case 5: tiles<D, R, 5>(w, k, n, x, m, use); break;
+            default: tiles<D, R, 6>(w, k, n, x, m, use);
         }
 }
 // The same for rows `from` to `to` of w.
-template <class T, class Use>
-static inline void span(const T *w, long k, long from, long to, const Rows<T> &x, const Use &use) {
+template <class D, class Use>
+static inline void span(const typename D::W *w, long k, long from, long to, const Rows<D> &x, const Use &use) {
     if (x.rows <= 2)
         for (; from + 8 <= to; from += 8)
-            x.rows == 1 ? tiles<T, 8, 1>(w, k, from, x, 0, use) : tiles<T, 8, 2>(w, k, from, x, 0, use);
-    for (; from + 4 <= to; from += 4) all_rows<T, 4>(w, k, from, x, use);
-    for (; from < to; from++) all_rows<T, 1>(w, k, from, x, use);
+            x.rows == 1 ? tiles<D, 8, 1>(w, k, from, x, 0, use) : tiles<D, 8, 2>(w, k, from, x, 0, use);
+    for (; from + 4 <= to; from += 4) all_rows<D, 4>(w, k, from, x, use);
+    for (; from < to; from++) all_rows<D, 1>(w, k, from, x, use);
 }
 
 template <class T> static inline void store_some(T *to, Four values, int count) {
@@ -106,10 +120,10 @@ static inline Four activated(Four z, int activation) {
 
 // y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or, with an activation,
 // the product of the first weight, activated, times that of the second.
-template <class T>
-static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
+template <class D, class T>
+static void multiply_as(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
                      long count, long activation, const T *residual, T *y, long threads) {
-    const Rows<T> input(x, rows, k);
+    const Rows<D> input(x, rows, k);
     long total = 0;
     for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
 #pragma omp parallel num_threads(threads)
@@ -144,4 +158,41 @@ static void multiply(const T *x, long rows, long k, const T *const *weights, con
             }
         }
     }
+}
+
+// Whether products of bfloat16 use `Pairs`. On Intel's processors, an instruction for pairs takes as long as four
+// multiplications of floats, and does the work of two.
+static bool use_pairs = false;
+
+static inline void multiply(const float *x, long rows, long k, const float *const *weights, const float *const *biases,
+                            const long *sizes, long count, long activation, const float *residual, float *y,
+                            long threads) {
+    multiply_as<Dot<float>>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+}
+static inline void multiply(const bf16 *x, long rows, long k, const bf16 *const *weights, const bf16 *const *biases,
+                            const long *sizes, long count, long activation, const bf16 *residual, bf16 *y,
+                            long threads) {
+#if defined(HAS_PAIRS)
+    if (use_pairs)
+        return multiply_as<Pairs>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+#endif
+    multiply_as<Dot<bf16>>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+}
+
+// The shortest time of a product of bfloat16 from the processor's cache, with or without `Pairs`.
+static double product_seconds(bool pairs) {
+    const long rows = 4, k = 512, n = 256;
+    const std::vector<bf16> x(rows * k, 0x3f80), w(n * k, 0x3f80);
+    std::vector<bf16> y(rows * n);
+    const bf16 *const weight = w.data(), *const bias = nullptr;
+    double best = INFINITY;
+    const bool before = use_pairs;
+    use_pairs = pairs;
+    for (int turn = 0; turn < 30; turn++) {
+        const double begin = omp_get_wtime();
+        multiply(x.data(), rows, k, &weight, &bias, &n, 1, 0, nullptr, y.data(), 1);
+        best = std::min(best, omp_get_wtime() - begin);
+    }
+    use_pairs = before;
+    return best;
 }

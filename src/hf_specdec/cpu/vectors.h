@@ -31,7 +31,9 @@
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Pair __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 static inline float widen(bf16 value) {
@@ -56,14 +58,18 @@ static inline void store(bf16 *to, Four values) {
     for (int i = 0; i < 4; i++) to[i] = rounded(values[i]);
 #endif
 }
+// Floats whose upper halves are the nearest bfloat16, ties to even.
+static inline Words nearest(Floats values) {
+    Words bits = (Words)values, even = bits + 0x7fff + ((bits >> 16) & 1);
+    return values == values ? even : Words{} + 0x7fc00000u;
+}
 #if LANES != 4  // otherwise Floats is Four
 static inline void store(float *to, Floats values) { *(Floats *)to = values; }
 static inline void store(bf16 *to, Floats values) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)values));
 #else
-    Words bits = (Words)values, even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(Shorts *)to = __builtin_convertvector(values == values ? even : Words{} + 0x7fc0, Shorts);
+    *(Shorts *)to = __builtin_convertvector(nearest(values) >> 16, Shorts);
 #endif
 }
 #endif
@@ -113,31 +119,60 @@ template <class V, class I> static inline V exponential(V x) {
 typedef int32_t FourWords __attribute__((vector_size(16)));
 typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 
-// How a vector of weights (dtype T) is multiplied with one of x (dtype X), `step` numbers at a time.
-template <class T> struct Dot {
-    typedef float X;
-    typedef Floats Operand;
-    static constexpr int step = LANES;
-    static Operand load(const T *from) { return floats(from); }
-    static Operand load_x(const float *from) { return floats(from); }
-    static void add(Floats &sum, Operand w, Operand x) { sum += w * x; }
+// How numbers of dtype W are read, `step` at a time, as `parts` vectors of floats, and multiplied with numbers X.
+template <class W> struct Dot;
+template <> struct Dot<float> {
+    typedef float W, X;
+    typedef Floats Part;
+    static constexpr int step = LANES, parts = 1;
+    static Part load(const float *from, int = 0) { return floats(from); }
+    static Part load_x(const float *from) { return floats(from); }
+    static void pack(const float *from, float *to) { store(to, floats(from)); }
+    static void unpack(const float *from, float factor, float *to) { store(to, floats(from) * factor); }
+    static void add(Floats &sum, Part w, Part x) { sum += w * x; }
 };
-#if defined(__AVX512BF16__)
+// A bfloat16 is the upper half of a float. Of pairs of them, read as words, the odd ones are floats once the lower halves
+// are cleared, and the even ones once they are shifted up: one operation for each. So in packed steps, as floats, all
+// even ones come before all odd ones.
 template <> struct Dot<bf16> {
-    typedef bf16 X;
-    typedef __m512bh Operand;
-    static constexpr int step = 32;
-    static Operand load(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
-    static Operand load_x(const bf16 *from) { return load(from); }
-    static void add(Floats &sum, Operand w, Operand x) { sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, x); }
+    typedef bf16 W;
+    typedef float X;
+    typedef Floats Part;
+    static constexpr int step = 2 * LANES, parts = 2;
+    static Part load(const bf16 *from, int odd) {
+        const Words pairs = *(const Pair *)from;
+        return (Floats)(odd ? pairs & 0xffff0000u : pairs << 16);
+    }
+    static Part load_x(const float *from) { return floats(from); }
+    static void pack(const bf16 *from, float *to) { store(to, load(from, 0)), store(to + LANES, load(from, 1)); }
+    static void unpack(const float *from, float factor, bf16 *to) {
+        const Words even = nearest(floats(from) * factor), odd = nearest(floats(from + LANES) * factor);
+        *(Pair *)to = even >> 16 | (odd & 0xffff0000u);
+    }
+    static void add(Floats &sum, Part w, Part x) { sum += w * x; }
+};
+// Instructions that multiply pairs of bfloat16 and add both products to a float. They need no packing, but not every
+// processor is fast at them: see `use_pairs` in products.h.
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS
+struct Pairs {
+    typedef bf16 W, X;
+    typedef __m512bh Part;
+    static constexpr int step = 32, parts = 1;
+    static Part load(const bf16 *from, int = 0) { return (__m512bh)_mm512_loadu_si512(from); }
+    static Part load_x(const bf16 *from) { return load(from); }
+    static void pack(const bf16 *from, bf16 *to) { memcpy(to, from, step * sizeof(bf16)); }
+    static void add(Floats &sum, Part w, Part x) { sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, x); }
 };
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-template <> struct Dot<bf16> {
-    typedef bf16 X;
-    typedef bfloat16x8_t Operand;
-    static constexpr int step = 8;
-    static Operand load(const bf16 *from) { return vld1q_bf16((const bfloat16_t *)from); }
-    static Operand load_x(const bf16 *from) { return load(from); }
-    static void add(Floats &sum, Operand w, Operand x) { sum = (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
+#define HAS_PAIRS
+struct Pairs {
+    typedef bf16 W, X;
+    typedef bfloat16x8_t Part;
+    static constexpr int step = 8, parts = 1;
+    static Part load(const bf16 *from, int = 0) { return vld1q_bf16((const bfloat16_t *)from); }
+    static Part load_x(const bf16 *from) { return load(from); }
+    static void pack(const bf16 *from, bf16 *to) { memcpy(to, from, step * sizeof(bf16)); }
+    static void add(Floats &sum, Part w, Part x) { sum = (Floats)vbfdotq_f32((float32x4_t)sum, w, x); }
 };
 #endif
