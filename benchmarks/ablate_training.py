@@ -64,7 +64,7 @@ BLOCK_VARIANTS = {
     "random start": {"flags": ["--random-start"]},
 }
 """Changes by variant, as for EAGLE. The recipe: 2 layers, blocks of 8, slots see each other, no Markov head. All heads
-read the same three layers of SmolLM2-135M, whatever their own number of layers, so they can share captured features."""
+read the same three layers of SmolLM2-135M, so they can share captured features."""
 
 HEAD = {"fc_norm": True, "norm_before_residual": True, "norm_output": True}
 """Config fields of the shipped EAGLE-3 head; see docs/heads.md."""
