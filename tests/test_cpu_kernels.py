@@ -14,6 +14,8 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from torch.nn.functional import gelu, linear, silu
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.cpu import background, library, measuring, operations
+from hf_specdec.cpu import background, chains, library, measuring, operations
+from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
@@ -423,6 +426,81 @@ def test_a_residual_is_added(number: torch.dtype, rows: int) -> None:
     result = operations.linear(x, [weight], [bias], residual=more.T)
     exact = linear(x.double(), weight.double(), bias.double()) + more.T.double()
     torch.testing.assert_close(result.double(), exact, rtol=0.01 if number == torch.bfloat16 else 1e-5, atol=0.02)
+
+
+class Layer(nn.Module):
+    """What stands between two attentions, with all that steps of a chain can have."""
+
+    def __init__(self, number: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"o": (20, 24, True), "gate": (24, 36, True), "up": (24, 36, False), "down": (36, 24, False),
+                 "q": (24, 40, True), "k": (24, 8, False), "v": (24, 8, True)}  # fmt: skip
+        for name, (k, n, bias) in sizes.items():
+            setattr(self, name, nn.Linear(k, n, bias, dtype=number, device="cpu"))
+        self.first, self.second = random(24, dtype=number), random(24)
+
+    def forward(self, attended: Tensor, residual: Tensor) -> list[Tensor]:
+        x = residual + self.o(attended)
+        y = norm(x, self.first, early=True)
+        x = x + self.down(silu(self.gate(y)) * self.up(y))
+        y = norm(x, self.second)
+        return [x, self.q(y), self.k(y), self.v(y)]
+
+
+@pytest.mark.parametrize("number", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_between_attentions_are_one_call_with_the_same_result(
+    number: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, calls = Layer(number), list[int]()
+    inputs = random(2, 5, 20, dtype=number), random(2, 5, 24, dtype=number)
+    with torch.no_grad():
+        with RecordProducts():
+            graph = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        weights = lift_weights(graph)
+        assert use_kernels(graph) == 4
+        apart = copy.deepcopy(graph)
+        assert join_steps(graph) == 1
+        assert not any(str(node.target).startswith("hf_specdec_cpu") for node in graph.graph.nodes)
+        own = operations.functions_for(number)
+        counted = replace(own, run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
+        monkeypatch.setattr(chains, "functions_for", lambda _dtype: counted)
+        for rows, columns in ((2, 5), (1, 1), (1, 3), (3, 29), (30, 30), (0, 4)):  # (30, 30): torch multiplies so many
+            given = random(columns, rows, 20, dtype=number).transpose(0, 1), random(rows, columns, 24, dtype=number)
+            found, expected = graph.forward(*given, *weights), apart.forward(*given, *weights)
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other), (rows, columns)
+    assert calls == [10, 1, 3, 87]
+
+
+def test_other_steps_are_not_joined() -> None:
+    layer = nn.Linear(8, 8, dtype=torch.float32, device="cpu")
+    steps = {
+        "another operation between": (lambda x: layer(layer(x).tanh()), 0),
+        "a computed weight": (lambda x: linear(layer(x), layer.weight * 2), 0),
+        "other rows": (lambda x: layer(layer(x).flatten(0, 1)), 0),
+        "one after the other": (lambda x: layer(layer(layer(x))), 1),
+    }
+    for name, (step, count) in steps.items():
+        with torch.no_grad(), RecordProducts():
+            graph = make_fx(step, tracing_mode="symbolic", _allow_non_fake_inputs=True)(random(2, 3, 8))
+        weights = lift_weights(graph)
+        use_kernels(graph)
+        assert join_steps(graph) == count, name
+        given = random(3, 5, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(graph.forward(given, *weights), step(given), atol=1e-5, rtol=1e-5)
+
+
+def test_threads_run_one_chain_at_once() -> None:
+    layer = nn.Linear(64, 64, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        program = make_program(lambda x: [layer(layer(layer(x)))], random(2, 64), mode="kernels")
+        inputs = [random(one % 5 + 1, 64) for one in range(40)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda x: program(x)[0], inputs * 5))
+        for x, result in zip(inputs * 5, found, strict=True):
+            torch.testing.assert_close(result, layer(layer(layer(x))), atol=1e-5, rtol=1e-5)
 
 
 def test_a_kernel_with_wrong_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,8 @@
-// The CPU kernels' C interface, and RMSNorm. Compiled by library.py, once per instruction set.
+// The CPU kernels' C interface. Compiled by library.py, once per instruction set.
 
 #include "attention.h"
 #include "search.h"
-
-// x / sqrt(mean(x^2) + eps) * weight; `early` rounds to T before the multiplication, as Llama does.
-template <class T, class W>
-static void normalize(const T *x, long rows, long k, const W *weight, float eps, bool early, T *y, long threads) {
-#pragma omp parallel for num_threads(threads) if (rows * k > 65536)
-    for (long row = 0; row < rows; row++) {
-        const T *from = x + row * k;
-        Floats squares = {};
-        float sum = 0;
-        long i = 0;
-        for (; i + LANES <= k; i += LANES) squares += floats(from + i) * floats(from + i);
-        for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
-        for (; i < k; i++) sum += widen(from[i]) * widen(from[i]);
-        const float factor = 1.0f / std::sqrt(sum / k + eps);
-        T *to = y + row * k;
-        for (i = 0; i + LANES <= k; i += LANES) {
-            store(to + i, floats(from + i) * factor * (early ? Floats{} + 1.0f : floats(weight + i)));
-            if (early) store(to + i, floats(to + i) * floats(weight + i));
-        }
-        for (; i < k; i++) {
-            store(to + i, widen(from[i]) * factor * (early ? 1.0f : widen(weight[i])));
-            if (early) store(to + i, widen(to[i]) * widen(weight[i]));
-        }
-    }
-}
+#include "steps.h"
 
 // ------------------------------------------------------------------------------------------------ interface
 
@@ -37,8 +13,10 @@ static void normalize(const T *x, long rows, long k, const W *weight, float eps,
     }                                                                                                                  \
     void normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \
-        wide ? normalize(x, rows, k, (const float *)weight, eps, early, y, threads)                                    \
-             : normalize(x, rows, k, (const T *)weight, eps, early, y, threads);                                       \
+        normalize(x, rows, k, weight, wide, eps, early, y, threads);                                                   \
+    }                                                                                                                  \
+    void run_##bits(const Step *steps, long count, const void *const *table, long rows, long threads) {                \
+        run<T>(steps, count, table, rows, threads);                                                                    \
     }                                                                                                                  \
     void rotate_##bits(const T *x, const long *shape, const long *strides, const T *cos, const T *sin, long stride,    \
                        T *y) {                                                                                         \

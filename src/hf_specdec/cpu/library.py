@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "search.h", "vectors.h")
+    Path(__file__).with_name(name)
+    for name in ("kernels.cpp", "attention.h", "products.h", "search.h", "steps.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
 MEASURE = -1

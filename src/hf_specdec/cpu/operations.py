@@ -44,6 +44,7 @@ class Functions:
 
     multiply: Callable[..., None]
     normalize: Callable[..., None]
+    run: Callable[..., None]
     rotate: Callable[..., None]
     attend: Callable[..., None]
     attend_joined: Callable[..., None]
@@ -61,6 +62,7 @@ def functions_for(dtype: torch.dtype) -> Functions:
     arguments: dict[str, list[Any]] = {
         "multiply": [_Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Long, _Long, _Pointer, _Pointer, _Long],
         "normalize": [_Pointer, _Long, _Long, _Pointer, _Long, _Float, _Long, _Pointer, _Long],
+        "run": [_Pointer, _Long, _Pointer, _Long, _Long],
         "rotate": [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Pointer],
         "attend": [*[_Pointer] * 8, _Long],
         "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
@@ -104,7 +106,7 @@ def linear(
     """
     k = x.shape[-1]
     rows = x.numel() // k
-    if rows > _widest.get(x.dtype, MAX_ROWS):
+    if rows > widest_rows(x.dtype):
         y = wide_linear(x, weights, biases, activation)
         return y if residual is None else y + residual
     found = _group(
@@ -150,6 +152,11 @@ _widest: dict[torch.dtype, int] = {}
 def limit_rows(dtype: torch.dtype, rows: int) -> None:
     """Leave products of this dtype with more rows than `rows` to torch from now on."""
     _widest[dtype] = rows
+
+
+def widest_rows(dtype: torch.dtype) -> int:
+    """Return the most rows that the kernel multiplies; torch multiplies more."""
+    return _widest.get(dtype, MAX_ROWS)
 
 
 def rows_are_limited(dtype: torch.dtype) -> bool:
@@ -291,33 +298,6 @@ def _check_mask(mask: Tensor | None, nodes: int, begin: int) -> None:
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
     return (0, 0) if mask is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
-
-
-def can_search(logits: Tensor) -> bool:
-    """Whether `best_tokens` supports these logits; False if the kernels have not been loaded for something else."""
-    return logits.device.type == "cpu" and logits.dtype in DTYPES and is_loaded() and not logits.requires_grad
-
-
-def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (at most 0, float32) and ids `[..., count]` of the likeliest tokens, best first.
-
-    Of equal logits, the one with the lowest id comes first.
-
-    Args:
-        logits: `[..., V]`.
-        count: Number of tokens, at most V.
-        with_log_probs: Whether log-probabilities are needed; the first result is empty if not.
-    """
-    size = logits.shape[-1]
-    rows = logits.reshape(-1, size)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    log_probs = logits.new_empty((*logits.shape[:-1], count) if with_log_probs else 0, dtype=torch.float32)
-    ids = logits.new_empty(*logits.shape[:-1], count, dtype=torch.long)
-    functions_for(logits.dtype).best(
-        rows.data_ptr(), len(rows), size, rows.stride(0), count, log_probs.data_ptr() if with_log_probs else None,
-        ids.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return log_probs, ids
 
 
 # ----------------------------------------------------------------------------------------------- traceable operations

@@ -18,22 +18,23 @@
 
 #include "vectors.h"
 
-// Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are.
+// Rows of x as products read them, padded with zeros to whole steps; they are not copied if they fit as they are. At most
+// one per thread exists at a time.
 template <class D> struct Rows {
     typedef typename D::W W;
     typedef typename D::X X;
-    std::vector<X> copy;
     const X *data;
     long rows, stride;
 
     Rows(const W *x, long rows, long k) : rows(rows) {
+        static thread_local std::vector<X> copy;
         stride = (k + D::step - 1) / D::step * D::step;
         data = (const X *)x;
         if (sizeof(X) == sizeof(W) && stride == k) return;
-        copy.resize(rows * stride);
+        if (copy.size() < size_t(rows * stride)) copy.resize(rows * stride);
         data = copy.data();
         for (long row = 0; row < rows; row++, x += k) {
-            X *to = &copy[row * stride];
+            X *const to = &copy[row * stride];
             long i = 0;
             for (; i + D::step <= k; i += D::step) D::pack(x + i, to + i);
             if (i == k) continue;
@@ -118,45 +119,44 @@ static inline Four activated(Four z, int activation) {
     return z / (1.0f + exponential<Four, FourWords>(u * -1.0f));
 }
 
-// y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or, with an activation,
-// the product of the first weight, activated, times that of the second.
+// One thread's share of y [rows, N] for several weights [sizes[i], k] side by side, plus a residual [rows, N] if given; or,
+// with an activation, of the product of the first weight, activated, times that of the second.
 template <class D, class T>
-static void multiply_as(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
-                     long count, long activation, const T *residual, T *y, long threads) {
+static void multiply_share(const T *x, long rows, long k, const T *const *weights, const T *const *biases,
+                           const long *sizes, long count, long activation, const T *residual, T *y) {
     const Rows<D> input(x, rows, k);
     long total = 0;
     for (long i = 0; i < (activation ? 1 : count); i++) total += sizes[i];
-#pragma omp parallel num_threads(threads)
-    {
-        const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
-        const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
-        if (activation) {
-            std::vector<float> gates(rows * 4);
-            for (long n = first; n < last; n += 4) {
-                const long end = std::min(n + 4, last);
-                span(weights[0], k, n, end, input, [&](long m, long j, Four z, int some) {
-                    if (biases[0]) z += some == 4 ? four(biases[0] + j) : Four{widen(biases[0][j])};
-                    store_some(&gates[m * 4 + j - n], activated(z, activation), some);
-                });
-                span(weights[1], k, n, end, input, [&](long m, long j, Four z, int some) {
-                    if (biases[1]) z += some == 4 ? four(biases[1] + j) : Four{widen(biases[1][j])};
-                    z *= some == 4 ? four(&gates[m * 4 + j - n]) : Four{gates[m * 4 + j - n]};
-                    store_some(y + m * total + j, z, some);
-                });
-            }
-        } else {
-            long base = 0;
-            for (long i = 0; i < count; base += sizes[i++]) {
-                const T *bias = biases[i];
-                span(weights[i], k, std::max(first - base, 0L), std::min(last - base, sizes[i]), input,
-                     [&](long m, long j, Four z, int some) {
-                         const long place = m * total + base + j;
-                         if (bias) z += some == 4 ? four(bias + j) : Four{widen(bias[j])};
-                         if (residual) z += some == 4 ? four(residual + place) : Four{widen(residual[place])};
-                         store_some(y + place, z, some);
-                     });
-            }
+    const long blocks = (total + 7) / 8, thread = omp_get_thread_num(), all = omp_get_num_threads();
+    const long first = blocks * thread / all * 8, last = std::min(blocks * (thread + 1) / all * 8, total);
+    if (activation) {
+        static thread_local std::vector<float> gates;
+        if (gates.size() < size_t(rows * 4)) gates.resize(rows * 4);
+        float *const gate = gates.data();
+        for (long n = first; n < last; n += 4) {
+            const long end = std::min(n + 4, last);
+            span(weights[0], k, n, end, input, [&](long m, long j, Four z, int some) {
+                if (biases[0]) z += some == 4 ? four(biases[0] + j) : Four{widen(biases[0][j])};
+                store_some(gate + m * 4 + j - n, activated(z, activation), some);
+            });
+            span(weights[1], k, n, end, input, [&](long m, long j, Four z, int some) {
+                if (biases[1]) z += some == 4 ? four(biases[1] + j) : Four{widen(biases[1][j])};
+                z *= some == 4 ? four(gate + m * 4 + j - n) : Four{gate[m * 4 + j - n]};
+                store_some(y + m * total + j, z, some);
+            });
         }
+        return;
+    }
+    long base = 0;
+    for (long i = 0; i < count; base += sizes[i++]) {
+        const T *bias = biases[i];
+        span(weights[i], k, std::max(first - base, 0L), std::min(last - base, sizes[i]), input,
+             [&](long m, long j, Four z, int some) {
+                 const long place = m * total + base + j;
+                 if (bias) z += some == 4 ? four(bias + j) : Four{widen(bias[j])};
+                 if (residual) z += some == 4 ? four(residual + place) : Four{widen(residual[place])};
+                 store_some(y + place, z, some);
+             });
     }
 }
 
@@ -164,19 +164,23 @@ static void multiply_as(const T *x, long rows, long k, const T *const *weights, 
 // multiplications of floats, and does the work of two.
 static bool use_pairs = false;
 
-static inline void multiply(const float *x, long rows, long k, const float *const *weights, const float *const *biases,
-                            const long *sizes, long count, long activation, const float *residual, float *y,
-                            long threads) {
-    multiply_as<Dot<float>>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+static inline void share(const float *x, long rows, long k, const float *const *weights, const float *const *biases,
+                         const long *sizes, long count, long activation, const float *residual, float *y) {
+    multiply_share<Dot<float>>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
 }
-static inline void multiply(const bf16 *x, long rows, long k, const bf16 *const *weights, const bf16 *const *biases,
-                            const long *sizes, long count, long activation, const bf16 *residual, bf16 *y,
-                            long threads) {
+static inline void share(const bf16 *x, long rows, long k, const bf16 *const *weights, const bf16 *const *biases,
+                         const long *sizes, long count, long activation, const bf16 *residual, bf16 *y) {
 #if defined(HAS_PAIRS)
-    if (use_pairs)
-        return multiply_as<Pairs>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+    if (use_pairs) return multiply_share<Pairs>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
 #endif
-    multiply_as<Dot<bf16>>(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);
+    multiply_share<Dot<bf16>>(x, rows, k, weights, biases, sizes, count, activation, residual, y);
+}
+
+template <class T>
+static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
+                     long count, long activation, const T *residual, T *y, long threads) {
+#pragma omp parallel num_threads(threads)
+    share(x, rows, k, weights, biases, sizes, count, activation, residual, y);
 }
 
 // The shortest time of a product of bfloat16 from the processor's cache, with or without `Pairs`.
@@ -190,7 +194,7 @@ static double product_seconds(bool pairs) {
     use_pairs = pairs;
     for (int turn = 0; turn < 30; turn++) {
         const double begin = omp_get_wtime();
-        multiply(x.data(), rows, k, &weight, &bias, &n, 1, 0, nullptr, y.data(), 1);
+        multiply<bf16>(x.data(), rows, k, &weight, &bias, &n, 1, 0, nullptr, y.data(), 1);
         best = std::min(best, omp_get_wtime() - begin);
     }
     use_pairs = before;

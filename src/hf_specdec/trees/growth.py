@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hf_specdec.cpu.operations import best_tokens, can_search
+from hf_specdec.cpu.search import best_tokens, can_search
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import Choice

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.measuring import PRODUCT_TOLERANCE, measure_widest, product_error
 from hf_specdec.cpu.operations import DTYPES
@@ -103,6 +104,7 @@ def make_program(
             _check_products(weights)
             measure_widest(weight for weight in weights if weight.dim() == 2)
             if mode == "kernels":
+                join_steps(graph)
                 call_functions(graph)
                 run: Any = graph.forward
             else:
