@@ -3,8 +3,9 @@
     python benchmarks/forwards.py --json benchmarks/results/forwards_cpu_bf16.json
 
 Forms are interleaved; results are medians over rounds, in milliseconds. `memory limit` is the time in which all
-threads read as many bytes as the linear layers' weights have, once. With HF_SPECDEC_KERNELS=none, inductor compiles
-without kernels, with packed weights.
+threads read as many bytes as the linear layers' weights have, once. Products are also timed with the other way to
+multiply bfloat16 than the kernels chose. With HF_SPECDEC_KERNELS=none, inductor compiles without kernels, with packed
+weights.
 """
 
 import argparse
@@ -108,16 +109,22 @@ def main():
             rows.append({"context": context, "form": name, **row})
             print(f"| {context} | {name} | " + " | ".join(map(str, row.values())) + " |", flush=True)
     groups, memory, instructions = linear_groups(model), None, "none"
-    multipliers = {"torch": by_torch}
+    kernels = {"torch": (by_torch, None)}
     if library.load_or_none():
-        multipliers["kernel"], instructions = by_kernel, library.load_library()[0].name
+        instructions, loaded = library.load_library()[0].name, library.load_library()[1]
+        chosen = loaded.choose_pairs(library.MEASURE)
+        kernels["kernel"] = by_kernel, chosen
+        if loaded.choose_pairs(1 - chosen) != chosen:
+            kernels[f"kernel, {'floats' if chosen else 'pairs of bfloat16'} instead"] = by_kernel, 1 - chosen
         seconds, size = memory_seconds(groups)
         memory = {
             "bytes": size,
             "milliseconds": round(1000 * seconds, 2),
             "GB_per_second": round(size / seconds / 1e9, 1),
         }
-    for name, multiply in multipliers.items():
+    for name, (multiply, paired) in kernels.items():
+        if paired is not None:
+            loaded.choose_pairs(paired)
         row = {width: round(1000 * linear_seconds(groups, width, multiply), 1) for width in options.widths}
         rows.append({"form": f"linear layers, {name}", **row})
         print(f"| - | linear layers, {name} | " + " | ".join(map(str, row.values())) + " |", flush=True)
