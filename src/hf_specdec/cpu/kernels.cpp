@@ -38,11 +38,11 @@ extern "C" {
 BOTH(bf16, 16)
 BOTH(float, 32)
 
-// Decide whether products of bfloat16 use the processor's instructions for pairs: 1 yes, 0 no, -1 if they are faster.
-// Returns whether they do.
+// Decide whether products of bfloat16 use the processor's instructions for pairs: 1 yes, 0 no, -1 unless they are slower
+// by a tenth or more (if both are about as fast, noise does not decide). Returns whether they do.
 long choose_pairs(long choice) {
 #if defined(HAS_PAIRS)
-    use_pairs = choice < 0 ? product_seconds(true) < product_seconds(false) : choice;
+    use_pairs = choice < 0 ? product_seconds(true) < 1.1 * product_seconds(false) : choice;
 #endif
     return use_pairs;
 }

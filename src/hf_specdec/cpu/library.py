@@ -33,7 +33,7 @@ SOURCES = tuple(
 )
 """The file to compile, and those that it includes."""
 MEASURE = -1
-"""Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 if they are faster."""
+"""Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 unless they are slow."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
 COMPILE_TIMEOUT = 300
 """Seconds after which a compiler is stopped."""
