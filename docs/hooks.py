@@ -37,9 +37,9 @@ COMMANDS = ("demo", "generate", "doctor", "bench", "env", "distill", "tree", "tr
 
 
 def help_of(command):
-    """Return the help of a command, as a terminal of 80 columns shows it."""
+    """Return the help of a command, as a terminal of 100 columns shows it."""
     words = [sys.executable, "-m", "hf_specdec", *command.split(), "--help"]
-    options = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    options = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, env={**os.environ, **options}, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.strip()
 
