@@ -43,7 +43,7 @@ SHOWN = {
     "nothing+kernels": "plain, CPU kernels",
     "auto_no_head+kernels": "auto, no head, CPU kernels",
     "auto+kernels": "auto with head, CPU kernels",
-    "llama_cpp": "llama.cpp",
+    "llama_cpp": "llama.cpp, no drafts",
 }
 """Methods of chart and table, in the order of the table, and their names there."""
 

@@ -37,9 +37,11 @@ COMMANDS = ("demo", "generate", "doctor", "bench", "env", "distill", "tree", "tr
 
 
 def help_of(command):
-    """Return the help of a command, as a terminal of 80 columns shows it."""
-    words = [sys.executable, "-m", "hf_specdec", *command.split(), "--help"]
-    options = {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    """Return the help of a command, wrapped at 100 columns."""
+    # click wraps at 80 columns in wider terminals, too, unless it is given another limit
+    code = "import sys; from hf_specdec.cli import app; app(sys.argv[1:], 'hf-specdec', max_content_width=100)"
+    words = [sys.executable, "-c", code, *command.split(), "--help"]
+    options = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, env={**os.environ, **options}, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.strip()
 

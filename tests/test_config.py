@@ -66,6 +66,15 @@ def test_what_means_nothing_is_refused(fields: dict[str, Any], message: str) -> 
     with pytest.raises(InvalidConfigError, match=message) as caught:
         SpeculativeConfig.from_dict(fields)
     assert isinstance(caught.value, ValueError)
+    with pytest.raises(InvalidConfigError, match=message):
+        SpeculativeConfig(**fields)
+
+
+def test_an_unknown_keyword_is_named() -> None:
+    with pytest.raises(InvalidConfigError, match=r"AdaptiveConfig has no field 'ema'\. Did you mean 'ema_alpha'"):
+        AdaptiveConfig(ema=0.5)  # type: ignore[call-arg]
+    with pytest.raises(InvalidConfigError, match=r"SpeculativeConfig has no field 'num_step'\."):
+        replace(SpeculativeConfig("eagle", eagle_topk=4), num_step=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from hf_specdec import (
 from hf_specdec.drafters import registry
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
-from hf_specdec.generation import plan
+from hf_specdec.generation import head_loading, plan
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.verification.step import Step, StepSeconds
 from models import prompts
@@ -193,6 +194,27 @@ def test_a_method_of_ones_own(llama: Any) -> None:
     taken = methods()["eagle"].heads
     with pytest.raises(InvalidConfigError, match="Another method drafts with"):
         register_drafter("eagle too", make, heads=taken)
+
+
+def test_a_drafter_has_no_name_of_another_method(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    taken, head = "There is already a method '{}'. Choose another name", drafters.random_head(llama)
+    head.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(head_loading, "assistant_config", lambda *_: pytest.fail("read before the name was checked"))
+        for name in ("auto", "hybrid", "prompt_lookup", "ngram", "draft_model"):
+            with pytest.raises(InvalidConfigError, match=taken.format(name)):
+                llama.load_drafter(tmp_path, name=name)
+    for name in ("auto", "hybrid", "eagle", "token_recycling"):
+        with pytest.raises(InvalidConfigError, match=taken.format(name)):
+            llama.add_drafter(PromptLookupDrafter(), name)
+    with pytest.raises(InvalidConfigError, match=taken.format("medusa")):
+        llama.load_drafter(head, name="medusa")
+    assert not llama.drafters
+    llama.add_drafter(PromptLookupDrafter(), "ngram")  # its own method's other name
+    llama.load_drafter(head, name="eagle")
+    assert list(llama.drafters) == ["ngram", "eagle"]
+    with pytest.raises(InvalidConfigError, match=r"load_drafter has no option 'revison'\. Did you mean 'revision'"):
+        llama.load_drafter(tmp_path, revison="main")
 
 
 @pytest.mark.usefixtures("empty_slots")

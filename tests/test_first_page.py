@@ -42,6 +42,11 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     assert worst["auto_no_head+kernels"] == worst["auto+kernels"]
     assert f"and {worst['auto+kernels']} with the kernels" in text
     assert f"which alone give {mean['nothing+kernels']} on average" in text
+    assert f"CPU kernels, which alone give {rows['mean']['nothing+kernels'][0]:.1f}x)" in text
+    for method, range_of in (("auto_no_head+kernels", "{:.0f} to {:.0f} times faster with a C++ compiler"),
+                             ("auto_no_head", "and {:.1f} to {:.1f} times without")):  # fmt: skip
+        by_category = [cells[method][0] for category, cells in rows.items() if category not in ("mean", "worst")]
+        assert range_of.format(min(by_category), max(by_category)) in text
     gains = {category: cells["auto+kernels"][0] / cells["auto_no_head+kernels"][0] - 1
              for category, cells in rows.items()}  # fmt: skip
     assert abs(gains["mean"]) < 0.02
@@ -54,14 +59,22 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     ]
 
 
+def test_the_figures_of_the_other_machine_agree_with_the_rows() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "kernels_peers_cpu_bf16.json").read_text())["summary"]
+    means = {row["method"]: row["speed_up_mean"] for row in rows if row["category"] == "all"}
+    for page in (README, (ROOT / "docs" / "index.md").read_text()):
+        text = f"on an AMD EPYC it is at {means['llama_cpp']:.2f}x, and `auto` with head and kernels at "
+        assert f"{text}{means['auto+kernels']:.2f}x" in " ".join(page.split())
+
+
 def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
     seconds = {method: f"{run['seconds']:.1f} s" for method, run in RACE["runs"].items()}
     means = {method: f"{cell[0]:.2f}x" for method, cell in first_page.rows_of(RESULTS)["mean"].items()}
     chart = (
-        f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp {means['llama_cpp']}. auto with "
-        f"kernels off: {means['auto_no_head']} without a head, {means['auto+none']} with it. CPU kernels without "
-        f"drafts: {means['nothing+kernels']}. auto with CPU kernels: {means['auto_no_head+kernels']} without a head, "
-        f"{means['auto+kernels']} with it."
+        f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp without drafts {means['llama_cpp']}. "
+        f"auto with kernels off: {means['auto_no_head']} without a head, {means['auto+none']} with it. CPU kernels "
+        f"without drafts: {means['nothing+kernels']}. auto with CPU kernels: {means['auto_no_head+kernels']} without "
+        f"a head, {means['auto+kernels']} with it."
     )
     for page in (README, (ROOT / "docs" / "index.md").read_text()):
         text = page.replace("&quot;", '"')

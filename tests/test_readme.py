@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import transformers
 
 import hf_specdec
 from drafters import random_head, random_heads
-from hf_specdec import cli
+from hf_specdec import DrafterMismatchError, cli
 from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +97,21 @@ def test_links_and_files_exist() -> None:
         assert (ROOT / "src" / "hf_specdec" / name).exists(), name
 
 
+def test_the_commits_of_the_results_exist() -> None:
+    def git(*words: str, given: str = "") -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, input=given, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    if shutil.which("git") is None or git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no git, or not the whole history")
+    table = (ROOT / "docs" / "benchmarks" / "results.md").read_text().split("## The README's chart")[0]
+    commits = re.findall(r"\| ([0-9a-f]{7})\b[^|]* \| 2\d{3}-", table)
+    assert len(commits) > 10
+    kinds = git("cat-file", "--batch-check", given="\n".join(commits)).splitlines()
+    assert len(kinds) == len(commits)
+    assert [line for line in kinds if " commit " not in line] == []
+
+
 def test_the_landing_page_has_the_example_of_the_readme() -> None:
     """With the line that it prints; `test_the_example_runs` runs it."""
     page = (ROOT / "docs" / "index.md").read_text()
@@ -115,12 +132,16 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     options = {"max_new_tokens": 30, "do_sample": False}
     plain = llama.generate(ids, **options)
     scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": ids}}
+    with pytest.raises(DrafterMismatchError) as caught:
+        llama.generate(ids, speculative="eagle")
+    assert str(caught.value) in (ROOT / "docs" / "reference" / "errors.md").read_text()
     exec(code_block(page, "# Write your own"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="bigram", **options))
     assert llama.last_speculation.method == "bigram"
     assert llama.last_speculation.num_drafted_tokens > 0
     monkeypatch.chdir(tmp_path)
-    heads = {"eagle": {"head": random_head(llama)}, "medusa": {"heads": random_heads(llama)}}
+    random_head(llama).save_pretrained(tmp_path / "heads" / "smollm2-135m-instruct-eagle3")
+    heads = {"medusa": {"heads": random_heads(llama)}}
     for name in ("prompt_lookup", "token_recycling", "last_logits", "lookahead", "early_exit", "eagle", "medusa"):
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
         exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope | heads.get(name, {}))

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
-from hf_specdec import AdaptiveConfig, SpeculativeConfig
+from hf_specdec import AdaptiveConfig, Drafter, SpeculationStats, SpeculativeConfig, SpeculativeGenerationMixin
 
 TIERS: dict[str, Any] = {"candidate_steps": [1, 2]}
 
@@ -59,3 +59,10 @@ def test_other_names_of_values() -> None:
     assert SpeculativeConfig(compile=False) == SpeculativeConfig(compile="none")
     assert SpeculativeConfig("eagle", eagle_topk=4) == SpeculativeConfig("eagle", top_k=4)
     assert SpeculativeConfig(acceptance="typical", posterior_threshold=1).posterior_threshold == 1
+
+
+def test_an_attached_model_has_the_methods_of_the_mixin(llama: Any) -> None:
+    attached = SpeculativeGenerationMixin.attach(llama)
+    assert_type(attached.drafters, dict[str, Drafter])
+    assert_type(attached.last_speculation, SpeculationStats | None)
+    assert attached is llama

@@ -18,6 +18,7 @@ from hf_specdec.validation import (
     ConfigFields,
     is_integer,
     is_number,
+    refuse_unknown_keywords,
     require,
     require_integer,
     validate_choices,
@@ -40,6 +41,7 @@ PER_PROMPT = "per_prompt"
 """Value of `history`: one history per prompt. No history can have this name."""
 
 
+@refuse_unknown_keywords
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig(ConfigFields):
     """Settings for adapting the drafted depth to a moving average of the accepted drafted tokens per row and step.
@@ -131,12 +133,13 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 
 
 @_accept_eagle_topk
+@refuse_unknown_keywords
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig(ConfigFields):
     """Settings for drafting, verification and acceptance.
 
-    None means the drafter's default unless stated otherwise. Invalid values raise `InvalidConfigError`, unknown
-    keywords Python's `TypeError`. For an unknown field of a dict, `InvalidConfigError` names the most similar one.
+    None means the drafter's default unless stated otherwise. Invalid values raise
+    `InvalidConfigError`, and so do unknown fields, as keywords or in a dict: the message names the most similar one.
 
     Args:
         method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no

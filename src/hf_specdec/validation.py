@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
+
+ConfigClass = TypeVar("ConfigClass", bound="ConfigFields")
 
 Choice = tuple[int, ...]
 """Path of a static tree: ranks of the nodes below the root."""
@@ -83,8 +86,22 @@ class ConfigFields:
         return cls(**values)
 
 
-def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
-    """Check that all given field names are known.
+def refuse_unknown_keywords(cls: type[ConfigClass]) -> type[ConfigClass]:
+    """Make the constructor of a config raise `InvalidConfigError` for an unknown keyword, as `from_dict` does."""
+    create: Any = cls.__init__
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(create)
+    def create_from_known(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(cls.__name__, kwargs, [*names, *cls._aliases])
+        create(self, *args, **kwargs)
+
+    cls.__init__ = create_from_known  # type: ignore[method-assign]
+    return cls
+
+
+def check_names(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
+    """Check that all given names of fields, or of another kind, are known.
 
     Raises:
         InvalidConfigError: A name is unknown; the message suggests the most similar known one.
@@ -93,7 +110,8 @@ def check_names(owner: str, given: Iterable[Any], known: Sequence[str]) -> None:
         if name not in known:
             near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)[0]
             raise InvalidConfigError(
-                f"{owner} has no field {shortened(name)}.", f"Did you mean {near!r}? Fields: {', '.join(known)}."
+                f"{owner} has no {kind} {shortened(name)}.",
+                f"Did you mean {near!r}? {kind.capitalize()}s: {', '.join(known)}.",
             )
 
 

@@ -7,7 +7,7 @@ a `Method`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
@@ -108,12 +108,16 @@ def register_drafter(
 def _add(method: Method) -> Method:
     for name in (method.name, *method.aliases):
         if name in COMBINED or any(name in (row.name, *row.aliases) for row in _METHODS.values()):
-            raise InvalidConfigError(f"There is already a method {name!r}.", "Choose another name.")
+            raise _taken(name)
     for head in method.heads:
         if any(head in row.heads for row in _METHODS.values()):
             raise InvalidConfigError(f"Another method drafts with {head.__name__}.", "Use a subclass of it.")
     _METHODS[method.name] = method
     return method
+
+
+def _taken(name: str) -> InvalidConfigError:
+    return InvalidConfigError(f"There is already a method {name!r}.", "Choose another name.")
 
 
 register_drafter("eagle", EagleDrafter, heads=(EagleHead, Eagle3Head))
@@ -155,6 +159,22 @@ def _load_entry_points() -> None:
                 "It must refer to a hf_specdec.drafters.registry.Method.",
             )
         _add(method)
+
+
+def check_drafter_name(name: str, own: Collection[str]) -> None:
+    """Refuse a drafter's name that would hide a method with other drafts.
+
+    Args:
+        name: The name in `speculative=` that the drafter is to get.
+        own: Names of the methods that the drafter may belong to: it may have their names and aliases.
+
+    Raises:
+        InvalidConfigError: The name is `"auto"`, or the name or alias of another method.
+    """
+    rows = methods()
+    method = next((row.name for row in rows.values() if name in row.aliases), name)
+    if method == AUTO or (method not in own and method in (*COMBINED, *rows)):
+        raise _taken(name)
 
 
 def method_named(name: str, registered: Iterable[str] = ()) -> str:

@@ -5,6 +5,7 @@ The adapter that a head was trained with is checked, and it is decided how an am
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ from transformers import PreTrainedModel
 from hf_specdec.checkpoints.adapters import check_adapter
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.registry import drafter_of
+from hf_specdec.drafters.pard import PardDrafter
+from hf_specdec.drafters.registry import check_drafter_name, drafter_of, methods
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.generation.assistant_loading import assistant_config, assistant_drafter
 from hf_specdec.generation.reading_trial import choose_reading
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.heads.readings import checked_reading
+from hf_specdec.validation import check_names
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import text_config
 
 
 def head_drafter(
     model: PreTrainedModel, source: str | Path | DraftHead, reading: Mapping[str, Any] | None, tries_readings: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any], name: str | None = None,
 ) -> Drafter:  # fmt: skip
     """Load a head, choose its reading if its files allow several (*ambiguous*), and return its drafter.
 
@@ -42,13 +45,15 @@ def head_drafter(
         tries_readings: Whether an ambiguous head is tried in each reading, see `choose_reading`; otherwise the first
             one (the documented one) is used.
         options: Arguments of `load_head`, or of `assistant_drafter`; those that are None are left out.
+        name: The name that the drafter is to get; None: that of its method.
 
     Raises:
         CheckpointFormatError, DrafterMismatchError: See `load_drafter`.
         InvalidConfigError: `reading` is invalid, or given for something other than an ambiguous head; options were
-            given for a loaded head; or the `hot_tokens` in them are invalid.
+            given for a loaded head or are unknown; the `hot_tokens` in them are invalid; or `name` is another
+            method's.
     """
-    _check_source(source)
+    _check_arguments(source, name)
     wanted = checked_reading(reading or {})
     given = {name: value for name, value in options.items() if value is not None}
     if not isinstance(source, DraftHead) and (fields := assistant_config(source, given)) is not None:
@@ -59,6 +64,7 @@ def head_drafter(
     if head.adapter is not None:  # before the trial; binding checks it again
         check_adapter(model, head.adapter)
     drafter = drafter_of(head)
+    check_drafter_name(name or drafter.method, (drafter.method,))  # before the trial
     if head.ambiguity is None:
         if wanted:
             raise InvalidConfigError(
@@ -83,17 +89,21 @@ def head_drafter(
     return drafter
 
 
-def _check_source(source: Any) -> None:
+def _check_arguments(source: Any, name: str | None) -> None:
+    """Refuse a source that is no head, and the name of a method that drafts with nothing that can be loaded."""
     if not isinstance(source, str | Path | DraftHead):
         raise CheckpointFormatError(
             f"`repo_or_path` must be a local directory, a Hub id or a loaded head, got {type(source).__name__}.",
             "A whole model is passed to generate() as `assistant_model=`.",
         )
+    if name is not None:
+        check_drafter_name(name, {PardDrafter.method, *(row.name for row in methods().values() if row.heads)})
 
 
 def _head_of(source: str | Path | DraftHead, options: Mapping[str, Any]) -> Any:
     """Return the head at a source; one that is already loaded takes no options."""
     if not isinstance(source, DraftHead):
+        check_names("load_drafter", options, list(inspect.signature(load_head).parameters)[1:], kind="option")
         return load_head(source, **options)
     if options:
         raise InvalidConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -29,6 +29,8 @@ from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.model import CACHE_FIELD
 
+AnyModule = TypeVar("AnyModule", bound=Module)
+
 
 class SpeculativeGenerationMixin(GenerationHooks):
     """Mixin that adds `speculative=` to `generate()`, and methods to load drafters.
@@ -40,14 +42,14 @@ class SpeculativeGenerationMixin(GenerationHooks):
     # ------------------------------------------------------------------------------------------- attach, detach
 
     @staticmethod
-    def attach(model: Module) -> Any:
+    def attach(model: Module) -> AttachedModel:
         """Add the mixin to a loaded model. Attaching twice has no effect.
 
         Args:
             model: A decoder-only transformers model, or a PEFT model around one, whose base model gets the mixin.
 
         Returns:
-            The same object.
+            The same object, with the type `AttachedModel`: a transformers model with this mixin.
 
         Raises:
             UnsupportedModelError: The model can verify neither trees nor chains, or its `generate()` is unsuitable.
@@ -58,16 +60,15 @@ class SpeculativeGenerationMixin(GenerationHooks):
             ids = model.generate(**inputs, speculative="auto")
             ```
         """
+        attached: Any = model
         if not isinstance(model, PreTrainedModel) and callable(base_model := getattr(model, "get_base_model", None)):
             SpeculativeGenerationMixin.attach(base_model())
-            return model
-        if isinstance(model, SpeculativeGenerationMixin):
-            return model
-        swap_in(model, SpeculativeGenerationMixin)
-        return model
+        elif not isinstance(model, SpeculativeGenerationMixin):
+            swap_in(model, SpeculativeGenerationMixin)
+        return attached
 
     @staticmethod
-    def detach(model: Module) -> Any:
+    def detach(model: AnyModule) -> AnyModule:
         """Undo `attach` and drop the model's drafters; no effect on a model without the mixin.
 
         Args:
@@ -99,7 +100,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused; docs/generate.md has the reasons:
+        keep their meaning. With `speculative`, these are refused (https://hf-specdec.github.io/hf-specdec/generate/):
 
         * modes: beam search, contrastive search, `custom_generate`;
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
@@ -179,7 +180,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
 
         Args:
             repo_or_path: A local directory, a Hub id, or a loaded head.
-            name: The head's name in `speculative=`; None uses the name of its method.
+            name: The head's name in `speculative=`; None uses the name of its method. Names of other methods are
+                refused.
             revision: Branch, tag or commit on the Hub.
             token: Hub token.
             verify: Prompts of token ids `[1, P]` to test the head on, or True for prompts that this model generates; a
@@ -197,7 +199,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
         Raises:
             CheckpointFormatError: The source is not a draft head, its layout is unknown, or a file is broken.
             DrafterMismatchError: The head was made for another model, or for this one with an adapter.
-            InvalidConfigError: Loading options are invalid or given with a loaded head, or `reading` is invalid.
+            InvalidConfigError: `name` is another method's; loading options are unknown, invalid or given with a loaded
+                head; or `reading` is invalid.
             UnsupportedModelError: The model gives no access to the hidden states that the head needs.
 
         Example:
@@ -208,7 +211,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
         """
         model: Any = self
         options = {"revision": revision, "token": token, **kwargs}
-        drafter = self.add_drafter(head_drafter(model, repo_or_path, reading, verify is not False, options), name)
+        drafter = head_drafter(model, repo_or_path, reading, verify is not False, options, name)
+        self.add_drafter(drafter, name)
         if verify is not None and verify is not False:
             last = state_of(self).last
             try_drafter(self, name or drafter.method, None if verify is True else verify)
@@ -220,13 +224,14 @@ class SpeculativeGenerationMixin(GenerationHooks):
 
         Args:
             drafter: Any drafter, including your own.
-            name: Its name in `speculative=`; None uses the name of its method.
+            name: Its name in `speculative=`; None uses the name of its method. Names of other methods are refused.
 
         Returns:
             The same drafter.
 
         Raises:
             DrafterMismatchError: It was made for another model, or is not a valid drafter.
+            InvalidConfigError: `name` is another method's.
             UnsupportedModelError: The model gives no access to the hidden states that it needs.
         """
         add_drafter(self, drafter, name)
@@ -316,3 +321,10 @@ class SpeculativeGenerationMixin(GenerationHooks):
         """
         stored_default.note_continuous_batching(self, generation_config)
         return super().init_continuous_batching(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+if TYPE_CHECKING:
+    from transformers.models.auto.modeling_auto import _BaseModelWithGenerate
+
+    class AttachedModel(SpeculativeGenerationMixin, _BaseModelWithGenerate):
+        """Type of an attached model, for editors and type checkers: at run time there is no such class."""

@@ -22,6 +22,7 @@ from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
+from hf_specdec.drafters.registry import check_drafter_name
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
@@ -222,13 +223,16 @@ def add_drafter(model: PreTrainedModel, drafter: Drafter, name: str | None) -> N
 
     Raises:
         DrafterMismatchError: The drafter was made for another model, or is invalid.
+        InvalidConfigError: The name is `"auto"` or that of a method that is not the drafter's.
         UnsupportedModelError: The model gives no access to the hidden states that the drafter needs.
     """
     check_drafter(drafter)
+    name = name or drafter.method
+    check_drafter_name(name, (drafter.method,))
     state, now = state_of(model), Fingerprint.of(model)
     for part in drafter.parts:
         _bind(model, part, now)
-    state.drafters[name or drafter.method] = drafter
+    state.drafters[name] = drafter
 
 
 def rebind_if_changed(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
