@@ -32,8 +32,7 @@ import socket
 import time
 from contextvars import ContextVar
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 try:
     from fastapi.exceptions import RequestValidationError
