@@ -1,4 +1,4 @@
-"""Time the forward that verifies drafts, which tells how many accepted tokens a draft of some size needs to pay."""
+"""Time the forward that verifies drafts: how many tokens a step of some size must emit to pay follows from it."""
 
 from __future__ import annotations
 

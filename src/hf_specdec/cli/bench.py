@@ -67,16 +67,8 @@ def bench(
     with its 20th and 80th percentile, and seconds to the first token. Tau, the
     tokens per forward of the model, is a mean.
     """
-    check_writable_file(output, "--json", force=force)
-    check_picture(picture, "bench", force=force)
-    if picture is not None and output is not None and picture.resolve() == output.resolve():
-        raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    if not names:
-        raise InvalidConfigError(
-            "--methods names no method.", f"Available: {', '.join((*OTHER_METHODS, *METHOD_NAMES))}."
-        )
-    check_methods((name.partition("+")[0] for name in names), OTHER_METHODS, assistant=assistant is not None)
+    _check_outputs(output, picture, force=force)
+    _check_names(methods, assistant)
     open_regular(prompts).close()
     for place in (model, assistant):
         check_places(place, drafter)
@@ -108,3 +100,29 @@ def bench(
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
+
+
+def _check_outputs(output: Path | None, picture: Path | None, *, force: bool) -> None:
+    """Check that the files of `--json` and `--plot` can be written.
+
+    Raises:
+        InvalidConfigError: One cannot, see `check_writable_file` and `check_picture`; or both are the same.
+    """
+    check_writable_file(output, "--json", force=force)
+    check_picture(picture, "bench", force=force)
+    if picture is not None and output is not None and picture.resolve() == output.resolve():
+        raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
+
+
+def _check_names(methods: str, assistant: str | None) -> None:
+    """Check the value of `--methods`, except suffixes, which `read_methods` checks.
+
+    Raises:
+        InvalidConfigError: It names no method, or an unknown one.
+        DrafterMismatchError: A method needs an assistant model that is not given.
+    """
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    if not names:
+        known = ", ".join((*OTHER_METHODS, *METHOD_NAMES))
+        raise InvalidConfigError("--methods names no method.", f"Available: {known}.")
+    check_methods((name.partition("+")[0] for name in names), OTHER_METHODS, assistant=assistant is not None)
