@@ -424,6 +424,12 @@ def test_inspect_and_convert(
     shown = capsys.readouterr().out
     for words in ("EAGLE (versions 1 and 2)", "org/target", "float16", "after the final norm"):
         assert words in shown
+    head = load_head(model_path / "head")
+    head.config.recipe = {"answer_tokens": 64}
+    head.save_pretrained(tmp_path / "trained")
+    assert "also stored" not in shown
+    assert run(monkeypatch, "inspect", tmp_path / "trained") == 0
+    assert re.search(r"also stored\s+recipe  \(see its README.md\)", capsys.readouterr().out)
 
 
 def test_a_conversation_goes_on_with_what_was_said(
@@ -628,8 +634,9 @@ def test_a_head_takes_the_place_of_another_whole(
 def test_commands_name_the_dtype_and_the_version(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
+    for option in ("--version", "-V"):
+        assert run(monkeypatch, option) == 0
+        assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
     assert run(monkeypatch, "generate", "w5", "--model", model_path, "--max-new-tokens", 1) == 0
     shown = capsys.readouterr().err
     assert ", float32]" in shown  # the checkpoint's own
