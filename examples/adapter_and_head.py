@@ -11,7 +11,7 @@ only shows that the parts work together.
 Expected output, with the new adapter (tau depends on the measured costs):
 
     The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
-    with the adapter: tau ...
+    with the adapter (new: it changes nothing): tau ...
     without: tau ...
 """
 
@@ -21,8 +21,7 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 PROMPT = "Name the primary colours."
 
@@ -66,7 +65,8 @@ def main():
     settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "speculative": method}
     ids = model.generate(**inputs, **settings)
     print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    print(f"with the adapter: tau {model.last_speculation.mean_accepted_length:.2f}")
+    new = "" if options.adapter else " (new: it changes nothing)"
+    print(f"with the adapter{new}: tau {model.last_speculation.mean_accepted_length:.2f}")
     with model.disable_adapter():
         model.generate(**inputs, **settings)
         print(f"without: tau {model.last_speculation.mean_accepted_length:.2f}")

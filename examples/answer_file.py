@@ -3,15 +3,17 @@
     python examples/answer_file.py prompts.jsonl answers.jsonl
     python examples/answer_file.py prompts.jsonl answers.jsonl --model org/model --drafter org/head --batch-size 4
 
-Input rows have `prompt`; output rows add `answer` and `tau`. Rows of a batch accept at their own pace; tau is the mean
-over the batch, in tokens per forward and row. To continue, run the same command again.
+Input rows have `prompt`; output rows add `answer` and `batch_tau`: rows of a batch accept at their own pace, and this
+is their mean, in tokens per forward and row. To continue, run the same command again: the prompts that were answered
+must still be the first ones of the file.
 
 Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs):
 
     0 of 2 were answered before
     2 of 2, tau ...
 
-    {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...", "tau": ...}
+    {"prompt": "Write a Python function ...", "answer": "```python\\ndef calculate_mean(numbers): ...",
+     "batch_tau": ...}
 """
 
 import argparse
@@ -22,8 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -49,13 +50,17 @@ def read_rows(path):
     return rows
 
 
-def count_answers(path):
-    """Return the number of rows in a file of answers; a last line that an interruption left incomplete is cut off."""
+def read_answers(path):
+    """Return the rows of a file of answers; a last line that an interruption left incomplete is cut off.
+
+    Raises:
+        OSError, ValueError: See `read_rows`.
+    """
     content = path.read_bytes() if path.exists() else b""
     length = content.rfind(b"\n") + 1
     if length < len(content):
         os.truncate(path, length)
-    return content.count(b"\n")
+    return read_rows(path) if length else []
 
 
 def main():
@@ -75,11 +80,17 @@ def main():
     if not options.answers.parent.is_dir():
         parser.error(f"the directory {options.answers.parent} does not exist")
     try:
-        rows, done = read_rows(options.prompts), count_answers(options.answers)
+        rows, answered = read_rows(options.prompts), read_answers(options.answers)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    done = len(answered)
     if done > len(rows):
         parser.error(f"{options.answers} has {done} answers, but there are {len(rows)} prompts: give another file")
+    for number, (before, row) in enumerate(zip(answered, rows, strict=False), start=1):
+        if before["prompt"] != row["prompt"]:
+            parser.error(
+                f"answer {number} of {options.answers} is to another prompt: give another file for the answers"
+            )
     print(f"{done} of {len(rows)} were answered before", flush=True)
     if done == len(rows):
         return
@@ -109,7 +120,7 @@ def main():
             texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             tau = round(model.last_speculation.mean_accepted_length, 2)
             for row, text in zip(batch, texts, strict=True):
-                output.write(json.dumps({**row, "answer": text.strip(), "tau": tau}) + "\n")
+                output.write(json.dumps({**row, "answer": text.strip(), "batch_tau": tau}) + "\n")
             output.flush()
             print(f"{min(start + len(batch), len(rows))} of {len(rows)}, tau {tau}", flush=True)
 

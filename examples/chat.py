@@ -4,7 +4,8 @@
     python examples/chat.py --model org/model --drafter org/head
 
 Each turn passes the cache of the previous turns, so only new tokens are read. If the chat template rewrites earlier
-turns, the whole conversation is read again. An empty line or Ctrl-D ends the chat.
+turns, the whole conversation is read again. Ctrl-C stops an answer and drops its question; an empty line, Ctrl-D or
+Ctrl-C at the prompt ends the chat.
 
 Expected output (answers and tau may differ with the machine, because the packaged model runs in bf16):
 
@@ -24,17 +25,16 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def ask():
-    """Return what the user types; an empty string at the end of the input."""
+    """Return what the user types; an empty string at the end of the input and after Ctrl-C."""
     try:
         return input("> ").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print()
         return ""
 
@@ -68,10 +68,16 @@ def main():
         prompt = inputs["input_ids"][0].tolist()
         if prompt[: len(read)] != read:
             cache = DynamicCache(config=model.config)
-        ids = model.generate(
-            **inputs, cache=cache, max_new_tokens=options.max_new_tokens, speculative="auto",
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )[0].tolist()  # fmt: skip
+        try:
+            ids = model.generate(
+                **inputs, cache=cache, max_new_tokens=options.max_new_tokens, do_sample=False, speculative="auto",
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            )[0].tolist()  # fmt: skip
+        except KeyboardInterrupt:
+            print("\n    [stopped]")
+            messages.pop()
+            cache, read = DynamicCache(config=model.config), []  # it contains a part of the dropped turn
+            continue
         read = ids[:-1]  # the cache does not contain the last token yet
         messages.append(
             {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}

@@ -26,8 +26,7 @@ from threading import Thread
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.text import ColoredText, Piece
 

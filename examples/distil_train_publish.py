@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import InvalidConfigError, SpeculativeDecodingError, training
-from hf_specdec.generation.loading import HUB_ID, model_and_head  # the packaged model, or the given one
-from hf_specdec.heads.eagle3 import Eagle3Config, Eagle3Head
+from hf_specdec import Eagle3Config, Eagle3Head, InvalidConfigError, SpeculativeDecodingError, model_and_head, training
+
+SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Hub id of the packaged model: a head stores which model it is for, and a local path would be useless elsewhere."""
 
 
 def main():
@@ -65,7 +66,7 @@ def main():
     talks, held_out = training.hold_out(talks, min(len(talks) // 20 + 1, 64))
 
     config = Eagle3Config.for_target(model.config, draft_vocab_size=options.draft_vocab_size)
-    config.base_model_name_or_path = options.model or HUB_ID
+    config.base_model_name_or_path = options.model or SMALL_MODEL
     head = Eagle3Head(config)
     head.set_hot_token_ids(training.most_frequent_tokens(talks, options.draft_vocab_size))
     training.start_from_target(head, model)

@@ -22,8 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -31,8 +31,7 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model, or the given one
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 SPECULATIVE = {"method": "auto", "history": "per_prompt"}
 TOPICS = ("a train timetable", "a football table")

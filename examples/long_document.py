@@ -33,8 +33,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DOCUMENT = Path(__file__).parents[1] / "LICENSE"
 DTYPES = ("auto", "float32", "bfloat16", "float16")

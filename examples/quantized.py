@@ -29,8 +29,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantoConfig, TorchAoConfig
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = {"quanto": "optimum-quanto", "torchao": "torchao"}

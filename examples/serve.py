@@ -6,11 +6,12 @@
 
     from openai import OpenAI
     client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
+    model = client.models.list().data[0].id
     messages = [{"role": "user", "content": "Name three rivers."}]
-    print(client.chat.completions.create(model="org/model", messages=messages).choices[0].message.content)
+    print(client.chat.completions.create(model=model, messages=messages).choices[0].message.content)
 
-Requests must name the model that is served; another name gives status 404 and a reason. The server prints the name,
-and `client.models.list()` returns it. Without --model it is a path:
+Requests must name the model that is served; another name gives status 404 and a reason. The name is what --model was
+given, or a path without it; the server prints it:
 
     model: ".../.cache/hf-specdec/smollm2-135m-instruct-0.1.2"
     INFO:     Uvicorn running on http://localhost:8000 (Press CTRL+C to quit)
@@ -32,8 +33,7 @@ import socket
 import time
 from contextvars import ContextVar
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 try:
     from fastapi.exceptions import RequestValidationError

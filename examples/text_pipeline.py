@@ -19,8 +19,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # the packaged model and its head, or what is given
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 QUESTIONS = ["Write a Python function that returns the mean of a list of numbers.", "Name the primary colours."]
 

@@ -26,8 +26,7 @@ import time
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin
-from hf_specdec.generation.loading import model_and_head  # checks both names
+from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"

@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             if found is not None:
                 sha, files = found
                 listed = [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files.items()]
-                siblings = [{"rfilename": name} for name in files]
+                siblings = [{"rfilename": p, "size": len(c)} for p, c in files.items()]
                 about = {"id": name, "sha": sha, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
                 self._json(listed if kind == "tree" else about)
             return None

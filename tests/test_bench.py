@@ -84,6 +84,16 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(
     assert rows["1", "draft_model"]["tau"] > 3  # its own model as the assistant: always right
 
 
+def test_the_cost_of_a_forward_is_public(llama: Any) -> None:
+    found = bench.verify_seconds(llama, [1, 8], context=16)
+    assert list(found) == [1, 8]
+    assert min(found.values()) > 0
+    wrong: list[tuple[list[int], dict[str, int]]] = [([], {}), ([0], {}), ([1], {"context": 0}), ([1], {"rows": 0})]
+    for sizes, options in wrong:
+        with pytest.raises(InvalidConfigError, match="must be"):
+            bench.verify_seconds(llama, sizes, **options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -22,12 +22,14 @@ from typer.testing import CliRunner
 import zoo
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.bench import PEERS
+from hf_specdec.bench.methods import SHOWN_SUFFIXES, SUFFIXES
 from hf_specdec.cli import demo
-from hf_specdec.cli.inputs import OWN_METHODS, TRANSFORMERS_METHODS
-from hf_specdec.cli.options import METHODS
+from hf_specdec.cli.bench import METHODS_HELP, OTHER_METHODS
+from hf_specdec.cli.inputs import ALIASES, ASSISTANT_METHOD, FROM_PYTHON, TRANSFORMERS_METHODS
+from hf_specdec.cli.options import METHOD_NAMES, METHODS
 from hf_specdec.cli.race import Race, colored_pieces
 from hf_specdec.cli.status import working
-from hf_specdec.config import COMBINED
+from hf_specdec.config import COMPILE_ALIASES
 from hf_specdec.drafters import registry
 from hf_specdec.reporting.palette import PALETTE
 
@@ -65,7 +67,8 @@ def test_demo_shows_speeds_tau_and_equality(
                "--max-new-tokens", 20)  # fmt: skip
     text = capsys.readouterr().out
     assert code == 0
-    for part in ("plain generate()", "speculative='auto'", "tau", "ids equal: yes", "steps with the most tokens"):
+    for part in ("plain generate()", "speculative='auto'", "tau", "ids equal: yes", "steps with the most tokens",
+                 f"weights in float32, head: {model_path / 'head'}\n"):  # fmt: skip
         assert part in text
 
 
@@ -108,6 +111,7 @@ def test_demo_races_in_a_terminal(
                "--max-new-tokens", 20) == 0  # fmt: skip
     shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
     for part in ("plain generate()", 'speculative="auto"', "20 tokens · ", "the same token ids", "Weights in float32",
+                 "Draft head: head.",
                  f"hf-specdec generate --interactive --model {model_path} --drafter {head}",
                  f"hf-specdec doctor {model_path} --drafter {head}"):  # fmt: skip
         assert part in shown
@@ -179,6 +183,10 @@ def test_demo_json(model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_generate_is_the_same_with_and_without_speculation(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for method, used in (("eagle", str(model_path / "head")), ("prompt_lookup", None)):
+        assert run(monkeypatch, "generate", "w5", "--model", model_path, "--drafter", model_path / "head", "--method",
+                   method, "--json", "--max-new-tokens", 2) == 0  # fmt: skip
+        assert json.loads(capsys.readouterr().out)["head"] == used
     for sampling in ([], ["--temperature", "0.8", "--top-p", "0.9", "--seed", "3"]):
         answers = []
         for method in ("plain", "prompt_lookup", "ngram"):
@@ -227,10 +235,12 @@ def test_bench_measures_and_writes(
     ))  # fmt: skip
     code = run(monkeypatch, "bench", "--model", model_path, "--prompts", prompts, "--dtype", "float32",
                "--methods", "transformers_prompt_lookup,prompt_lookup", "--max-new-tokens", 10, "--rounds", 2,
-               "--json", tmp_path / "out.json")  # fmt: skip
+               "--json", tmp_path / "out.json", "--drafter", model_path / "head")  # fmt: skip
     assert code == 0
-    assert "mt_bench" in capsys.readouterr().out
+    assert f"head: {model_path}" in (text := capsys.readouterr().out)
+    assert "mt_bench" in text
     document = json.loads((tmp_path / "out.json").read_text())
+    assert document["head"] == str(model_path / "head")
     assert document["environment"]["dtype"] == "float32"
     assert len(document["measurements"]) == 9
     assert all(row["ids_equal"] and len(row["seconds"]) == 2 for row in document["measurements"])
@@ -243,7 +253,15 @@ def test_bench_measures_and_writes(
     ("arguments", "message"),
     [
         (["generate", "hello", "--model", "/nowhere"], "cannot be loaded"),
-        (["generate", "w5", "--model", "MODEL", "--method", "eagel"], "Did you mean 'eagle'? Available: 'auto', "),
+        (
+            ["generate", "w5", "--model", "MODEL", "--method", "eagel"],
+            "Did you mean 'eagle'? Available: 'plain', 'auto', ",
+        ),
+        (
+            ["generate", "w5", "--model", "NONE", "--method", "eag"],
+            "'eagle', 'dflash', 'mtp', 'medusa', 'prompt_lookup', ",
+        ),
+        (["generate", "w5", "--model", "NONE", "--method", "pard"], "no command can load. Use it from Python"),
         (["generate", "w5", "--model", "MODEL", "--method", "eagle"], "needs a draft head"),
         (
             ["generate", "w5", "--model", "MODEL", "--drafter", "/nowhere"],
@@ -265,14 +283,17 @@ def test_bench_measures_and_writes(
             ["generate", "w5", "--model", "MODEL", "--method", "medusa", "--drafter", "HEAD"],
             "is a head for 'eagle'. Give",
         ),
-        (["generate", "w5", "--model", "MODEL", "--method", "draft_model"], "needs an assistant model"),
+        (["generate", "w5", "--model", "NONE", "--method", "draft_model"], "Use hf-specdec bench with --assistant"),
         (["demo", "--model", "MODEL", "--method", "medusa"], "--drafter"),
         (["demo", "--model", "MODEL", "--prompt", ""], "prompt is empty"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--methods", "prompt_lookup,foo"], "drafter 'foo'"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY/no/out.json"], "does not exist"),
         (["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "EMPTY"], "is a directory"),
         (["bench", "--model", "MODEL", "--prompts", "EMPTY/none.jsonl"], "holds no questions"),
-        (["bench", "--model", "MODEL", "--prompts", "EMPTY/bad.jsonl"], "is not a question: it has no 'category'"),
+        (
+            ["bench", "--model", "MODEL", "--prompts", "EMPTY/bad.jsonl"],
+            "is not a question: it has no 'category'. Expected a line",
+        ),
         (["bench", "--model", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot be read: No such file or directory.\n"),
         (["inspect", "/nowhere"], "The head '/nowhere' cannot be loaded: there is no such directory"),
         (["inspect", "MODEL"], "not a head in a known layout"),
@@ -305,10 +326,10 @@ def test_bench_measures_and_writes(
             ["generate", "--model", "NONE"],
             "No prompt was given. Give one, '-' to read standard input, or --interactive",
         ),
-        (["generate", "w5", "--max-new-tokens", "0"], "'--max-new-tokens': must be at least 1.\n"),
-        (["generate", "w5", "--top-p", "2"], "'--top-p': must be at most 1"),
-        (["generate", "w5", "--seed", "x"], "'--seed': must be an integer.\n"),
-        (["generate", "w5", "--temperature", "x"], "'--temperature': must be a number.\n"),
+        (["generate", "w5", "--max-new-tokens", "0"], "'--max-new-tokens': must be at least 1, got 0.\n"),
+        (["generate", "w5", "--top-p", "2"], "'--top-p': must be at most 1, got 2.\n"),
+        (["generate", "w5", "--seed", "x"], "'--seed': must be an integer, got x.\n"),
+        (["generate", "w5", "--temperature", "x"], "'--temperature': must be a number, got x.\n"),
         (["generate", "w5", "--dtype", "int4"], "'--dtype': 'int4' is not one of"),
         (
             ["bench", "--model", "NONE", "--prompts", "PROMPTS", "--json", "PROMPTS"],
@@ -327,7 +348,7 @@ def test_bench_measures_and_writes(
         ),
         (
             ["bench", "--model", "MODEL", "--prompts", "PROMPTS", "--methods", " ,"],
-            "no method. Available: plain,",
+            "no method. Available: plain, transformers_prompt_lookup,",
         ),
         (["bench", "--model", "MODEL", "--prompts", "PROMPTS", "--methods", "auto+kernel"], "Did you mean +kernels?"),
         (
@@ -342,9 +363,11 @@ def test_bench_measures_and_writes(
         (["convert", "NONE", "HEAD"], "Choose a new directory, or use --force."),
         (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--plot", "a.xyz"], "an unknown suffix"),
         (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--top-k", "1025"], "at most 1024"),
+        (["gen"], "No such command 'gen'. Did you mean 'generate'? Commands: demo, generate,"),
         (["nonsense"], "No such command 'nonsense'. Commands: demo, generate,"),
         (["demo", "--method", "plain"], "always compared with plain decoding. Choose another method.\n"),
         (["demo", "--metod", "x"], "There is no option --metod. Did you mean --method? See hf-specdec demo --help.\n"),
+        (["generate", "w5", "--num-draft", "x"], "There is no option --num-draft. Did you mean --num-draft-tokens? "),
         (["train", "eagle", "--xyzzy"], "There is no option --xyzzy. See hf-specdec train eagle --help.\n"),
         (["doctor", "--model", "x"], "There is no option --model: it is an argument. Usage: hf-specdec doctor"),
         (["generate", "hello", "world"], "The argument 'world' is one too many. Put the prompt in quotes: hf-specdec"),
@@ -356,6 +379,7 @@ def test_bench_measures_and_writes(
         (["train", "eagle", "--data", "x", "--output", "OUT", "--epochs", "0"], "must be above 0, got 0.\n"),
         (["generate", "w5", "--colors", "--json"], "--colors cannot be combined with --json. Drop one of them.\n"),
         (["bench"], "Missing option '--prompts'. See hf-specdec bench --help."),
+        (["train", "eagle"], "Missing options '--data', '--output'. See hf-specdec train eagle --help."),
         (["inspect", "out1"], "at 'out1': it is not a local directory, and a Hub id has the form owner/name.\n"),
         (["train", "nonsense"], "No such command 'nonsense'. Commands: eagle, dflash, medusa."),
     ],
@@ -400,6 +424,12 @@ def test_inspect_and_convert(
     shown = capsys.readouterr().out
     for words in ("EAGLE (versions 1 and 2)", "org/target", "float16", "after the final norm"):
         assert words in shown
+    head = load_head(model_path / "head")
+    head.config.recipe = {"answer_tokens": 64}
+    head.save_pretrained(tmp_path / "trained")
+    assert "also stored" not in shown
+    assert run(monkeypatch, "inspect", tmp_path / "trained") == 0
+    assert re.search(r"also stored\s+recipe  \(see its README.md\)", capsys.readouterr().out)
 
 
 def test_a_conversation_goes_on_with_what_was_said(
@@ -446,9 +476,13 @@ def test_the_help_names_every_method() -> None:
     named = set(re.findall(r"\w+", METHODS)) - {"or"}
     own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard")}
     assert named - {"auto", "hybrid"} == own
-    rows = registry.methods().values()
-    assert sorted(OWN_METHODS) == sorted([*COMBINED, *(name for row in rows for name in (row.name, *row.aliases))])
+    assert sorted(ALIASES) == sorted(alias for row in registry.methods().values() for alias in row.aliases)
+    assert own | {ASSISTANT_METHOD, *FROM_PYTHON} == set(registry.methods())
     assert set(TRANSFORMERS_METHODS) == set(PEERS)
+    for name in (*METHOD_NAMES, *OTHER_METHODS, *SHOWN_SUFFIXES):
+        assert re.search(rf"(?<!\w){re.escape(name)}\b", METHODS_HELP), name
+    modes = {COMPILE_ALIASES.get(mode, mode) for mode in SUFFIXES.values()}
+    assert modes == {suffix[1:] for suffix in SHOWN_SUFFIXES}
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -600,8 +634,9 @@ def test_a_head_takes_the_place_of_another_whole(
 def test_commands_name_the_dtype_and_the_version(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
+    for option in ("--version", "-V"):
+        assert run(monkeypatch, option) == 0
+        assert capsys.readouterr().out == f"hf-specdec {importlib.metadata.version('hf-specdec')}\n"
     assert run(monkeypatch, "generate", "w5", "--model", model_path, "--max-new-tokens", 1) == 0
     shown = capsys.readouterr().err
     assert ", float32]" in shown  # the checkpoint's own

@@ -25,7 +25,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     assert found["torch"] == torch.__version__
     assert found["transformers"] == transformers.__version__
     assert {"device", "python", "accelerate", "methods", "commit"} <= found.keys()
-    assert "prompt_lookup" in found["methods"]
+    assert found["methods"].startswith("plain, auto, hybrid, eagle")
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
     monkeypatch.setattr(machine, "_version", lambda name: "not installed" if name == "peft" else "1")
     assert run(monkeypatch, "env") == 0
@@ -45,9 +45,10 @@ def test_doctor_tells_what_pays(
     assert list(found["speed_up"]) == ["plain", "prompt_lookup", "auto"]
     assert found["speed_up"]["plain"] == found["tau"]["plain"] == 1
     assert found["best"] in found["speed_up"]
+    assert found["head"] is None
     assert run(monkeypatch, *command) == 0
     text = capsys.readouterr().out
-    assert "LlamaForCausalLM, weights in float32: verifies trees" in text
+    assert "LlamaForCausalLM, weights in float32: verifies trees\nhead: none\n" in text
     assert "prompt_lookup" in text
     assert " ".join(machine.compile_hint("cpu").split()) in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80

@@ -83,6 +83,14 @@ def test_a_file_is_answered_and_an_interrupted_run_goes_on(
     assert second.startswith("4 of 5, tau ")
     run("answer_file", monkeypatch, *files, "--model", "/no/such/model")  # not needed any more
     assert capsys.readouterr().out.splitlines() == ["5 of 5 were answered before"]
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in [*prompts[::-1], "w20"])
+    )
+    with pytest.raises(SystemExit, match="2"):
+        run("answer_file", monkeypatch, *command)
+    assert "answer 1 of " in (error := capsys.readouterr().err)
+    assert "is to another prompt: give another file for the answers" in error
+    assert (tmp_path / "out.jsonl").read_text().splitlines()[:2] == lines[:2]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +110,11 @@ def test_a_file_of_prompts_is_checked_before_the_model_is_loaded(
 ) -> None:  # fmt: skip
     if content is not None:
         (tmp_path / "in.jsonl").write_bytes(content)
-    (tmp_path / "out.jsonl").write_text("{}\n")
+    (tmp_path / "out.jsonl").write_text(answers := '{"prompt": "a"}\n')
     with pytest.raises(SystemExit):
         run("answer_file", monkeypatch, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", "/no/such/model")
     assert message in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "out.jsonl").read_text() == answers
 
 
 @pytest.mark.parametrize(
@@ -344,6 +352,29 @@ def test_a_chat_on_one_cache(
     assert lines[2].strip() == tokenizer.decode(ids, skip_special_tokens=True).strip()
 
 
+def test_ctrl_c_stops_an_answer_then_the_chat(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stopped question is dropped: the next answer is that of a new chat."""
+    said = iter(["w05 w06", "w07 w08", None])
+
+    def answer(_: str) -> str:
+        if (text := next(said)) is None:
+            raise KeyboardInterrupt
+        return text
+
+    def stop(self: Any, ids: Any) -> None:
+        monkeypatch.setattr("transformers.TextStreamer.put", put)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", answer)
+    put = transformers.TextStreamer.put
+    monkeypatch.setattr("transformers.TextStreamer.put", stop)
+    run("chat", monkeypatch, "--model", saved, "--max-new-tokens", 9, "--dtype", "float32")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[:2] == ["[stopped]", plain(saved, ["w07 w08"], 9)[0]]
+
+
 def test_an_adapter_and_a_head(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,7 +399,7 @@ def test_a_new_adapter_changes_nothing(
     run("adapter_and_head", monkeypatch, "w05 w06 w07", "--model", saved, *head, "--max-new-tokens", 8)
     answer, adapted, without = capsys.readouterr().out.splitlines()
     assert answer.strip() == plain(saved, ["w05 w06 w07"], 8)[0]
-    assert adapted.removeprefix("with the adapter: ") == without.removeprefix("without: ")
+    assert adapted.removeprefix("with the adapter (new: it changes nothing): ") == without.removeprefix("without: ")
 
 
 def test_a_pipeline(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -357,3 +357,7 @@ def test_the_table_of_a_notebook() -> None:
     assert "verify 0.30 s" in shown
     assert "9 in 4 target forwards" in shown
     assert "-" in SpeculationStats()._repr_html_()
+    deep = SpeculationStats("auto", 3, 24, 25, [[12, 11, 1]])._repr_html_()
+    assert deep.count(">67%<") == 8
+    assert "..." in deep
+    assert "..." not in shown

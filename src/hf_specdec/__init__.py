@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from hf_specdec.generation.auto import AutoSpeculativeModelForCausalLM
+    from hf_specdec.generation.loading import model_and_head, packaged_model
     from hf_specdec.generation.mixin import SpeculativeGenerationMixin
     from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
     from hf_specdec.heads.eagle import EagleConfig, EagleHead
@@ -80,6 +81,8 @@ __all__ = [
     "UnsupportedModelError",
     "export_head",
     "load_head",
+    "model_and_head",
+    "packaged_model",
     "register_drafter",
 ]
 
@@ -115,6 +118,8 @@ _MODULES = {
     "UnsupportedModelError": "hf_specdec.errors",
     "export_head": "hf_specdec.checkpoints.export",
     "load_head": "hf_specdec.checkpoints.hub",
+    "model_and_head": "hf_specdec.generation.loading",
+    "packaged_model": "hf_specdec.generation.loading",
     "register_drafter": "hf_specdec.drafters.registry",
 }
 """Module that defines each name."""

@@ -38,6 +38,9 @@ DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 MAX_EMPTY_LINES = 10_000
 """Maximum number of consecutive empty lines."""
 
+QUESTION_ROW = '{"question_id": 1, "category": "qa", "turns": ["Why is the sky blue?"]}'
+"""A line of a file of questions, as help and errors show it."""
+
 Fields = dict[str, Any]
 ErrorClass = type[SpeculativeDecodingError]
 

@@ -108,17 +108,31 @@ def check_names(owner: str, given: Iterable[Any], known: Sequence[str], kind: st
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name)[:100], known, n=1, cutoff=0.0)[0]
+            near = nearest(str(name)[:100], known, cutoff=0.0)
             raise InvalidConfigError(
                 f"{owner} has no {kind} {shortened(name)}.",
                 f"Did you mean {near!r}? {kind.capitalize()}s: {', '.join(known)}.",
             )
 
 
-def unknown_method(name: str, known: Iterable[str]) -> InvalidConfigError:
-    """Return the error that there is no method or drafter `name`, with the names that there are."""
-    names = sorted(set(known))
-    meant = "".join(f"Did you mean {near!r}? " for near in difflib.get_close_matches(name, names, n=1))
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that was most probably meant by an unknown one; None if none is similar.
+
+    Args:
+        name: The unknown name.
+        known: The known names. The shortest of those that begin with `name` is returned, otherwise the most similar.
+        cutoff: Least similarity, from 0 to 1.
+    """
+    names = list(known)
+    longer = [other for other in names if name and other.startswith(name)]
+    return next(iter(sorted(longer, key=len) or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)), None)
+
+
+def unknown_method(name: str, names: Iterable[str]) -> InvalidConfigError:
+    """Return the error that there is no method or drafter `name`, with the names that there are, in their order."""
+    names = list(names)
+    near = nearest(name, names)
+    meant = "" if near is None else f"Did you mean {near!r}? "
     return InvalidConfigError(
         f"There is no method or drafter {name!r}.", f"{meant}Available: {', '.join(map(repr, names))}."
     )

@@ -1,5 +1,6 @@
 """Benchmark decoding methods against plain `generate()`: prompt files, timed calls, machine load and reports."""
 
+from hf_specdec.bench.forwards import verify_seconds
 from hf_specdec.bench.machine import environment
 from hf_specdec.bench.measurements import External, Measurement, Reply
 from hf_specdec.bench.measuring import measure
@@ -21,5 +22,6 @@ __all__ = [
     "plot",
     "read_questions",
     "summarise",
+    "verify_seconds",
     "warnings_of",
 ]

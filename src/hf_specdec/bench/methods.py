@@ -25,8 +25,11 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 """Arguments of `generate()` that select plain decoding, the baseline, or another method of transformers."""
 
-SUFFIXES = {f"+{mode}": mode for mode in ("kernels", "inductor", "cuda_graph", "compile", "none")}
-"""Suffixes of method names, and the value of `compile` that each adds."""
+SHOWN_SUFFIXES = ("+kernels", "+inductor", "+cuda_graph", "+none")
+"""Suffixes of method names that help and errors show; each adds its value of `compile`."""
+
+SUFFIXES = {suffix: suffix[1:] for suffix in (*SHOWN_SUFFIXES, "+compile")}
+"""All suffixes of method names, and the value of `compile` that each adds; `"compile"` is another name of inductor."""
 
 MAX_WARM_UPS = 3
 """Maximum number of warm-up calls of a method; no further call follows one that compiles nothing."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import Fields, read_records
+from hf_specdec.records import QUESTION_ROW, Fields, read_records
 
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 """Categories that Spec-Bench took from MT-bench; they are read as the single category `mt_bench`."""
@@ -40,9 +40,7 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     """
     questions = [_question(row, f"{path}, line {number}") for number, row in read_records(Path(path))]
     if not questions:
-        raise InvalidConfigError(
-            f"{path} holds no questions.", "Expected JSON lines with question_id, category, turns."
-        )
+        raise InvalidConfigError(f"{path} holds no questions.", f"Expected JSON lines such as {QUESTION_ROW}.")
     by_category: dict[str, list[Question]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)
@@ -74,5 +72,5 @@ def _question(row: Fields, place: str) -> Question:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise InvalidConfigError(
-            f"{place} is not a question: {missing}.", "Expected question_id, category and turns."
+            f"{place} is not a question: {missing}.", f"Expected a line such as {QUESTION_ROW}."
         ) from error

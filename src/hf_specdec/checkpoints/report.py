@@ -30,6 +30,7 @@ class HeadReport:
     ambiguous: list[str]  # fields of `Reading` that the files leave open
     needs_adapter: bool  # whether the head was trained together with an adapter of its target
     config: dict[str, Any]  # fields with other values than the defaults of the class
+    in_card: list[str]  # long fields of the config that are stored, but only shown in the model card
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON."""
@@ -67,12 +68,18 @@ def inspect_head(repo_or_path: str | Path, **kwargs: Any) -> HeadReport:
         ambiguous=[] if head.ambiguity is None else head.ambiguity.open_fields,
         needs_adapter=checkpoint.adapter is not None,
         config={
-            name: value for name, value in config.to_diff_dict().items() if name not in HIDDEN and value is not None
+            name: value
+            for name, value in config.to_diff_dict().items()
+            if name not in (*HIDDEN, *IN_CARD) and value is not None
         },
+        in_card=[name for name in IN_CARD if getattr(config, name, None) is not None],
     )
 
 
-HIDDEN = ("transformers_version", "architectures", "dtype", "_name_or_path", "recipe", "tau", "model_type",
-          "base_model_name_or_path", "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids",
+IN_CARD = ("recipe", "tau")
+"""Config fields that the model card shows: how the head was trained, and what was measured."""
+
+HIDDEN = ("transformers_version", "architectures", "dtype", "_name_or_path", "model_type", "base_model_name_or_path",
+          "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids",
           "aux_hidden_state_layer_ids")  # fmt: skip
 """Config fields that are left out of `HeadReport.config`: reported elsewhere, or irrelevant."""

@@ -34,7 +34,7 @@ GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Find an
 COMMANDS = {
     "demo": Entry(
         "generation.demo", GENERATE,
-        "Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids.",
+        "Compare plain and speculative decoding on one prompt: speed, tokens per forward (tau), equal token ids.",
         ("hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"),
     ),
     "generate": Entry("generation.generate", GENERATE, "Answer a prompt and stream the answer, or chat.", (
@@ -120,7 +120,8 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", "-V", help="Show the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Lossless speculative decoding for Hugging Face transformers."""

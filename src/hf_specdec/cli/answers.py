@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import typer
 from transformers import TextStreamer
 
 from hf_specdec.checkpoints.hub import load_head
+from hf_specdec.cli.inputs import ASSISTANT_METHOD
 from hf_specdec.cli.status import working
+from hf_specdec.config import COMBINED
 from hf_specdec.drafters.registry import method_named
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.errors import DrafterMismatchError
@@ -19,9 +22,6 @@ from hf_specdec.generation.loading import default_head, encode, encode_chat
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats, shown_tau
 from hf_specdec.viz.text import colored_text
-
-ASSISTANT_METHOD = "draft_model"
-"""Method that drafts with a smaller model, the assistant; `hf-specdec bench` is the only command that supports it."""
 
 
 class Streamed(TextStreamer):
@@ -39,7 +39,7 @@ class Streamed(TextStreamer):
 
 
 def answer(
-    model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], *, colors: bool, as_json: bool
+    model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], head: str | None, *, colors: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Answer a prompt: stream the text to stdout and print a summary on stderr, or print one JSON object.
 
@@ -48,6 +48,7 @@ def answer(
         tokenizer: Its tokenizer.
         prompt: The prompt.
         options: Arguments of `generate()`.
+        head: Path or Hub id of the head that drafts; None if there is none.
         colors: Print the text at the end, coloured by decoding step.
         as_json: Print a JSON object instead of text.
     """
@@ -61,12 +62,12 @@ def answer(
     stats, method = _statistics(model, options)
     if as_json:
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(model),
+        typer.echo(json.dumps({"text": text, "token_ids": ids.tolist(), "dtype": dtype_of(model), "head": head,
                                "speculation": None if stats is None else stats.to_dict()}))  # fmt: skip
         return
     if colors and stats is not None:
         typer.echo(str(colored_text(stats.trace, tokenizer)), color=True)
-    typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model)), err=True)
+    typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model), head), err=True)
 
 
 def _statistics(model: Any, options: dict[str, Any]) -> tuple[SpeculationStats | None, str]:
@@ -75,8 +76,10 @@ def _statistics(model: Any, options: dict[str, Any]) -> tuple[SpeculationStats |
     return (None, "plain") if speculative is None else (model.last_speculation, speculative["method"])
 
 
-def summary(num_tokens: int, seconds: float, method: str, stats: SpeculationStats | None, dtype: str) -> str:
-    """Return one line on a call of `generate()`: tokens, seconds, tokens/s, tau, method and dtype of the weights.
+def summary(
+    num_tokens: int, seconds: float, method: str, stats: SpeculationStats | None, dtype: str, head: str | None
+) -> str:
+    """Return one line on a call of `generate()`: tokens, seconds, tokens/s, tau, method, head, dtype.
 
     Args:
         num_tokens: Tokens of the answer.
@@ -84,13 +87,15 @@ def summary(num_tokens: int, seconds: float, method: str, stats: SpeculationStat
         method: The method that the user asked for.
         stats: Statistics of the call; None if it was plain.
         dtype: Dtype of the weights.
+        head: Path or Hub id of the head that drafts; None if there is none.
     """
     speed = num_tokens / seconds
     tau = "" if stats is None else f"tau {shown_tau(stats.mean_accepted_length)}, "
-    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {tau}method {method}, {dtype}]"
+    drafter = "" if head is None else f"head {short_name(head)}, "
+    return f"[{num_tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s, {tau}method {method}, {drafter}{dtype}]"
 
 
-def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any]) -> None:
+def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, Any], head: str | None) -> None:
     """Answer messages from stdin as one conversation until the input ends.
 
     Answers are streamed to stdout; after each answer, a summary is printed on stderr.
@@ -100,6 +105,7 @@ def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, A
         tokenizer: Its tokenizer.
         first: The first message; None reads it from stdin, too.
         options: Arguments of `generate()`.
+        head: Path or Hub id of the head that drafts; None if there is none.
     """
     messages: list[str] = []
     while True:
@@ -107,6 +113,7 @@ def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, A
             try:
                 message = input("> ")
             except EOFError:
+                typer.echo()  # the shell's prompt would stand behind "> "
                 return
         else:
             message, first = first, None
@@ -121,7 +128,7 @@ def converse(model: Any, tokenizer: Any, first: str | None, options: dict[str, A
         seconds = time.perf_counter() - begin
         messages += [message, tokenizer.decode(ids, skip_special_tokens=True).strip()]
         stats, method = _statistics(model, options)
-        typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model)), err=True)
+        typer.echo(summary(len(ids), seconds, method, stats, dtype_of(model), head), err=True)
 
 
 def head_for(
@@ -147,16 +154,15 @@ def head_for(
     """
     wanted = [name for name in (method_named(method, ("plain",)) for method in methods) if name != "plain"]
     known, source = known_methods(), drafter or default_head(model)
-    with nullcontext() if source is None else working("Reading the head", shown=shown):
+    with nullcontext() if source is None else working(f"Reading the head {source}", shown=shown):
         head = None if source is None else load_head(source)
     for method in wanted:
         if method in known and known[method].part:
             if assistant and method == ASSISTANT_METHOD:
                 continue
-            bench = "Use hf-specdec bench with --assistant PATH_OR_HUB_ID." if method == ASSISTANT_METHOD else ""
             raise DrafterMismatchError(
                 f"The method {method!r} needs {known[method].part}, but none is given.",
-                bench or "Call model.generate(...) from Python.",
+                "Call model.generate(...) from Python.",
             )
         if method in known and known[method].requires and (head is None or head.method != method):
             given = "none is given" if head is None else f"{source} is a head for {head.method!r}"
@@ -164,6 +170,27 @@ def head_for(
                 f"The method {method!r} needs a draft head, but {given}.", "Give one: --drafter PATH_OR_HUB_ID."
             )
     return head
+
+
+def source_of(
+    head: DraftHead | None, model: str | None, drafter: str | None, method: str | None = None
+) -> str | None:  # fmt: skip
+    """Return the path or Hub id of the head that `head_for` loaded; None if it loaded none.
+
+    Args:
+        head: The head.
+        model: See `head_for`.
+        drafter: See `head_for`.
+        method: Return None too if this method does not draft with the head.
+    """
+    if head is None or method not in (None, head.method, *COMBINED):
+        return None
+    return drafter or default_head(model)
+
+
+def short_name(place: str) -> str:
+    """Return the name of a directory without its path; a Hub id as it is."""
+    return Path(place).resolve().name if Path(place).is_dir() else place
 
 
 def dtype_of(model: Any) -> str:

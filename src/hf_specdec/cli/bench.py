@@ -10,18 +10,28 @@ from typing import Annotated
 import typer
 
 from hf_specdec.atomic import write_text
-from hf_specdec.cli.inputs import TRANSFORMERS_METHODS, check_methods, check_places
-from hf_specdec.cli.options import Head, Model, NewTokens, Precision, check_picture, check_writable_file
+from hf_specdec.cli.inputs import ASSISTANT_METHOD, TRANSFORMERS_METHODS, check_methods, check_places
+from hf_specdec.cli.options import (
+    METHOD_NAMES,
+    METHODS,
+    Head,
+    Model,
+    NewTokens,
+    Precision,
+    check_picture,
+    check_writable_file,
+)
 from hf_specdec.cli.status import importing, working
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import open_regular
+from hf_specdec.records import QUESTION_ROW, open_regular
 
 METHODS_HELP = (
-    "Comma-separated names; plain is always measured. Any value of `speculative=`; append +kernels, +inductor, "
-    "+cuda_graph or +none for that value of `compile`. From transformers: transformers_prompt_lookup "
-    "(prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), plain_static_compiled (static cache, "
-    "forward compiled before the timing)."
+    f"Comma-separated names; plain is always measured. Of this package: {METHODS}; draft_model needs --assistant. "
+    "Append +kernels, +inductor, +cuda_graph or +none for that value of `compile`. From transformers: "
+    "transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), "
+    "plain_static_compiled (static cache, forward compiled before the timing)."
 )
+OTHER_METHODS = (*TRANSFORMERS_METHODS, ASSISTANT_METHOD)
 ALL_TURNS_HELP = (
     "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "
     "tokens and seconds are summed over the turns."
@@ -33,7 +43,7 @@ Assistant = Annotated[
 
 
 def bench(
-    prompts: Annotated[Path, typer.Option(help="JSON Lines file with question_id, category and turns.")],
+    prompts: Annotated[Path, typer.Option(help=f"JSON Lines file with rows such as {QUESTION_ROW}.")],
     model: Model = None,
     drafter: Head = None,
     assistant: Assistant = None,
@@ -54,21 +64,18 @@ def bench(
 
     The table shows medians over the questions of a category: tokens/s of the
     whole call, tokens/s after the first token (decode), the speed-up over plain
-    with its 20th and 80th percentile, and seconds to the first token. Tau is a mean.
+    with its 20th and 80th percentile, and seconds to the first token. Tau, the
+    tokens per forward of the model, is a mean.
     """
-    check_writable_file(output, "--json", force=force)
-    check_picture(picture, "bench", force=force)
-    if picture is not None and output is not None and picture.resolve() == output.resolve():
-        raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    check_methods((name.partition("+")[0] for name in names), TRANSFORMERS_METHODS)
+    _check_outputs(output, picture, force=force)
+    _check_names(methods, assistant)
     open_regular(prompts).close()
     for place in (model, assistant):
         check_places(place, drafter)
     with importing():
         from hf_specdec import bench as benchmark
         from hf_specdec.bench.methods import split_method
-        from hf_specdec.cli.answers import dtype_of, head_for
+        from hf_specdec.cli.answers import dtype_of, head_for, source_of
         from hf_specdec.cli.benching import check_assistant, measured, read_methods, show, with_assistant
         from hf_specdec.generation.loading import load_model
 
@@ -85,10 +92,37 @@ def bench(
     rows = measured(lm, tokenizer, questions, names, max_new_tokens=max_new_tokens, rounds=rounds, settings=settings,
                     all_turns=all_turns)  # fmt: skip
     summary = benchmark.summarise(rows)
-    show(summary, rows, dtype_of(lm))
+    source = source_of(head, model, drafter)
+    show(summary, rows, dtype_of(lm), source)
     if output is not None:
-        document = {"environment": benchmark.environment(lm), "summary": summary,
+        document = {"environment": benchmark.environment(lm), "head": source, "summary": summary,
                     "measurements": [asdict(row) for row in rows]}  # fmt: skip
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
+
+
+def _check_outputs(output: Path | None, picture: Path | None, *, force: bool) -> None:
+    """Check that the files of `--json` and `--plot` can be written.
+
+    Raises:
+        InvalidConfigError: One cannot, see `check_writable_file` and `check_picture`; or both are the same.
+    """
+    check_writable_file(output, "--json", force=force)
+    check_picture(picture, "bench", force=force)
+    if picture is not None and output is not None and picture.resolve() == output.resolve():
+        raise InvalidConfigError(f"--json and --plot are both {output}.", "Give two files.")
+
+
+def _check_names(methods: str, assistant: str | None) -> None:
+    """Check the value of `--methods`, except suffixes, which `read_methods` checks.
+
+    Raises:
+        InvalidConfigError: It names no method, or an unknown one.
+        DrafterMismatchError: A method needs an assistant model that is not given.
+    """
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    if not names:
+        known = ", ".join((*OTHER_METHODS, *METHOD_NAMES))
+        raise InvalidConfigError("--methods names no method.", f"Available: {known}.")
+    check_methods((name.partition("+")[0] for name in names), OTHER_METHODS, assistant=assistant is not None)

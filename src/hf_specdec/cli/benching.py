@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specdec import bench as benchmark
-from hf_specdec.bench.methods import ASSISTED, SUFFIXES, split_method
-from hf_specdec.cli.answers import ASSISTANT_METHOD
+from hf_specdec.bench.methods import ASSISTED, SHOWN_SUFFIXES, split_method
+from hf_specdec.cli.inputs import ASSISTANT_METHOD
 from hf_specdec.cli.options import FORWARDS
 from hf_specdec.cli.status import say
-from hf_specdec.config import COMBINED
 from hf_specdec.drafters.draft_model import DraftModelDrafter
-from hf_specdec.drafters.registry import methods
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import load_target, load_tokenizer
 from hf_specdec.reporting.stats import shown_tau
+from hf_specdec.validation import nearest
 
 MAX_WIDTH = 10_000
 """Columns in which every table fits."""
@@ -34,12 +32,9 @@ def read_methods(text: str) -> list[str]:
     """Return the names in the value of `--methods`.
 
     Raises:
-        InvalidConfigError: There are none; or a suffix is unknown, or added to a method of transformers.
+        InvalidConfigError: A suffix is unknown, or added to a method of transformers.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        known = ", ".join((*benchmark.PEERS, *COMBINED, *methods()))
-        raise InvalidConfigError("--methods names no method.", f"Available: {known}.")
     for name in names:
         base, mode = split_method(name)
         if base in benchmark.PEERS and mode is not None:
@@ -48,10 +43,10 @@ def read_methods(text: str) -> list[str]:
             )
         if mode is None and "+" in name:
             given = name[name.index("+") :]
-            near = difflib.get_close_matches(given, SUFFIXES, n=1)
-            meant = f"Did you mean {near[0]}? " if near else ""
+            near = nearest(given, SHOWN_SUFFIXES)
+            meant = "" if near is None else f"Did you mean {near}? "
             raise InvalidConfigError(
-                f"{name} has the unknown suffix {given}.", f"{meant}Suffixes: {', '.join(SUFFIXES)}."
+                f"{name} has the unknown suffix {given}.", f"{meant}Suffixes: {', '.join(SHOWN_SUFFIXES)}."
             )
     return names
 
@@ -97,12 +92,16 @@ def measured(
     return rows
 
 
-def show(summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measurement], dtype: str) -> None:
-    """Print the summary as a table on stdout, and warm-up times and warnings on stderr."""
+def show(
+    summary: Sequence[dict[str, Any]], rows: Sequence[benchmark.Measurement], dtype: str, head: str | None
+) -> None:  # fmt: skip
+    """Print the summary as a table on stdout, with the head's path or id if any; warm-up and warnings on stderr."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
     console.print(table_of(summary, f"weights in {dtype}", console))
+    if head is not None:
+        say(f"head: {head}")
     for sentence in (*forwards_used(rows), *equality_note(summary, dtype)):
         say(sentence)
     warm_up = {row.method: row.warm_up_seconds for row in rows}

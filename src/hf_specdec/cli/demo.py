@@ -156,7 +156,9 @@ def run(
     )
 
 
-def show_lines(model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], console: Console) -> None:
+def show_lines(
+    model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], head: str | None, console: Console
+) -> None:
     """Run the comparison, print the speculative answer as it grows, then the report; for files and pipes.
 
     Args:
@@ -164,13 +166,14 @@ def show_lines(model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, A
         tokenizer: Its tokenizer.
         prompt: The prompt.
         settings: Further arguments of `run`.
+        head: Path or Hub id of the head that drafts; None if there is none.
         console: Where to print the report.
     """
     plain, speculative = Answer(tokenizer), Answer(tokenizer, write=partial(typer.echo, nl=False))
     result = run(model, tokenizer, prompt, **settings, plain=plain, speculative=speculative)
     typer.echo()
     report(result, console)
-    console.print(f"weights in {dtype_of(model)}")
+    console.print(f"weights in {dtype_of(model)}, head: {head or 'none'}", markup=False, soft_wrap=True)
 
 
 def report(result: DemoResult, console: Console) -> None:

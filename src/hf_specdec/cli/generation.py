@@ -65,7 +65,7 @@ def demo(
     dtype: Precision = "float32",
     as_json: Json = False,
 ) -> None:
-    """Compare plain and speculative decoding on one prompt: speed, tau and equality of the token ids."""
+    """Compare plain and speculative decoding on one prompt: speed, tokens per forward (tau), equal token ids."""
     _check_prompt(prompt)
     if method == "plain":
         raise typer.BadParameter(
@@ -75,7 +75,7 @@ def demo(
     check_places(model, drafter)
     with importing(shown=not as_json):
         from hf_specdec.cli import demo as demonstration
-        from hf_specdec.cli.answers import dtype_of, head_for
+        from hf_specdec.cli.answers import dtype_of, head_for, source_of
         from hf_specdec.cli.race import show_race
         from hf_specdec.generation.loading import load_model
 
@@ -87,16 +87,17 @@ def demo(
         console.print(Text(prompt, style="bold"))
         console.print()
     settings: dict[str, Any] = {"method": method, "max_new_tokens": max_new_tokens}
+    source = source_of(head, model, drafter, method)
     demonstration.prepare(lm, tokenizer, prompt, **settings, shown=not as_json)
     if as_json:
         result = demonstration.run(lm, tokenizer, prompt, **settings)
-        typer.echo(json.dumps({**result.to_dict(), "dtype": dtype_of(lm)}))
+        typer.echo(json.dumps({**result.to_dict(), "dtype": dtype_of(lm), "head": source}))
     elif console.is_terminal:
         given = [word for name, value in (("--model", model), ("--drafter", drafter)) if value
                  for word in (name, value)]  # fmt: skip
-        show_race(lm, tokenizer, prompt, settings, given, console)
+        show_race(lm, tokenizer, prompt, settings, source, given, console)
     else:
-        demonstration.show_lines(lm, tokenizer, prompt, settings, console)
+        demonstration.show_lines(lm, tokenizer, prompt, settings, source, console)
 
 
 def generate(
@@ -133,7 +134,7 @@ def generate(
     with importing(shown=not as_json):
         import torch
 
-        from hf_specdec.cli.answers import answer, converse, head_for
+        from hf_specdec.cli.answers import answer, converse, head_for, source_of
         from hf_specdec.generation.loading import load_model
 
     head = head_for([method], model, drafter, shown=not as_json)
@@ -146,11 +147,12 @@ def generate(
     if method != "plain":
         options["speculative"] = {"method": method, "num_steps": num_steps, "num_draft_tokens": num_draft_tokens,
                                   "trace": colors}  # fmt: skip
+    source = source_of(head, model, drafter, method)
     torch.manual_seed(seed)
     if interactive:
-        converse(lm, tokenizer, prompt, options)
+        converse(lm, tokenizer, prompt, options, source)
         return
-    answer(lm, tokenizer, prompt or "", options, colors=colors, as_json=as_json)
+    answer(lm, tokenizer, prompt or "", options, source, colors=colors, as_json=as_json)
 
 
 def _check_output_options(method: str, *, interactive: bool, colors: bool, as_json: bool) -> None:

@@ -53,6 +53,8 @@ def inspect(
         "hidden states": ", ".join(layers) + ("  (-1: after the final norm)" if report.layers_read == [-1] else ""),
         "config": json.dumps(report.config),
     }
+    if report.in_card:
+        rows["also stored"] = f"{', '.join(report.in_card)}  (see its README.md)"
     if report.ambiguous:
         rows["readings"] = f"{', '.join(report.ambiguous)}: shown as documented, decided when loaded for a target"
     if report.needs_adapter:

@@ -10,6 +10,8 @@ import typer
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from hf_specdec.validation import nearest
+
 TABLE_WIDTH = 120
 """Columns from which options are shown in a table."""
 
@@ -74,6 +76,9 @@ def write_examples(epilog: str | None, formatter: Any) -> None:
 class Group(TyperGroup):
     """A command with subcommands. If the user gives an unknown one, the error message lists those that exist."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "suggest_commands": False})  # `resolve_command` does
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments; without any, print the help and exit with code 2."""
         if not args and not ctx.resilient_parsing:  # resilient: the shell only asks for completions
@@ -109,5 +114,7 @@ class Group(TyperGroup):
             return super().resolve_command(ctx, args)
         except typer.TyperException as error:
             if not args[0].startswith("-"):
-                error.message += f" Commands: {', '.join(self.commands)}."
+                near = nearest(args[0], self.commands)
+                meant = "" if near is None else f" Did you mean {near!r}?"
+                error.message += f"{meant} Commands: {', '.join(self.commands)}."
             raise

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from hf_specdec.bench.diagnosis import Diagnosis, diagnose
 from hf_specdec.bench.machine import versions
-from hf_specdec.cli.answers import dtype_of, head_for
+from hf_specdec.cli.answers import dtype_of, head_for, source_of
 from hf_specdec.cli.options import FORWARDS
 from hf_specdec.cli.status import say, working
+from hf_specdec.config import COMBINED
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import load_model
@@ -44,7 +45,7 @@ def show_environment(*, as_json: bool) -> None:
         if device is not None and device.type in GRAPH_BACKENDS
         else "not on this device",
         "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
-        "methods": ", ".join(known_methods()),
+        "methods": ", ".join(("plain", *COMBINED, *known_methods())),
     }
     if as_json:
         typer.echo(json.dumps(found))
@@ -94,11 +95,13 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
     with working("Timing forwards and methods on three prompts", shown=not as_json):
         found = diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
+    source = source_of(head, model, drafter)
     if as_json:
-        typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm)}))
+        typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm), "head": source}))
         return
     drafts = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
     say(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
+    say(f"head: {source or 'none'}")
     tried = Table("method", "x plain", "slowest prompt", "tau", "forwards")
     for method, ratio in found.speed_up.items():
         how = FORWARDS.get(found.forwards[method], found.forwards[method])

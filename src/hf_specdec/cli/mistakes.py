@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any
 
 import typer
 
 from hf_specdec.errors import printable, sentence
+from hf_specdec.validation import nearest
 
 PYDANTIC_WORDS = (
     (r"Value error, ", ""),
@@ -37,6 +37,8 @@ def in_words(error: typer.TyperException) -> str:
     message, context = error.format_message(), getattr(error, "ctx", None)
     for pattern, words in PYDANTIC_WORDS:
         message = re.sub(pattern, words, message)
+    if re.search(r"must be (at least|at most|an integer|a number)\b[^,]*$", message):
+        message += _given(error)
     without_value = re.fullmatch(r"Option '(\S+)' requires an argument\.?", message)
     if without_value:
         name = without_value[1]
@@ -52,15 +54,27 @@ def in_words(error: typer.TyperException) -> str:
         return printable(f"The argument {extra[1]!r} is one too many. {hint}")
     if message.startswith("Missing argument"):
         return f"{sentence(message)} {context.get_usage()}."
-    return f"{sentence(message)} {see}" if message.startswith("Missing option") else sentence(message)
+    if message.startswith("Missing option"):
+        options = [param for param in context.command.params if param.param_type_name == "option"]
+        missing = [option.opts[0] for option in options if option.required and option.name not in context.params]
+        several = f"Missing options {', '.join(map(repr, missing))}"
+        return f"{sentence(several if len(missing) > 1 else message)} {see}"
+    return sentence(message)
+
+
+def _given(error: typer.TyperException) -> str:
+    """Return the refused value, as the end of a message; nothing if pydantic, which typer uses, does not name it."""
+    errors = getattr(error.__cause__, "errors", None)
+    return f", got {printable(str(errors()[0]['input']))}" if callable(errors) else ""
 
 
 def _no_such_option(error: Any, context: typer.Context) -> str:
     """Describe an unknown option: name the most similar one, or the argument that it stands for."""
-    name, known = error.option_name, [option for option in error.possibilities or () if option != "--help"]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)
+    name, params = error.option_name, context.command.params
+    known = [option for param in params for option in param.opts if option.startswith("--")]
+    near = nearest(name, known, cutoff=SIMILAR)
     arguments = [piece.strip("[]") for piece in context.command.collect_usage_pieces(context)]
     if name.lstrip("-").upper() in arguments:
         return f"There is no option {name}: it is an argument. {context.get_usage()}."
-    meant = f"Did you mean {near[0]}? " if near else ""
+    meant = "" if near is None else f"Did you mean {near}? "
     return f"There is no option {name}. {meant}See {context.command_path} --help."

@@ -68,17 +68,24 @@ Model = Annotated[
     ),
 ]
 Head = Annotated[
-    str | None, typer.Option("--drafter", metavar="HEAD", help="Path or Hub id of a draft head for the model.")
-]
+    str | None,
+    typer.Option(
+        "--drafter", metavar="HEAD",
+        help="Path or Hub id of a draft head for the model. Default: the shipped head of the packaged model, if "
+        "hf-specdec runs from a clone; otherwise none.",
+    ),
+]  # fmt: skip
 _PRECISION_HELP = "Dtype of the weights; 'auto' is the checkpoint's."
 Precision = Annotated[
     Dtype, typer.Option(help=f"{_PRECISION_HELP} Identical token ids are guaranteed in float32 only.")
 ]
 TrainingPrecision = Annotated[Dtype, typer.Option(help=_PRECISION_HELP)]
-METHODS = (
-    "auto, hybrid, eagle, dflash, mtp, medusa, prompt_lookup, token_recycling, lookahead, early_exit or last_logits"
-)
-"""Values of `--method` that need no second model; see docs/choosing.md."""
+METHOD_NAMES = ("auto", "hybrid", "eagle", "dflash", "mtp", "medusa", "prompt_lookup", "token_recycling", "lookahead",
+                "early_exit", "last_logits")  # fmt: skip
+"""Values of `--method`: those that need no second model; see docs/choosing.md."""
+
+METHODS = f"{', '.join(METHOD_NAMES[:-1])} or {METHOD_NAMES[-1]}"
+"""The same in words, for help."""
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 HeldOut = Annotated[

