@@ -72,7 +72,7 @@ def _admonition(found):
 
 
 def on_page_content(html, page, config, **_):
-    """Rewrite a notebook's relative links, to pages of the site or to the repository, and where it is edited."""
+    """Point a notebook's relative links to the site or the repository, and its edit link to the notebook."""
     if not page.file.src_uri.endswith(".ipynb"):
         return html
     page.edit_url = page.edit_url.replace("/docs/notebooks/", "/notebooks/")

@@ -186,7 +186,7 @@ def test_the_compiled_baseline_is_compiled_before_it_is_timed(
 
 def test_an_unknown_method_is_refused_before_it_is_timed(llama: Any) -> None:
     bench.check_methods(["prompt_lokup"], assistant=False)
-    with pytest.raises(InvalidConfigError, match="no method or drafter 'prompt_lokup'"):
+    with pytest.raises(InvalidConfigError, match="Unknown method or drafter 'prompt_lokup'"):
         next(bench.measure(llama, zoo.chat_tokenizer(), QUESTIONS, ["prompt_lokup"], max_new_tokens=4))
 
 
@@ -436,6 +436,10 @@ def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
     found = machine.commit(tmp_path / "src")
     assert found is not None
     assert len(found) == 40
+    index = (tmp_path / ".git" / "index").read_bytes()
+    os.utime(tmp_path / "file", (1, 1))
+    assert machine.commit(tmp_path / "src") == found
+    assert (tmp_path / ".git" / "index").read_bytes() == index  # git refreshes it otherwise, and locks it meanwhile
     (tmp_path / "file").write_text("2")
     assert machine.commit(tmp_path / "src") == f"{found}+changes"
     assert machine.commit(tmp_path) is None

@@ -211,7 +211,6 @@ def test_products_in_pairs_are_those_of_floats(rows: int, fresh: None) -> None:
     for paired in (0, 1):
         assert loaded.choose_pairs(paired) == paired
         found.append(operations.linear(x, [weight], [None]).float())
-    assert loaded.choose_pairs(library.MEASURE) in (0, 1)
     torch.testing.assert_close(found[0], found[1], rtol=1e-2, atol=1e-2)
 
 

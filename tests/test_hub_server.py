@@ -97,13 +97,13 @@ def test_works(hub: Any, attempt: str, outcome: Any) -> None:
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        ("no such branch", "CheckpointFormatError: There is no head at 'org/eagle'"),
-        ("private", "CheckpointFormatError: There is no head at 'org/private'"),
-        ("no such repository", "CheckpointFormatError: There is no head at 'org/nothing'"),
+        ("no such branch", "CheckpointFormatError: No head was found at 'org/eagle'"),
+        ("private", "CheckpointFormatError: No head was found at 'org/private'"),
+        ("no such repository", "CheckpointFormatError: No head was found at 'org/nothing'"),
         ("no weights", "CheckpointFormatError: There are no weights in org/no-weights"),
         ("no config", "CheckpointFormatError: There is no config.json in org/no-config"),
         ("a shard is missing", "pytorch_model-00002-of-00003.bin, which does not exist"),
-        ("breaks off", "CheckpointFormatError: There is no head at 'org/breaks-off'"),
+        ("breaks off", "CheckpointFormatError: No head was found at 'org/breaks-off'"),
         ("wrong hash", "differs from the file on the Hub"),
         (
             "a head without its target",
@@ -119,7 +119,7 @@ def test_fails_with_a_reason(hub: Any, attempt: str, message: str) -> None:
 def test_offline_from_the_cache(hub: Any) -> None:
     assert hub[2]["by id"] == "hf-specdec"
     assert hub[2]["pickled"] == "eagle3"
-    assert "There is no head at 'org/nothing'" in hub[2]["never loaded"]
+    assert "No head was found at 'org/nothing'" in hub[2]["never loaded"]
 
 
 def test_a_pushed_repository_is_complete(hub: Any) -> None:

@@ -291,7 +291,7 @@ def test_what_is_merged_is_chosen(llama: Any) -> None:
     for methods, error, message in (
         (["eagle"], DrafterMismatchError, "needs a head"),
         (["auto"], InvalidConfigError, "single methods"),
-        (["nothing"], InvalidConfigError, "no method or drafter 'nothing'"),
+        (["nothing"], InvalidConfigError, "Unknown method or drafter 'nothing'"),
     ):
         with pytest.raises(error, match=message):
             answers(llama, {"method": "hybrid", "methods": methods})

@@ -256,7 +256,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"speculative": "eagel"}, InvalidConfigError, "no method or drafter 'eagel'"),
+        ({"speculative": "eagel"}, InvalidConfigError, "Unknown method or drafter 'eagel'"),
         ({"speculative": "eagle"}, DrafterMismatchError, "needs a head"),
         ({"speculative": "draft_model"}, DrafterMismatchError, "assistant_model="),
         ({"speculative": "eagle", "assistant_model": object()}, UnsupportedGenerationError, "has no effect with"),

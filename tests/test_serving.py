@@ -194,7 +194,7 @@ def test_a_client_finds_the_name_of_the_model(served: tuple[Server, str]) -> Non
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--method", "foo"], "There is no method or drafter 'foo'"), (["--drafter", "/no/such"], "'/no/such'")],
+    [(["--method", "foo"], "Unknown method or drafter 'foo'"), (["--drafter", "/no/such"], "'/no/such'")],
 )
 def test_a_server_that_cannot_answer_does_not_start(
     arguments: list[str], message: str, saved: Path, monkeypatch: pytest.MonkeyPatch,
@@ -232,7 +232,7 @@ def test_an_openai_client_reads_the_message(served: tuple[Server, str]) -> None:
     server, _ = served
     with openai.OpenAI(base_url=f"http://localhost:{server.port}/v1", api_key="none", max_retries=0) as client:
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="There is no method or drafter 'nonsense'"):
+            with pytest.raises(openai.BadRequestError, match="Unknown method or drafter 'nonsense'"):
                 client.chat.completions.create(
                     model=server.model, messages=[{"role": "user", "content": ASKED}], stream=stream,
                     extra_body={"generation_config": json.dumps({"speculative": "nonsense"})},

@@ -49,8 +49,8 @@ def existing_path(source: str | Path) -> Path | None:
     """Return a source of rows as a path, or None if it may be the name of a dataset on the Hub.
 
     Raises:
-        InvalidConfigError: There is no such file or directory, and the source cannot be the name of a dataset, because
-            it is a path in another directory, or a file by its suffix.
+        InvalidConfigError: The file or directory does not exist, and the source cannot be the name of a dataset,
+            because it is a path in another directory, or a file by its suffix.
     """
     try:
         if Path(source).exists():

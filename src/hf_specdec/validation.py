@@ -129,12 +129,12 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 def unknown_method(name: str, names: Iterable[str]) -> InvalidConfigError:
-    """Return the error that there is no method or drafter `name`, with the names that there are, in their order."""
+    """Return the error for an unknown method or drafter; it lists the available names in their order."""
     names = list(names)
     near = nearest(name, names)
     meant = "" if near is None else f"Did you mean {near!r}? "
     return InvalidConfigError(
-        f"There is no method or drafter {name!r}.", f"{meant}Available: {', '.join(map(repr, names))}."
+        f"Unknown method or drafter {name!r}.", f"{meant}Available: {', '.join(map(repr, names))}."
     )
 
 

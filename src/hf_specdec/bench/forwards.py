@@ -12,7 +12,7 @@ from hf_specdec.validation import require, require_integer
 
 def verify_seconds(
     model: PreTrainedModel, sizes: Sequence[int], *, context: int = 256, rows: int = 1
-) -> dict[int, float]:  # fmt: skip
+) -> dict[int, float]:
     """Return the median seconds of one forward of the model, by the number of drafted nodes that it verifies.
 
     The forwards are those of generation, with the same cache and masks, neither compiled nor captured. The trees are

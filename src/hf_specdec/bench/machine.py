@@ -71,7 +71,10 @@ def commit(source: Path = SOURCE) -> str | None:
     try:
         head, changes = (
             subprocess.run(
-                ["git", "-C", str(source.parent), *order], capture_output=True, text=True, check=True
+                ["git", "--no-optional-locks", "-C", str(source.parent), *order],  # a reader must leave no lock
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
             for order in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )

@@ -282,12 +282,12 @@ class _Repository(_Folder):
     def _refusal(self, name: str, error: Exception) -> CheckpointFormatError:
         if is_connection_error(error):
             return CheckpointFormatError(
-                f"There is no head at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
+                f"No head was found at {self.name!r}: it is not a local directory, and the Hub cannot be reached.",
                 "Connect to the Hub, or give the directory of a downloaded head.",
             )
         reason = sentence(first_sentence(error)[:300])
         return CheckpointFormatError(
-            f"There is no head at {self.name!r}: it is not a local directory, and downloading {name} failed: {reason}",
+            f"No head was found at {self.name!r}: no such directory, and {name} was not downloaded: {reason}",
             "Use a directory with config.json and weights, or a Hub id; private repositories need a token.",
         )
 

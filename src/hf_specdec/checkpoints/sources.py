@@ -45,7 +45,7 @@ def head_directory(name: str | Path) -> Path | None:
     folder = local_directory(name, "head", EXPECTED_HEAD)
     if folder is None and "/" not in str(name):  # the Hub has no heads without an owner
         raise CheckpointFormatError(
-            f"There is no head at {str(name)!r}: it is not a local directory, and a Hub id has the form owner/name."
+            f"No head was found at {str(name)!r}: it is not a local directory, and a Hub id has the form owner/name."
         )
     return folder
 

@@ -97,8 +97,7 @@ def make_chain(steps: Sequence[Step], inputs: int, outputs: Sequence[int]) -> Ca
     scratch_size, sizes = sum(steps[index].size for index in inner), [steps[index].size for index in kept]
     order = [(inner + list(kept)).index(index) for index in range(count)]
     first, k, table = steps[0].x, steps[0].k, ctypes.c_void_p * (inputs + count)
-    with_rows = sorted({place for step in steps for place in (step.x, step.residual) if place is not None})
-    with_rows = [place for place in with_rows if place < inputs]
+    with_rows = 1 + max(place for step in steps for place in (step.x, step.residual or 0) if place < inputs)
 
     def chain(*tensors: Tensor) -> Any:
         x = tensors[first]
@@ -109,7 +108,7 @@ def make_chain(steps: Sequence[Step], inputs: int, outputs: Sequence[int]) -> Ca
                 values.append(step.run(values))
             results = [values[inputs + index] for index in kept]
             return results[0] if len(results) == 1 else tuple(results)
-        read = [tensor.contiguous() if place in with_rows else tensor for place, tensor in enumerate(tensors)]
+        read = [*(tensor.contiguous() for tensor in tensors[:with_rows]), *tensors[with_rows:]]
         lead = x.shape[:-1]
         made = [x.new_empty(*lead, size) for size in sizes]
         scratch = x.new_empty(rows * scratch_size)

@@ -90,7 +90,7 @@ def head_drafter(
 
 
 def _check_arguments(source: Any, name: str | None) -> None:
-    """Refuse a source that is no head, and the name of a method that drafts with nothing that can be loaded."""
+    """Refuse anything but a path, a Hub id or a head, and the names of methods that load no head."""
     if not isinstance(source, str | Path | DraftHead):
         raise CheckpointFormatError(
             f"`repo_or_path` must be a local directory, a Hub id or a loaded head, got {type(source).__name__}.",

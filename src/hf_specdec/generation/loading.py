@@ -198,7 +198,7 @@ def model_and_head(name: str | None = None, drafter: str | None = None) -> tuple
         Path or Hub id of the model, and of the head or None.
 
     Raises:
-        CheckpointFormatError: The model does not exist, cannot be read, or is a draft head; there is no such head; or
+        CheckpointFormatError: The model or the head does not exist; the model cannot be read, or is a draft head; or
             the packaged model cannot be converted, see `packaged_model`.
 
     Example:

@@ -100,7 +100,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused (https://hf-specdec.github.io/hf-specdec/generate/):
+        keep their meaning. With `speculative`, these are refused (reasons: docs/generate.md of the repository):
 
         * modes: beam search, contrastive search, `custom_generate`;
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
@@ -327,4 +327,4 @@ if TYPE_CHECKING:
     from transformers.models.auto.modeling_auto import _BaseModelWithGenerate
 
     class AttachedModel(SpeculativeGenerationMixin, _BaseModelWithGenerate):
-        """Type of an attached model, for editors and type checkers: at run time there is no such class."""
+        """Type of an attached model, for editors and type checkers; it does not exist at run time."""
