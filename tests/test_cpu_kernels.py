@@ -50,7 +50,13 @@ def forget() -> None:
     operations.functions_for.cache_clear()
 
 
-@pytest.fixture(scope="module", params=itertools.product(SETS, DTYPES), ids=str)
+ON_EACH = [
+    pytest.param(case, id=str(case), marks=[pytest.mark.exhaustive] if case[0][0] != AVAILABLE[0] else [])
+    for case in itertools.product(SETS, DTYPES)
+]
+
+
+@pytest.fixture(scope="module", params=ON_EACH)
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """A dtype, while all operations use the kernels of one instruction set with a number of threads."""
     (name, threads, paired), number = request.param
@@ -321,6 +327,7 @@ print([round(value, 3) for value in y])"""
 IMPORTS = "import hf_specdec.verification.programs, hf_specdec.cpu.library as one; print(one.is_loaded())"
 
 
+@pytest.mark.exhaustive
 def test_processes_that_build_at_once_leave_one_library_and_an_import_none(tmp_path: Path) -> None:
     def run(code: str, cache: str) -> subprocess.Popen[str]:
         variables = {"XDG_CACHE_HOME": str(tmp_path / cache), "PATH": os.environ["PATH"]}
