@@ -15,10 +15,12 @@ import zoo
 from hf_specdec import CheckpointFormatError, InvalidConfigError, SpeculativeGenerationMixin
 from hf_specdec.control.controller import FixedController
 from hf_specdec.drafters.base import DraftContext
+from hf_specdec.drafters.recycled_tokens import learn, learn_on_host
 from hf_specdec.drafters.token_recycling import (
     RecycledCandidates,
     RecycledTokens,
     TokenRecyclingDrafter,
+    _HostRecyclingSession,
     _RecyclingSession,
 )
 from hf_specdec.generation import plan
@@ -89,11 +91,17 @@ def test_a_row_is_asked_for_its_best_four_and_trusted_more_where_two_tokens_are_
     assert [candidate.token for candidate in sure.after((3, 7))] == [4, 9]
 
 
-def observed(tree: TokenTree, paths: list[list[int]], last: list[int]) -> tuple[RecycledTokens, Tensor, Any]:
+SESSIONS = pytest.mark.parametrize("session_type", [_RecyclingSession, _HostRecyclingSession])
+"""With operations on tensors, and with lists on the host."""
+
+
+def observed(
+    session_type: type[_RecyclingSession], tree: TokenTree, paths: list[list[int]], last: list[int]
+) -> tuple[RecycledTokens, Tensor, Any]:
     """The table, the verified logits and the session after one step that began behind a prompt."""
     table = RecycledTokens(12, 3, 4096, CPU)
     ids = torch.tensor([[6, token] for token in last])
-    session = _RecyclingSession(table, DraftContext(ids, None, tree.tokens[:, 0]))
+    session = session_type(table, DraftContext(ids, None, tree.tokens[:, 0]))
     logits = torch.randn(*tree.tokens.shape, 12, generator=torch.Generator().manual_seed(0))
     path = torch.tensor(paths)
     acceptance = SimpleNamespace(path=path, num_kept=(path >= 0).sum(-1), next_token=torch.tensor([10] * len(last)))
@@ -103,10 +111,11 @@ def observed(tree: TokenTree, paths: list[list[int]], last: list[int]) -> tuple[
     return table, logits, session
 
 
-def test_every_verified_node_is_kept_with_the_token_before_it() -> None:
+@SESSIONS
+def test_every_verified_node_is_kept_with_the_token_before_it(session_type: type[_RecyclingSession]) -> None:
     """Also those that were not accepted; not padding, nor anything of a row that has ended."""
     tree = TokenTree(torch.tensor([[5, 7, 8, 9, 5], [1, 2, 3, 4, 11]]), torch.tensor([-1, 0, 0, 1, -1]))
-    table, logits, session = observed(tree, [[0, 1], [-1, -1]], [2, 4])
+    table, logits, session = observed(session_type, tree, [[0, 1], [-1, -1]], [2, 4])
     for node, (before, token) in enumerate([(2, 5), (5, 7), (5, 8), (7, 9)]):
         log_probs, ids, paired = table.row(before, token)
         assert paired
@@ -119,11 +128,34 @@ def test_every_verified_node_is_kept_with_the_token_before_it() -> None:
     assert session._roots.tolist() == [10, 10]
 
 
-def test_of_equal_pairs_the_last_one_of_the_text_stays() -> None:
+@SESSIONS
+def test_of_equal_pairs_the_last_one_of_the_text_stays(session_type: type[_RecyclingSession]) -> None:
     tree = TokenTree(torch.tensor([[5, 5, 5]]), torch.tensor([-1, 0, 1]))
     for path, node in (([0, -1, -1], 0), ([0, 1, -1], 1)):
-        table, logits, _ = observed(tree, [path], [5])
+        table, logits, _ = observed(session_type, tree, [path], [5])
         assert table.row(5, 5)[1] == logits[0, node].topk(3).indices.tolist()
+
+
+def test_lists_and_tensors_learn_the_same() -> None:
+    """Random trees of different tokens, in up to three rows; some keep nothing, some have no known token before."""
+    generator = torch.Generator().manual_seed(0)
+    tables = [RecycledTokens(40, 3, 2**16, CPU) for _ in range(2)]
+    for batch_size in (1, 2, 3) * 8:
+        tokens = torch.randperm(40, generator=generator)[: 8 * batch_size].view(batch_size, 8)
+        parents = torch.stack([torch.randint(-1, node, (batch_size,), generator=generator) for node in range(8)], -1)
+        parents[:, 1:] = torch.where(torch.rand(batch_size, 7, generator=generator) < 0.2, -1, parents[:, 1:])
+        tree = TokenTree(tokens, parents)
+        kept = torch.where(torch.rand(batch_size, generator=generator) < 0.3, -1, 0)[:, None]
+        child = torch.where((parents[:, 1] == 0) & (kept[:, 0] == 0), 1, -1)[:, None]
+        path, previous = torch.cat([kept, child], -1), torch.randint(-1, 40, (batch_size,), generator=generator)
+        best = tables[0].candidates(torch.randn(batch_size, 8, 40, generator=generator))
+        last = [
+            way(table, tree, *best, path, previous) for way, table in zip((learn, learn_on_host), tables, strict=True)
+        ]
+        assert last[0].tolist() == last[1].tolist()
+    assert all(int((table.keys[:-1] >= 0).sum()) > 30 for table in tables)
+    for one, other in zip(*(table.tensors().values() for table in tables), strict=True):
+        assert one[:-1].tolist() == other[:-1].tolist()  # the last entry of each receives what is not to be written
 
 
 @pytest.fixture

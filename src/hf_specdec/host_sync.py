@@ -25,6 +25,8 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
 
     Example: the tensors `[[1, 2]]` and `[[3]]` give `[[[1, 2]], [[3]]]`.
     """
+    if all(tensor.device.type == "cpu" for tensor in tensors):  # no transfer to save
+        return [tensor.tolist() for tensor in tensors]
     return split_columns(torch.cat(tensors, dim=1).tolist(), tensors)
 
 

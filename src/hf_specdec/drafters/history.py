@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -154,7 +155,7 @@ class AnswerMatches(Candidates):
         found, factor = dict[int, Candidate](), 1.0
         while automaton is not None and state > START and len(found) < MAX_CANDIDATES:
             total = automaton.count[state]
-            rate = ONLY_ACCEPTANCE[sum(length > longest for longest in MATCH_CLASSES)]
+            rate = ONLY_ACCEPTANCE[bisect_left(MATCH_CLASSES, length)]
             reliability = (total + PRIOR_WEIGHT * rate) / (total + PRIOR_WEIGHT)
             followed = list(automaton.following[state].items())  # at once: another thread may add an answer
             if len(followed) > MAX_FOLLOWING:

@@ -8,6 +8,7 @@ a longer match gives a larger tree, because it usually means that text is being 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -195,7 +196,7 @@ class RepeatedText(Candidates):
         """Return the tokens that followed the matches or their suffixes, each once, most likely first."""
         found: dict[int, Candidate] = {}
         for source, match in zip((self._text, self._corpus), place, strict=True):
-            if match is not None and source is not None:
+            if match is not None and source is not None and match.state > START:
                 self._continue(source, match, found)
         return sorted(found.values(), key=lambda candidate: -candidate.probability)
 
@@ -210,7 +211,7 @@ class RepeatedText(Candidates):
         while state > START and added < MAX_CANDIDATES:
             continuations = source.continuations(state)[:MAX_CANDIDATES]
             only, shorter = len(continuations) == 1, added > 0
-            match_class = sum(length > longest for longest in MATCH_CLASSES)
+            match_class = bisect_left(MATCH_CLASSES, length)
             for rank, (token, _) in enumerate(continuations):
                 if token not in found:
                     probability = (ONLY_ACCEPTANCE[match_class] if only else SEVERAL_ACCEPTANCE[rank]) * (

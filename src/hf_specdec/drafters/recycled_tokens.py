@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from math import log
 
 import torch
@@ -106,6 +107,24 @@ class RecycledTokens:
             self.ids[table][rows], self.log_probs[table][rows] = ids, log_probs
         self.keys[slot] = torch.where(paired, key, NO_PAIR)
 
+    def write_on_host(
+        self, previous: Sequence[int], tokens: Sequence[int], log_probs: Tensor, ids: Tensor, rows: Sequence[int]
+    ) -> None:
+        """Do the same as `write` on the CPU: for so few entries, numpy takes a fraction of the time that torch takes.
+
+        Args:
+            previous, tokens: K tokens and their predecessors, -1 if unknown. Of equal ones, the last is stored.
+            log_probs, ids: `[M, W]`.
+            rows: Which of the M rows belongs to each of the K tokens.
+        """
+        pairs = [place for place, before in enumerate(previous) if before >= 0]
+        keys = [previous[place] * self.vocab_size + tokens[place] for place in pairs]
+        slots = [(previous[place] * HASH_MULTIPLIER + tokens[place]) % self.pairs for place in pairs]
+        for tables, values in ((self.ids, ids), (self.log_probs, log_probs)):
+            chosen = values.numpy()[rows]
+            tables[0].numpy()[tokens], tables[1].numpy()[slots] = chosen, chosen[pairs]
+        self.keys.numpy()[slots] = keys
+
     def _hash(self, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the key and the slot of each pair; the key of an unknown predecessor matches no slot."""
         key = torch.where(previous >= 0, previous * self.vocab_size + tokens, UNKNOWN_PAIR)
@@ -142,6 +161,28 @@ def learn(
     last = (num_kept - 1).clamp(min=0)[:, None]
     before_root = tree.tokens.gather(1, kept_nodes.gather(1, last))[:, 0]
     return torch.where(active, before_root, previous)
+
+
+def learn_on_host(
+    table: RecycledTokens, tree: TokenTree, log_probs: Tensor, ids: Tensor, path: Tensor, previous: Tensor
+) -> Tensor:
+    """Do the same as `learn` on the CPU, where Python's lists take less time than many operations on small tensors."""
+    last, entries = previous.tolist(), list[tuple[int, int, int]]()  # (token before, token, node of all rows)
+    rows = zip(tree.tokens.tolist(), tree.parents.expand(tree.tokens.shape).tolist(), path.tolist(), strict=True)
+    for row, (tokens, parents, padded) in enumerate(rows):
+        kept = [node for node in padded if node >= 0]
+        if not kept:
+            continue
+        drafted = [node for node, parent in enumerate(parents) if parent != ROOT_PARENT]
+        first = row * tree.num_nodes
+        # the kept path comes last: it must win over other nodes with the same keys
+        for node in (0, *drafted, *kept):
+            entries.append((tokens[parents[node]] if node else last[row], tokens[node], first + node))
+        last[row] = tokens[kept[-1]]
+    if entries:
+        before, written, nodes = (list(column) for column in zip(*entries, strict=True))
+        table.write_on_host(before, written, log_probs.flatten(0, 1), ids.flatten(0, 1), nodes)
+    return torch.tensor(last, dtype=previous.dtype, device=previous.device)
 
 
 def recycle(table: RecycledTokens, previous: Tensor, roots: Tensor, budget: Budget) -> Draft:

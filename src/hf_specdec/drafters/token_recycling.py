@@ -27,7 +27,7 @@ from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, Dr
 from hf_specdec.drafters.candidates import Candidate, Candidates
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
 from hf_specdec.drafters.launching import LaunchingSession
-from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, recycle
+from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular
 from hf_specdec.trees.draft import Budget, Draft
@@ -233,16 +233,20 @@ class _RecyclingSession(LaunchingSession):
         self._note_launched(budget, draft)
         return ()
 
+    _learn = staticmethod(learn)
+
     def _draft(self, budget: Budget) -> Draft:
         return recycle(self._table, self._previous, self._roots, growable(budget))
 
     def _follow(self, step: Step | UnreadStep) -> None:
         candidates, kept = self._table.candidates(step.verification.logits), step.acceptance
-        self._previous = learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
+        self._previous = self._learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
 
 
 class _HostRecyclingSession(_RecyclingSession, CandidateSession):
     """Session with a table on the CPU, which can also list the candidates of each row."""
+
+    _learn = staticmethod(learn_on_host)
 
     def skim(self, step: Step) -> None:
         """Remember the last two tokens of each row; the table stays as it is."""
