@@ -297,6 +297,17 @@ def test_bad_input_gets_a_clear_error_and_changes_nothing(
     assert torch.equal(plain, llama.generate(IDS, speculative="prompt_lookup", **GREEDY))
 
 
+@pytest.mark.parametrize("prompt", ["hello", [[1, 2]], {"input_ids": IDS}])
+def test_a_prompt_that_is_no_tensor_is_refused(llama: Any, prompt: Any) -> None:
+    for given in ({"inputs": prompt}, {"input_ids": prompt}):
+        with pytest.raises(UnsupportedGenerationError, match=f"got a {type(prompt).__name__}. Call .*tokenizer"):
+            llama.generate(**given, speculative="prompt_lookup")
+    with pytest.raises(UnsupportedGenerationError, match="must be a tensor"):
+        llama.generate(prompt, speculative="prompt_lookup")
+    with pytest.raises(AttributeError):  # plain calls are transformers' own
+        llama.generate(prompt)
+
+
 def test_a_custom_loop_does_not_bypass_a_stored_default(llama: Any) -> None:
     llama.generation_config.speculative = "prompt_lookup"
     try:

@@ -13,9 +13,27 @@ from hf_specdec.config import PER_PROMPT, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.generation import options
+from hf_specdec.generation.assisted import Assistant
 from hf_specdec.generation.decode import Call
-from hf_specdec.generation.plan import Plan, controller_of
+from hf_specdec.generation.plan import Plan, Request, controller_of
 from hf_specdec.transformers_private import has_unfinished, pad_token_id
+
+
+def request_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    """Return what the user asks for, given all arguments of `generate()`; an assistant is removed from `kwargs`.
+
+    Raises:
+        UnsupportedGenerationError: The prompt is text, a list, or a dict that was not unpacked, on which transformers
+            fails without a reason.
+    """
+    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if prompt is not None and not isinstance(prompt, Tensor):
+        raise UnsupportedGenerationError(
+            f"The prompt must be a tensor of token ids, got a {type(prompt).__name__}.",
+            'Call generate(**tokenizer(text, return_tensors="pt"), ...).',
+        )
+    assistant = None if kwargs.get("assistant_model") is None else Assistant.taken_from(kwargs)
+    return Request(kwargs["speculative"], assistant)
 
 
 def prepare_call(

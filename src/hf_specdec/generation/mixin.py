@@ -16,13 +16,13 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.compatibility import try_drafter
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.generation import stored_default
-from hf_specdec.generation.assisted import Assistant
+from hf_specdec.generation.call import request_of
 from hf_specdec.generation.class_swap import swap_in, swap_out
 from hf_specdec.generation.head_loading import head_drafter
 from hf_specdec.generation.histories import answer_history
 from hf_specdec.generation.hooks import GenerationHooks
 from hf_specdec.generation.model_programs import release_programs
-from hf_specdec.generation.plan import Request, warm_up
+from hf_specdec.generation.plan import warm_up
 from hf_specdec.generation.signature import STORED_DEFAULT, extends
 from hf_specdec.generation.state import SWAP, add_drafter, state_of
 from hf_specdec.heads.base import DraftHead
@@ -141,8 +141,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             kwargs["speculative"] = speculative
         if "cache" in kwargs:
             kwargs[CACHE_FIELD] = kwargs.pop("cache")
-        if kwargs.get("assistant_model") is not None and kwargs.get("speculative") not in (None, False):
-            kwargs["speculative"] = Request(kwargs["speculative"], Assistant.taken_from(kwargs))
+        if kwargs.get("speculative") not in (None, False):
+            kwargs["speculative"] = request_of(args, kwargs)
         with SWAP:
             running = state_of(self).running() if isinstance(self, SpeculativeGenerationMixin) else None
         if running is None:  # detached by another thread since the call began
