@@ -19,8 +19,8 @@ from hf_specdec import bench
 from hf_specdec.generation import loading
 
 METHODS = {
-    "eagle dynamic": {"method": "eagle"},
-    "eagle static": {"method": "eagle", "tree": "static"},
+    "auto": {"method": "auto"},
+    "eagle": {"method": "eagle"},
     "prompt_lookup": {"method": "prompt_lookup"},
 }
 

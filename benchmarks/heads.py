@@ -25,13 +25,16 @@ from hf_specdec.generation import loading
 
 def shapes(method, config, sizes):
     """Return the trees to measure: a chain, the default, and several sizes (for Medusa the paper's and searched)."""
-    depth = config.medusa_num_heads if method == "medusa" else 5
+    depth = {"medusa": "medusa_num_heads", "dflash": "max_depth"}.get(method)
+    depth = 5 if depth is None else getattr(config, depth)
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
     for nodes in sizes:
         if method == "eagle":
             found[f"dynamic {nodes}"] = {"tree": "dynamic", "num_steps": 6, "top_k": 8, "num_draft_tokens": nodes}
             found[f"deep {nodes}"] = {"tree": "dynamic", "num_steps": 10, "top_k": 6, "num_draft_tokens": nodes}
+        elif method == "dflash":
+            found[f"dynamic {nodes}"] = {"tree": "dynamic", "top_k": 8, "num_draft_tokens": nodes}
         else:
             found[f"paper {nodes}"] = {"tree": paper[: nodes - 1]}
             found[f"searched {nodes}"] = {"tree": "static", "num_draft_tokens": nodes}

@@ -84,6 +84,16 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(
     assert rows["1", "draft_model"]["tau"] > 3  # its own model as the assistant: always right
 
 
+def test_an_assistant_with_another_tokenizer_drafts_over_shared_tokens(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], "--assistant", places["other"],
+               "--methods", "draft_model", "--max-new-tokens", 12, "--json", places["out.json"]) == 0  # fmt: skip
+    rows = [row for row in json.loads(places["out.json"].read_text())["measurements"] if row["method"] != "plain"]
+    assert len(rows) == 2
+    assert all(row["ids_equal"] and row["tau"] > 2 for row in rows)
+
+
 def test_the_cost_of_a_forward_is_public(llama: Any) -> None:
     found = bench.verify_seconds(llama, [1, 8], context=16)
     assert list(found) == [1, 8]

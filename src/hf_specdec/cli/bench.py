@@ -38,7 +38,11 @@ ALL_TURNS_HELP = (
 )
 
 Assistant = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Path or Hub id of a smaller model with the same tokenizer.")
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Path or Hub id of a smaller model. With another tokenizer, only draft_model drafts with it.",
+    ),
 ]
 
 
@@ -88,7 +92,7 @@ def bench(
         check_assistant(assistant, model, names)
     with working("Loading the model"):
         lm, tokenizer = load_model(model, head, dtype)
-    settings = {} if assistant is None else with_assistant(lm, assistant, dtype)
+    settings = {} if assistant is None else with_assistant(lm, tokenizer, assistant, dtype)
     rows = measured(lm, tokenizer, questions, names, max_new_tokens=max_new_tokens, rounds=rounds, settings=settings,
                     all_turns=all_turns)  # fmt: skip
     summary = benchmark.summarise(rows)

@@ -55,7 +55,8 @@ def check_assistant(assistant: str, model: str | None, names: Sequence[str]) -> 
     """Check, before any weights are loaded, that a method uses the assistant model and that it fits the target.
 
     Raises:
-        InvalidConfigError: No method uses the assistant, or its vocabulary differs from the target's.
+        InvalidConfigError: No method uses the assistant, or its vocabulary differs from the target's and transformers
+            is to draft with it.
         CheckpointFormatError: The assistant or the target does not exist, or has no tokenizer.
     """
     users = {ASSISTED, ASSISTANT_METHOD}
@@ -63,18 +64,26 @@ def check_assistant(assistant: str, model: str | None, names: Sequence[str]) -> 
         raise InvalidConfigError(
             f"No method uses the assistant {assistant!r}.", f"Add one of {', '.join(sorted(users))} to --methods."
         )
-    if load_tokenizer(assistant).get_vocab() != load_tokenizer(model).get_vocab():
+    same = load_tokenizer(assistant).get_vocab() == load_tokenizer(model).get_vocab()
+    if ASSISTED in names and not same:
         raise InvalidConfigError(
-            f"The vocabulary of the assistant {assistant!r} differs from the model's.",
-            "Give an assistant with the same tokenizer.",
+            f"The vocabulary of the assistant {assistant!r} differs from the model's, and {ASSISTED!r} is measured "
+            "with the same vocabulary only.",
+            f"Give {ASSISTANT_METHOD!r} alone, or an assistant with the same tokenizer.",
         )
 
 
-def with_assistant(model: Any, assistant: str, dtype: str) -> dict[str, Any]:
-    """Load the assistant model, add it to the target as a drafter, and return the `settings` of `measure`."""
-    loaded, _ = load_target(assistant, dtype)
+def with_assistant(model: Any, tokenizer: Any, assistant: str, dtype: str) -> dict[str, Any]:
+    """Load the assistant model, add it to the target as a drafter, and return the `settings` of `measure`.
+
+    Raises:
+        DrafterMismatchError: The two vocabularies share too little to draft.
+    """
+    loaded, own = load_target(assistant, dtype)
     loaded = loaded.to(model.device)
-    model.add_drafter(DraftModelDrafter(loaded))
+    same = own.get_vocab() == tokenizer.get_vocab()
+    tokenizers = {} if same else {"tokenizer": tokenizer, "assistant_tokenizer": own}
+    model.add_drafter(DraftModelDrafter(loaded, **tokenizers))
     return {ASSISTED: loaded}
 
 
