@@ -5,7 +5,8 @@
 Greedy, batch size 1, methods interleaved per question in one process. Every finished question is written to the JSON
 file, and an interrupted run resumes. `--set main` is the main table, `--set ablations` disables one part at a time,
 `--set methods` runs every method alone. Drafters keep what they learn from question to question, separately for each
-row of the table, as they do in normal use. `--before HEAD` adds the same methods with another EAGLE head.
+row of the table, as they do in normal use. `--before HEAD` adds the same methods with another head of any kind;
+`--set heads --before HEAD` compares the two heads only. Compiled rows run as `--compile` says.
 """
 
 import argparse
@@ -60,7 +61,7 @@ METHODS = [
     "last_logits",
 ]  # fmt: skip
 """Methods that need only the packaged model and its heads."""
-SETS = {"main": MAIN, "ablations": ABLATIONS, "methods": METHODS}
+SETS = {"main": MAIN, "heads": ["eagle", "eagle, compiled"], "ablations": ABLATIONS, "methods": METHODS}
 
 
 class SwitchingSession(hybrid._HybridSession):
@@ -106,6 +107,7 @@ def main():
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--set", choices=list(SETS), default="main", dest="methods")
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--compile", choices=["kernels", "inductor", "cuda_graph"], default="inductor")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -117,6 +119,9 @@ def main():
         model.load_drafter(options.before, name="before")
         settings.update(BEFORE)
         methods = [*(name for name in BEFORE if name not in methods), *methods]
+    for name, fields in settings.items():
+        if "compile" in fields:
+            settings[name] = {**fields, "compile": options.compile}
     if "medusa" in methods:
         model.load_drafter(HEADS / "smollm2-135m-instruct-medusa")
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}

@@ -194,6 +194,13 @@ def test_a_method_of_ones_own(llama: Any) -> None:
     taken = methods()["eagle"].heads
     with pytest.raises(InvalidConfigError, match="Another method drafts with"):
         register_drafter("eagle too", make, heads=taken)
+    with pytest.raises(InvalidConfigError, match=r"got a PromptLookupDrafter\. Pass PromptLookupDrafter, or"):
+        register_drafter("an instance", PromptLookupDrafter())  # type: ignore[arg-type]
+    assert "an instance" not in methods()
+    with pytest.raises(
+        DrafterMismatchError, match=r"got the class PromptLookupDrafter. Call it: PromptLookupDrafter\("
+    ):
+        llama.add_drafter(PromptLookupDrafter)
 
 
 def test_a_drafter_has_no_name_of_another_method(llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

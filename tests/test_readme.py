@@ -60,7 +60,7 @@ def test_the_tutorial_runs(
     page = (ROOT / "docs" / "tutorial.md").read_text()
     assert page.count("```python\n") > 5
     scope: dict[str, Any] = {}
-    for code, shown in re.findall(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", page, flags=re.DOTALL):
+    for code, shown in re.findall(r"```python\n(.*?)```\n+(?:```(?:text|output)\n(.*?)```)?", page, flags=re.DOTALL):
         exec(code, scope)
         printed = capsys.readouterr().out
         if shown.startswith("SpeculationStats("):
@@ -115,7 +115,7 @@ def test_the_commits_of_the_results_exist() -> None:
 def test_the_landing_page_has_the_example_of_the_readme() -> None:
     """With the line that it prints; `test_the_example_runs` runs it."""
     page = (ROOT / "docs" / "index.md").read_text()
-    example, shown = (text.split("<!-- example -->")[1].split("```\n")[:3] for text in (README, page))
+    example, shown = (text.split("<!-- example -->")[1].split("```\n")[:2] for text in (README, page))
     assert example == shown
     assert "pip install -e ." in page
 

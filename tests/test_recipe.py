@@ -96,6 +96,33 @@ def test_answers_are_packed_once_and_without_text(
     assert [talk.input_ids for talk in read_conversations(out)] == [(5, 6, 7, 8, 9), (1, 2, 3)]
 
 
+def test_openings_are_cut_and_chosen_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = [(2, 9), (3, 4), (2, 3), (9, 8), (1, 8), (2, 5)]  # of prompt and answer
+    rows = [
+        {"source": "a", "temperature": 0.0, "prompt_ids": [1] * prompt, "response_ids": [*range(10, 10 + answer)]}
+        for prompt, answer in lengths
+    ]
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    answers, out = tmp_path / "answers.parquet", tmp_path / "openings.parquet"
+    run_script("pack_answers", RECIPE, monkeypatch, answers, tmp_path / "one.jsonl")
+    sizes = ("--answer-tokens", 5, "--shortest", 4, "--longest", 8)
+    run_script("pack_openings", RECIPE, monkeypatch, out, answers, *sizes)
+    assert "4 of 6 conversations, 19 answer tokens" in capsys.readouterr().out
+    kept = read_conversations(out)
+    assert [talk.input_ids for talk in kept] == [
+        (1, 1, 10, 11, 12, 13, 14), (1, 1, 1, 10, 11, 12, 13), (1, 10, 11, 12, 13, 14), (1, 1, 10, 11, 12, 13, 14),
+    ]  # fmt: skip
+    assert [sum(talk.loss_mask) for talk in kept] == [5, 4, 5, 5]
+    chosen = []
+    for seed in (0, 0, 1, 2):
+        run_script("pack_openings", RECIPE, monkeypatch, out, answers, *sizes, "--count", 2, "--seed", seed)
+        chosen.append([talk.input_ids for talk in read_conversations(out)])
+    assert chosen[0] == chosen[1]
+    assert any(chosen[0] != other for other in chosen[2:])
+
+
 def test_paragraphs_are_prose() -> None:
     module = script("fetch_texts", RECIPE)
     long = "A sentence that is long enough to be kept as a paragraph of its own, surely."

@@ -10,7 +10,7 @@ Example:
 
     model.load_drafter("org/head")  # optional: a trained draft head, which "auto" then uses as well
 
-`help(model.generate)` describes all values of `speculative`.
+`help(hf_specdec.SpeculativeConfig)` lists all methods and settings.
 Guides and reference: https://github.com/hf-specdec/hf-specdec
 """
 

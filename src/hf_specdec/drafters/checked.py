@@ -52,8 +52,11 @@ def check_drafter(drafter: Any) -> None:
             `method`, `parts` or `needs`.
     """
     if not isinstance(drafter, Drafter):
+        is_class = isinstance(drafter, type)
         raise DrafterMismatchError(
-            f"A drafter must be an instance of hf_specdec.drafters.base.Drafter, got {type(drafter).__name__}."
+            "A drafter must be an instance of hf_specdec.drafters.base.Drafter, got "
+            + (f"the class {drafter.__name__}." if is_class else f"{type(drafter).__name__}."),
+            f"Call it: {drafter.__name__}(...)." if is_class else "",
         )
     if not is_third_party(drafter):
         return

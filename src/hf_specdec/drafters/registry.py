@@ -100,8 +100,15 @@ def register_drafter(
         The method.
 
     Raises:
-        InvalidConfigError: A name is `"auto"`, `"hybrid"` or another method's, or a head belongs to another method.
+        InvalidConfigError: `make` cannot be called, a name is `"auto"`, `"hybrid"` or another method's, or a head
+            belongs to another method.
     """
+    if not callable(make):
+        kind = type(make).__name__
+        raise InvalidConfigError(
+            f"`make` must be a class or a function that returns a drafter, got a {kind}.",
+            f"Pass {kind}, or add this drafter to a model with model.add_drafter(...).",
+        )
     return _add(Method(name, make, tuple(aliases), tuple(heads), part, how_given, native))
 
 

@@ -88,7 +88,7 @@ def prepare_call(
 
 
 def check_token_ids(width: int, drafter: Drafter, config: SpeculativeConfig) -> None:
-    """Refuse embeddings without token ids if a part of the drafter, or one history per prompt, reads the ids.
+    """Refuse a prompt without token ids if a part of the drafter, or one history per prompt, reads the ids.
 
     Args:
         width: Columns of `input_ids`.
@@ -96,18 +96,19 @@ def check_token_ids(width: int, drafter: Drafter, config: SpeculativeConfig) -> 
         config: Config of the call.
 
     Raises:
-        UnsupportedGenerationError: The prompt is given as embeddings only, but token ids are needed.
+        UnsupportedGenerationError: The prompt is empty or given as embeddings only, but token ids are needed.
     """
     if width:
         return
     names = dict.fromkeys(part.method for part in drafter.parts if part.needs.token_ids)
     if names:
         raise UnsupportedGenerationError(
-            f"Drafts of {', '.join(map(repr, names))} need the prompt's token ids, got only inputs_embeds.",
-            'Pass input_ids as well, or use a method that needs none, such as "prompt_lookup".',
+            f"Drafts of {', '.join(map(repr, names))} need the prompt's token ids, got none.",
+            "Pass at least one token, e.g. the BOS token; with inputs_embeds pass input_ids as well, or use a method "
+            'that needs none, such as "prompt_lookup".',
         )
     if config.history == PER_PROMPT:
         raise UnsupportedGenerationError(
-            f"history={PER_PROMPT!r} finds a prompt's history by its token ids, got only inputs_embeds.",
-            "Pass input_ids as well, or give the history a name.",
+            f"history={PER_PROMPT!r} finds a prompt's history by its token ids, got none.",
+            "Pass input_ids, also with inputs_embeds, or give the history a name.",
         )

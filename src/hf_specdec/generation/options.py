@@ -93,9 +93,11 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "Drop `custom_generate`, or pass speculative=None.",
         )
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        selecting = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit")
+        given = [f"{name}={value!r}" for name in selecting if (value := getattr(config, name, None)) not in (None, 1)]
         raise UnsupportedGenerationError(
             f"`speculative` supports greedy decoding and sampling, not {mode.value.replace('_', ' ')}.",
-            "Drop `speculative`, or the options that select this mode (num_beams, penalty_alpha, ...).",
+            f"Drop `speculative`, or {' and '.join(given) or 'the options that select this mode'}.",
         )
     chunk = config.prefill_chunk_size
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
