@@ -120,7 +120,7 @@ def main():
             texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             tau = round(model.last_speculation.mean_accepted_length, 2)
             for row, text in zip(batch, texts, strict=True):
-                output.write(json.dumps({**row, "answer": text.strip(), "batch_tau": tau}) + "\n")
+                output.write(json.dumps({**row, "answer": text.strip(), "batch_tau": tau}, ensure_ascii=False) + "\n")
             output.flush()
             print(f"{min(start + len(batch), len(rows))} of {len(rows)}, tau {tau}", flush=True)
 

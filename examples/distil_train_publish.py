@@ -51,6 +51,8 @@ def main():
         parser.error(f"{missing}{error}")
     if not prompts:
         parser.error(f"{options.prompts} has no prompts")
+    if options.work.exists() and not options.work.is_dir():
+        parser.error(f"--work {options.work} is a file; give a directory")
     try:
         name, _ = model_and_head(options.model, None)
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -71,6 +71,10 @@ def main():
     options = parser.parse_args()
     if options.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    if options.num_generations < 2:  # a reward counts relative to those of the same prompt
+        parser.error(f"--num-generations must be at least 2, got {options.num_generations}")
     try:
         from datasets import Dataset
         from peft import LoraConfig

@@ -17,8 +17,8 @@ Expected output (tau depends on the measured costs; the memory of the second lin
 
     LICENSE: 2011 tokens
     weights: 513 MiB
-    plain: first token after ... s, then ... tokens/s, peak memory 1113 MiB
-    auto: first token after ... s, then ... tokens/s, tau ..., peak memory 1266 MiB
+    plain: first token after ... s, then ... tokens/s, peak memory ... MiB
+    auto: first token after ... s, then ... tokens/s, tau ..., peak memory ... MiB
     the same ids: True
     This License does not grant permission to use the trade names, trademarks, service marks, or product names of ...
 """

@@ -87,7 +87,11 @@ def main():
             logits_processor=[LogitsProcessor(grammar)],  # stateful: use a new one for each call
         ))  # fmt: skip
     text = tokenizer.decode(answers[1][0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    print(json.dumps(json.loads(text), indent=2, ensure_ascii=False))
+    try:
+        text = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    except json.JSONDecodeError:
+        print(f"The answer was cut off: give more than --max-new-tokens {options.max_new_tokens}.")
+    print(text)
     print("the same ids:", torch.equal(*answers))
     print(model.last_speculation)
 

@@ -137,16 +137,6 @@ def test_every_picture_of_a_generation(stats: SpeculationStats, tmp_path: Path) 
         viz.plot_widths(stats.trace, theme="blue")  # type: ignore[arg-type]
 
 
-def test_a_static_tree_is_made_of_paths(stats: SpeculationStats) -> None:
-    wrong: list[tuple[Any, str]] = [
-        (stats, "got SpeculationStats. For a step"), (stats.trace, "got TracedStep. For a step"), ([0], "got int"),
-        ([(0,), (1, 0)], r"The parent \(1,\) of the path \(1, 0\) is missing"),
-    ]  # fmt: skip
-    for choices, message in wrong:
-        with pytest.raises(InvalidConfigError, match=message):
-            viz.plot_tree(choices)
-
-
 def luminance(color: Any) -> float:
     channels = matplotlib.colors.to_rgb(color)
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]

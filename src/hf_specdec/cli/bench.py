@@ -58,7 +58,7 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions.")] = None,
     per_category: Annotated[int | None, typer.Option(min=1, help="Maximum number of questions per category.")] = None,
     dtype: Precision = "auto",
-    output: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this JSON file.")] = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Write a plot of the speed-ups to this file. Needs matplotlib.")
     ] = None,

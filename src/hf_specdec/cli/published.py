@@ -21,7 +21,7 @@ def find(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id of the model, such as org/name.")] = HUB_ID,
     as_json: Json = False,
 ) -> None:
-    """Find published draft heads for a model on the Hub; without one, show where the shipped heads are."""
+    """Find published draft heads for a model on the Hub; for the packaged model, show where the shipped heads are."""
     if model == HUB_ID:
         return _ours(as_json)
     with working("Searching the Hub", shown=not as_json):
@@ -32,7 +32,7 @@ def find(
         logging.set_verbosity_error()  # no warning on each new try
         heads = find_heads(model)
     if as_json:
-        typer.echo(json.dumps([asdict(head) for head in heads]))
+        typer.echo(json.dumps({"model": model, "heads": [asdict(head) for head in heads]}))
     elif heads:
         table = Table("repository", "probably", "downloads", box=None)
         for head in heads:
@@ -52,7 +52,7 @@ def _ours(as_json: bool) -> None:
     folder = SHIPPED_HEAD.parent
     heads = sorted(str(path) for path in folder.glob("smollm2-*")) if folder.is_dir() else []
     if as_json:
-        typer.echo(json.dumps(heads))
+        typer.echo(json.dumps({"model": HUB_ID, "heads": [{"path": head} for head in heads]}))
     elif heads:
         typer.echo(f"Heads for {HUB_ID}:\n" + "\n".join(f"  {head}" for head in heads))
     else:

@@ -5,11 +5,10 @@ A step's tree is drawn in boxes. Its axes fill the figure, and one unit is one p
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_specdec.errors import InvalidConfigError
 from hf_specdec.reporting.palette import SMALL_TEXT, Colors, Theme, drafter_colors, drawing
 from hf_specdec.reporting.trace import TracedRow, TracedStep
 from hf_specdec.trees.tree import ROOT_PARENT
@@ -54,12 +53,9 @@ def plot_tree(
 
     Returns:
         The matplotlib axes.
-
-    Raises:
-        InvalidConfigError: `choices` are not paths, or the parent of one is missing.
     """
     children: dict[Choice, list[Choice]] = {}
-    for path in sorted(_checked_paths(choices)):
+    for path in sorted(choices):
         children.setdefault(path[:-1], []).append(path)
     heights, leaves = _heights((), children)
     with drawing(theme) as (pyplot, colors):
@@ -79,24 +75,6 @@ def plot_tree(
         axes.margins(0.05, 0.6 / max(leaves, 2))
         axes.set_title(f"{len(choices) + 1} nodes, {max(map(len, choices), default=0)} deep; numbers are ranks")
     return axes
-
-
-def _checked_paths(choices: Any) -> list[Choice]:
-    """Return the paths of a tree.
-
-    Raises:
-        InvalidConfigError: See `plot_tree`.
-    """
-    paths = list(choices) if isinstance(choices, Iterable) else [choices]
-    for path in paths:
-        if not isinstance(path, Sequence) or not path or not all(isinstance(rank, int) for rank in path):
-            raise InvalidConfigError(
-                f"`choices` must be paths of ranks, such as [(0,), (0, 0)]; got {type(path).__name__}.",
-                "For a step of a trace use plot_step(stats.trace[0]).",
-            )
-        if path[:-1] and path[:-1] not in paths:
-            raise InvalidConfigError(f"The parent {path[:-1]} of the path {path} is missing.", "Add it.")
-    return paths
 
 
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: Theme = "light") -> Axes:
