@@ -119,9 +119,9 @@ def main():
         model.load_drafter(options.before, name="before")
         settings.update(BEFORE)
         methods = [*(name for name in BEFORE if name not in methods), *methods]
+    settings |= {name: {"method": name} for name in methods if name not in settings and name not in bench.PEERS}
     for name, fields in settings.items():
-        if "compile" in fields:
-            settings[name] = {**fields, "compile": options.compile}
+        settings[name] = {**fields, "compile": options.compile if "compile" in fields else "none"}
     if "medusa" in methods:
         model.load_drafter(HEADS / "smollm2-135m-instruct-medusa")
     done = json.loads(options.json.read_text()) if options.json.exists() else {"measurements": []}

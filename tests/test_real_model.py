@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
 
+from conftest import SHIPPED_HEAD
 from hf_specdec import SpeculativeGenerationMixin, bench
 from hf_specdec.generation.loading import encode
 from hf_specdec.verification.model import CACHE_FIELD
@@ -20,6 +21,7 @@ PROMPTS = [
     "Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many are left?",
     "Repeat this list and add one: apple, pear, plum, apple, pear, plum.",
 ]
+BLOCK_HEAD = SHIPPED_HEAD.parent / "smollm2-135m-instruct-dflash"
 METHODS: list[Any] = ["eagle", {"method": "eagle", "tree": "static"}, "prompt_lookup"]
 
 
@@ -37,6 +39,19 @@ def test_the_shipped_head_is_worth_loading(small_model: Any, small_tokenizer: An
     inputs = encode(small_tokenizer, PROMPTS[1], small_model.device)
     small_model.generate(**inputs, max_new_tokens=60, do_sample=False, speculative="eagle")
     assert small_model.last_speculation.mean_accepted_length > 1.8
+
+
+def test_the_shipped_block_head_is_worth_loading(small_model: Any, small_tokenizer: Any) -> None:
+    small_model.load_drafter(BLOCK_HEAD, name="block")
+    try:
+        for method in ("block", {"method": "block", "num_draft_tokens": 8, "num_steps": 3}):
+            inputs = encode(small_tokenizer, PROMPTS[1], small_model.device)
+            plain = small_model.generate(**inputs, max_new_tokens=60, do_sample=False)
+            drafted = small_model.generate(**inputs, max_new_tokens=60, do_sample=False, speculative=method)
+            assert torch.equal(plain, drafted)
+            assert small_model.last_speculation.mean_accepted_length > 1.5
+    finally:
+        small_model.remove_drafter("block")
 
 
 def test_a_padded_batch_is_equal(small_model: Any, small_tokenizer: Any) -> None:
