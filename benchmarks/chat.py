@@ -1,6 +1,6 @@
 """Check and time a chat of several turns that shares one cache and is streamed from a thread.
 
-    python benchmarks/chat.py --json benchmarks/results/chat_cpu_fp32.json
+    python benchmarks/chat.py --json chat.json
 
 float32, greedy. Speculative and plain turns alternate on the same DynamicCache; each answer is compared with a plain
 `generate()` over the whole chat with a new cache. Then every method runs the whole chat, to time it.

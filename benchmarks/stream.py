@@ -1,8 +1,8 @@
 """Show how `auto` adapts to a text that changes its kind every 200 tokens, and compare it with fixed methods.
 
-    python benchmarks/stream.py --json benchmarks/results/stream_cpu_bf16.json --plot docs/stream
+    python benchmarks/stream.py --json stream.json --plot stream
 
-writes docs/stream-light.png and docs/stream-dark.png; with --redraw, from an existing JSON file, without measuring.
+writes stream-light.png and stream-dark.png; with --redraw, from an existing JSON file, without measuring.
 
 The answer is fixed: a logits processor allows only the next token of a script, while target and head run as usual. The
 script is a copy of the prompt, then an answer of the model to a question, then noise; all three twice.
