@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 SHORTER = {
-    "max_new_tokens=96": "max_new_tokens=16", '"max_new_tokens": 96': '"max_new_tokens": 16', "rounds=2": "rounds=1",
+    "max_new_tokens=96": "max_new_tokens=16", '"max_new_tokens": 96': '"max_new_tokens": 16', "rounds=4": "rounds=1",
     "max_new_tokens=64": "max_new_tokens=16", "max_new_tokens=48": "max_new_tokens=16",
     '"max_new_tokens": 48': '"max_new_tokens": 16', '"max_new_tokens": 40': '"max_new_tokens": 16',
     '"max_new_tokens": 64': '"max_new_tokens": 16',
