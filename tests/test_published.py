@@ -64,11 +64,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "z-lab/Model-8B-DFlash" in told
     assert "hf-specdec inspect z-lab/Model-8B-DFlash" in told.replace("\n", " ")
     command.find(TARGET, as_json=True)
-    assert json.loads(capsys.readouterr().out)[0]["method"] == "dflash"
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["heads"][0]["method"]) == (TARGET, "dflash")
     command.find("org/another")
     assert "Train one" in capsys.readouterr().out
     command.find()
     assert "smollm2-135m-instruct-eagle3" in capsys.readouterr().out
+    command.find(as_json=True)
+    assert any(Path(head["path"]).name.endswith("-dflash") for head in json.loads(capsys.readouterr().out)["heads"])
     monkeypatch.setattr(command, "SHIPPED_HEAD", tmp_path / "heads" / "smollm2-135m-instruct-eagle3")
     command.find()
     assert "git clone --depth 1 https://github.com/hf-specdec" in capsys.readouterr().out

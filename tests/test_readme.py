@@ -38,7 +38,7 @@ def test_the_example_runs(
     scope: dict[str, Any] = {}
     exec(code_block(README, "<!-- example -->"), scope)
     printed = capsys.readouterr().out
-    shown = README[README.index("<!-- example -->") :].split("```\n")[2]
+    shown = README[README.index("<!-- example -->") :].split("```output\n")[1].split("```")[0]
     # the number of forwards depends on the machine; the README wraps the line
     printed, shown = (re.sub(r"^\d+ forwards: ", "", " ".join(text.split())) for text in (printed, shown))
     assert printed == shown

@@ -66,7 +66,7 @@ COMMANDS = {
     "train": Entry("training_group.train", TRAIN, "Train a draft head for a model on the model's own answers."),
     "find": Entry(
         "published.find", HEADS,
-        "Find published draft heads for a model on the Hub; without one, show where the shipped heads are.",
+        "Find published draft heads for a model on the Hub; for the packaged model, show where the shipped heads are.",
         ("hf-specdec find meta-llama/Llama-3.1-8B-Instruct", "hf-specdec find"),
     ),
     "inspect": Entry(
