@@ -25,8 +25,7 @@ from hf_specdec.generation import loading
 
 def shapes(method, config, sizes):
     """Return the trees to measure: a chain, the default, and several sizes (for Medusa the paper's and searched)."""
-    depth = {"medusa": "medusa_num_heads", "dflash": "max_depth"}.get(method)
-    depth = 5 if depth is None else getattr(config, depth)
+    depth = config.medusa_num_heads if method == "medusa" else config.max_depth if method == "dflash" else 5
     found = {"chain": {"tree": [[0] * length for length in range(1, depth + 1)]}, "default": {}}
     paper = [path for path in paper_tree("mc_sim_7b_63") if len(path) <= depth]
     for nodes in sizes:

@@ -116,6 +116,13 @@ def test_equal_tokens_are_one_node_and_others_share_what_is_left() -> None:
     )  # only who knows the place is asked
 
 
+def test_of_two_sources_that_are_certain_the_first_is_named() -> None:
+    """Trust may raise both above 1, which is the most that counts."""
+    sources = [Table({(1,): 0.9}), Table({(1,): 0.95})]
+    (child,) = merge_children(sources, [(), ()], [(1.2,) * len(UNKNOWN), (1.3,) * len(UNKNOWN)])
+    assert child == (1, 1.0, 0)
+
+
 def test_limits_of_a_merged_tree() -> None:
     chain = {(1,) * depth: 0.9 for depth in range(1, 6)}
     source = Table({**chain, (2,): 0.05})

@@ -43,6 +43,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
+from hf_specdec.generation.plan import Request
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.model import CACHE_FIELD
 from reference import OracleDrafter
@@ -306,6 +307,14 @@ def test_a_prompt_that_is_no_tensor_is_refused(llama: Any, prompt: Any) -> None:
         llama.generate(prompt, speculative="prompt_lookup")
     with pytest.raises(AttributeError):  # plain calls are transformers' own
         llama.generate(prompt)
+
+
+def test_a_request_may_pass_through_twice(llama: Any) -> None:
+    """A wrapper's `generate()` may hand its arguments to that of the model inside, which is attached as well."""
+    assert torch.equal(
+        llama.generate(IDS, **GREEDY), llama.generate(IDS, speculative=Request("prompt_lookup"), **GREEDY)
+    )
+    assert llama.last_speculation.method == "prompt_lookup"
 
 
 def test_a_custom_loop_does_not_bypass_a_stored_default(llama: Any) -> None:

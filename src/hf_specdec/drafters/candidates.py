@@ -136,15 +136,12 @@ def merge_children(sources: Sequence[Candidates], places: Sequence[Any], trusts:
     for index, (source, place, trust) in enumerate(zip(sources, places, trusts, strict=True)):
         if place is not None:
             for token, probability in source.after(place):
-                trusted = trust[trust_class(probability)] * probability
-                known = best.get(token)
-                if known is None or trusted > known[0]:
-                    best[token] = trusted if trusted < 1.0 else 1.0, index
+                trusted = min(trust[trust_class(probability)] * probability, 1.0)
+                if trusted > best.get(token, (0.0, 0))[0]:
+                    best[token] = trusted, index
     children, claimed, left = list[Child](), [0.0] * len(sources), 1.0
     for token, (probability, index) in sorted(best.items(), key=lambda item: -item[1][0]):
-        probability *= left + claimed[index]  # what the other sources have not claimed
-        if probability > left:
-            probability = left
+        probability = min(probability * (left + claimed[index]), left)  # the others have claimed the rest
         claimed[index] += probability
         left -= probability
         children.append(Child(token, probability, index))

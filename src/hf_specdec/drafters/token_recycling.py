@@ -212,6 +212,8 @@ class TokenRecyclingDrafter(Drafter):
 
 
 class _RecyclingSession(LaunchingSession):
+    _learn = staticmethod(learn)
+
     def __init__(self, table: RecycledTokens, context: DraftContext, program: CapturedRecycling | None = None) -> None:
         super().__init__(context.roots)
         self._table, self._program, ids = table, program, context.input_ids
@@ -232,8 +234,6 @@ class _RecyclingSession(LaunchingSession):
         self._roots = step.acceptance.next_token
         self._note_launched(budget, draft)
         return ()
-
-    _learn = staticmethod(learn)
 
     def _draft(self, budget: Budget) -> Draft:
         return recycle(self._table, self._previous, self._roots, growable(budget))

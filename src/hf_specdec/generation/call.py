@@ -22,10 +22,15 @@ from hf_specdec.transformers_private import has_unfinished, pad_token_id
 def request_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
     """Return what the user asks for, given all arguments of `generate()`; an assistant is removed from `kwargs`.
 
+    A `Request` is returned as it is: a model whose own `generate()` calls this one again passes it on.
+
     Raises:
         UnsupportedGenerationError: The prompt is text, a list, or a dict that was not unpacked, on which transformers
             fails without a reason.
     """
+    if isinstance(kwargs["speculative"], Request):
+        request: Request = kwargs["speculative"]
+        return request
     prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     if prompt is not None and not isinstance(prompt, Tensor):
         raise UnsupportedGenerationError(

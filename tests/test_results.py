@@ -1,0 +1,94 @@
+"""The tables of docs/benchmarks/results.md and the sentences that quote them say what the raw rows say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
+BLOCK_HEAD = (ROOT / "heads" / "smollm2-135m-instruct-dflash" / "README.md").read_text()
+CATEGORIES = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+
+
+def rows_of(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+@pytest.mark.parametrize("name", ["batches", "blocks", "auto_heads", "long_texts", "lossy", "forwards"])
+def test_rows_have_a_commit_and_a_machine(name: str) -> None:
+    environment = rows_of(f"{name}_cpu_bf16.json")["environment"]
+    assert re.match(r"[0-9a-f]{40}", environment["commit"])
+    assert {"device", "cores", "torch", "transformers", "date"} <= environment.keys()
+
+
+def test_batches() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    sizes = {row["batch_size"]: row for row in rows_of("batches_cpu_bf16.json")["sizes"]}
+    for size, row in sizes.items():
+        cells = [f"{size} ({row['batches']})", f"{row['plain_tokens_per_second']:.1f}"]
+        for name in ("auto", "auto+kernels"):
+            found = row[name]
+            if name == "auto+kernels":
+                cells.append(f"{row['nothing+kernels']['ratio']:.2f}x")
+            ratios = found["ratio_per_batch"]
+            cells += [f"{found['ratio']:.2f}x", f"{min(ratios):.2f}x to {max(ratios):.2f}x", f"{found['tau']:.2f}"]
+        speeds = (row[name]["tokens_per_second"] for name in ("auto+kernels", "nothing+kernels"))
+        cells.append(f"{median(one / other for one, other in zip(*speeds, strict=True)):.2f}x")
+        assert f"| {' | '.join(cells)} |" in PAGE
+    for name in ("auto", "auto+kernels", "nothing+kernels"):
+        eight, sixteen = (f"{sizes[size][name]['ratio']:.2f}x" for size in (8, 16))
+        assert f"{eight} and {sixteen}" in readme
+
+
+def test_block_heads() -> None:
+    for row in rows_of("blocks_cpu_bf16.json")["rows"]:
+        cells = ["EAGLE-3" if row["method"] == "eagle" else "**block head**", str(row["nodes"]),
+                 "eager" if row["compile"] == "none" else row["compile"]]  # fmt: skip
+        cells += [f"{row['tau'][category]:.2f}" for category in CATEGORIES]
+        line = f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |"
+        assert line in PAGE
+        assert line in BLOCK_HEAD
+    names = {"eagle, compiled": "`eagle`", "before: eagle, compiled": "**`dflash`**",
+             "auto, compiled": "`auto` with the EAGLE-3 head",
+             "before: auto, compiled": "**`auto` with the block head**"}  # fmt: skip
+    summary = {(row["method"], row["category"]): row for row in rows_of("auto_heads_cpu_bf16.json")["summary"]}
+    for method, name in names.items():
+        means = [summary[method, category]["speed_up_mean"] for category in CATEGORIES]
+        overall = summary[method, "all"]
+        cells = [f"{mean:.2f}x" for mean in (*means, fmean(means), overall["speed_up_worst"])]
+        line = f"| {name} | {' | '.join(cells)} | {overall['tau']:.2f} |"
+        assert line in PAGE
+        assert line in BLOCK_HEAD
+
+
+def test_long_texts() -> None:
+    rows, page = rows_of("long_texts_cpu_bf16.json")["rows"], PAGE.split("## Long texts")[1].split("\n## ")[0]
+    kinds = list(dict.fromkeys((row["length"], row["window"]) for row in rows))
+    for length, window in kinds:
+        found = [row for row in rows if (row["length"], row["window"]) == (length, window)]
+        times = ("first_draft_seconds", "prefill_seconds", "plain_first_token_seconds")
+        cells = [f"{length:,} ({len(found)})", str(window), f"{fmean(row['tau'] for row in found):.2f}",
+                 f"{median(row['milliseconds'] for row in found):.1f}",
+                 *(f"{median(row[name] for row in found):.2f}" for name in times)]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
+    assert len(re.findall(r"^\| \d", page, re.MULTILINE)) == len(kinds) == 12
+
+
+def test_rollouts_of_a_trainer() -> None:
+    text = " ".join((ROOT / "docs" / "trainers.md").read_text().split())
+    for rollouts in rows_of("grpo_cpu_fp32.json")["rollouts"].values():
+        later = rollouts[2:]
+        plain, drafted = (median(row[f"{name}_seconds"] for row in later) for name in ("plain", "speculative"))
+        assert re.search(rf"{plain:.2f} s (plainly )?and {drafted:.2f} s[^(]*\([^)]*{plain / drafted:.2f}x\)", text)
+
+
+def test_lossy_acceptance() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "history.md").read_text()
+    for row in rows_of("lossy_cpu_bf16.json")["rules"]:
+        assert re.search(rf"\| {row['tau']:.2f} \| {row['mean_log_probability_per_token']:.2f} \|", page), row
