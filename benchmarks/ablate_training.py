@@ -56,6 +56,8 @@ BLOCK_VARIANTS = {
     "Markov rank 32": {"flags": ["--markov-rank", "32"]},
     "Markov rank 64": {"flags": ["--markov-rank", "64"]},
     "causal and Markov rank 32": {"flags": ["--causal", "--markov-rank", "32"]},
+    "causal, blocks grow over half of the run": {"flags": ["--causal"], "recipe": {"growing": 0.5}},
+    "a key head for every query head": {"head": {"num_key_value_heads": 9}},
     "cross entropy 0.1 and L1 distance 0.9 (DSpark)": {
         "recipe": {"text_weight": 0.1, "distance_weight": 0.9, "soft_weight": 0.0}
     },

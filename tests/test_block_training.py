@@ -24,8 +24,10 @@ from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
     capture_features,
+    first_layer,
     search_tree,
     start_block_from_target,
+    start_first_layer,
     train_dflash,
 )
 from hf_specdec.training.batches import collate
@@ -86,7 +88,8 @@ def test_blocks_see_what_drafted_blocks_see(
     anchors = torch.tensor([[1, 4, 5, 11], [1, 3, 4, 8], [1, 2, 4, 5]])
     with torch.no_grad():
         text = batch["input_ids"].gather(1, anchors)[:, :, None]
-        outputs = objective._outputs(own, _Blocks(anchors, text, torch.ones_like(text, dtype=torch.bool)))
+        counted = torch.ones(*anchors.shape, head.config.max_depth, dtype=torch.bool)
+        outputs = objective._outputs(own, _Blocks(anchors, text, counted))
         for row in range(3):
             for index, anchor in enumerate(anchors[row].tolist()):
                 wanted = block_behind(small, head, own[row], batch["input_ids"][row], anchor)
@@ -124,8 +127,10 @@ def differentiable(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, 
     return BlockOutputs(head, ids[anchor][None], slots, lm_head_rows(model, head.hot_token_ids), head.hot_token_ids)
 
 
-def slow_loss(model: Any, head: DFlashHead, batch: dict[str, Tensor], recipe: DFlashTrainingConfig) -> Tensor:
-    """The loss by definition, behind every anchor, token by token."""
+def slow_loss(
+    model: Any, head: DFlashHead, batch: dict[str, Tensor], recipe: DFlashTrainingConfig, most: int = 99
+) -> Tensor:
+    """The loss by definition, behind every anchor, token by token, of at most `most` tokens per block."""
     hot = head.hot_token_ids if head.hot_token_ids is not None else torch.arange(zoo.VOCAB_SIZE)
     rows, width = model.lm_head.weight[hot].detach(), 32 * len(head.feature_layers)
     losses, weights = [], []
@@ -135,10 +140,11 @@ def slow_loss(model: Any, head: DFlashHead, batch: dict[str, Tensor], recipe: DF
                 continue
             features = batch["features"][row]
             outputs = differentiable(model, head, features[:, :width], ids, anchor)
-            depth = len(outputs.hidden[0])
+            depth = min(len(outputs.hidden[0]), most)
             text = torch.nn.functional.pad(ids, (0, depth))[anchor : anchor + depth + 1]
-            logits = corrected(outputs, text[:-1])[0]
-            confidence = head.confidence(outputs.hidden[0], text[:-1]) if head.config.confidence_head else None
+            whole = torch.nn.functional.pad(text, (0, len(outputs.hidden[0]) - depth))
+            logits = corrected(outputs, whole[:-1])[0]
+            confidence = head.confidence(outputs.hidden[0], whole[:-1]) if head.config.confidence_head else None
             for step in range(depth):
                 place = anchor + step
                 if place + 1 >= len(ids) or not mask[place + 1]:
@@ -202,6 +208,40 @@ def test_anchors_are_answer_tokens_before_answer_tokens(small: Any) -> None:
     assert anchors[0].tolist() == [1, 4, 7]  # evenly spaced
     assert anchors[1][known[1]].tolist() == [2]
     assert known.sum(-1).tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize("fields", [{"causal": True}, {**FULL, "causal": True}], ids=["jetspec", "dspark"])
+def test_blocks_grow_during_the_run(small: Any, fields: dict[str, Any]) -> None:
+    """Short blocks at first, as many as there are places; whole ones later and in evaluation."""
+    head = random_block(small, 4, **fields)
+    whole, anchors = head.config.max_depth, 3
+    recipe = DFlashTrainingConfig(anchors=anchors, growing=0.5, soft_weight=0.3)
+    objective = DFlashObjective(head, small, recipe)
+    talks = talks_of((12, 10), prompt=3)
+    batch = batch_of(small, talks, objective.layers)
+    seen = []
+    for progress in (0.0, 0.2, 0.4, 0.5, 1.0):
+        objective.progress = progress
+        blocks = objective.train()._blocks(batch["input_ids"], batch["loss_mask"])
+        depth = blocks.counted.shape[2]
+        assert depth == recipe.depth_at(progress, whole)
+        assert blocks.anchors.shape[1] == min(anchors * whole // depth, 8)  # 9 answer tokens in the longer row
+        seen.append(depth)
+        assert objective.eval()._blocks(batch["input_ids"], batch["loss_mask"]).counted.shape[2] == whole
+    assert seen == sorted(seen)
+    assert (seen[0], seen[3]) == (1, whole)
+    objective.progress = 0.0
+    enough = DFlashObjective(head, small, replace(recipe, anchors=64))
+    for mode, most in ((True, 1), (False, whole)):
+        wanted = slow_loss(small, head, batch, recipe, most)
+        torch.testing.assert_close(enough.train(mode)(**batch).loss, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_only_causal_blocks_can_grow(small: Any) -> None:
+    with pytest.raises(InvalidConfigError, match="`growing` needs a causal head"):
+        DFlashObjective(random_block(small, 4), small, DFlashTrainingConfig(growing=0.5))
+    with pytest.raises(InvalidConfigError, match="fraction of the run"):
+        DFlashTrainingConfig(growing=1.5)
 
 
 # ------------------------------------------------------------------------------------------------------ what it learns
@@ -531,3 +571,60 @@ def test_keys_and_queries_without_a_norm_keep_their_size() -> None:
             states = getattr(own.self_attn, part)(own.input_layernorm(hidden)).unflatten(-1, (-1, 8))
             found = getattr(own.self_attn, norm)(states)
             torch.testing.assert_close(found.square().mean(), wanted.square().mean(), atol=0, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"num_key_value_heads": 1, "num_attention_heads": 4}),
+        ("qwen2", {"qkv_bias": True, "qk_norm": False}),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("llama", {"draft_vocab_size": 50, "own_embedding": True}),
+    ],
+    ids=str,
+)
+def test_the_first_layer_starts_at_the_last_token_and_the_root(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slot's attention: context heads see context, the last token most; root heads see the root.
+
+    Embeddings and context of a tiny random model are too similar to tell apart, so the sample is replaced.
+    """
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build(name)))
+    head = random_block(model, 4, causal=True, **fields)
+    state = torch.get_rng_state()
+    start_first_layer(head, model)  # its own sample
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(tensor.isfinite().all() for tensor in head.state_dict().values())
+    kinds = 0.3 * torch.randn(3, 500, 32)
+    kinds += torch.nn.functional.pad(torch.eye(3), (0, 29))[:, None] * 5
+    context, tokens, mask = kinds / kinds.square().mean(-1, keepdim=True).sqrt()
+    monkeypatch.setattr(
+        first_layer, "_read_sample", lambda *_: first_layer._Sample(context, tokens, mask[0], 3.0, 2.0)
+    )
+    start_first_layer(head, model)
+    layer, weights = head.layers[0], {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        pairs = zip(head.context_states(context[None, :29], torch.arange(29)[None])[0], (key, value), strict=True)
+        repeats = query.shape[1] // key.shape[1]
+        keys, values = (torch.cat(pair, 2).repeat_interleave(repeats, 1) for pair in pairs)
+        scores = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
+        weights["all"] = scores.masked_fill(torch.ones(4, 33, dtype=torch.bool).triu(30), -torch.inf).softmax(-1)[0]
+        return weights["all"] @ values
+
+    with torch.no_grad():
+        slots = torch.stack([tokens[0], *[mask[0]] * 3])[None]
+        rotary = head.rotary_emb(slots, 29 + torch.arange(4)[None])
+        output = layer.self_attn(layer.input_layernorm(slots), rotary, attend)[0]
+    groups, heads = head.config.num_key_value_heads, head.config.num_attention_heads
+    at_root = 0 if groups == 1 else max(groups // 4, 1) * heads // groups
+    to_context, to_root = weights["all"].split([heads - at_root, at_root])
+    assert (to_context[..., :29].sum(-1) > 0.99).all()
+    assert (to_context[..., :29].argmax(-1) >= (28 if head.config.qk_norm else 25)).all()  # norms remove the noise
+    assert (to_root[..., 29] > 0.99).all()
+    if groups == 4:  # enough heads for the most of both: 3.0 times the context, 2.0 times the root
+        wanted = 3.0 * (to_context[0, :, :29] @ context[:29]) + 2.0 * (tokens[0] - tokens.mean(0))
+        assert torch.cosine_similarity(output, wanted).min() > 0.9

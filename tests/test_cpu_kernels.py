@@ -27,7 +27,7 @@ from torch.nn.functional import gelu, linear, silu
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.cpu import background, chains, library, measuring, operations
+from hf_specdec.cpu import background, chains, library, measuring, operations, search
 from hf_specdec.cpu.chains import join_steps
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
@@ -175,6 +175,20 @@ def test_rotary_embeddings_are_exact(dtype: torch.dtype, dim: int) -> None:
             cos, sin = random(rows, 5, dim, dtype=dtype), random(rows, dim, 5, dtype=dtype).mT
             turned = torch.cat([-high, low], -1) * sin.double()[:, None]
             assert_right(operations.rotary(x, cos, sin), x.double() * cos.double()[:, None] + turned)
+
+
+@pytest.mark.parametrize("size", [40, 1000, 1003])
+@pytest.mark.parametrize("group", [1, 3, 4, 9])
+def test_corrected_logits_are_searched_as_their_sums(dtype: torch.dtype, group: int, size: int) -> None:
+    """The logits of two rows, each shared by some nodes with corrections of their own, are a slice of others."""
+    logits = random(2, 3, size, dtype=dtype)[:, 1:2]
+    numbers, weight = random(2, group, 5, dtype=dtype), random(5, size, dtype=dtype)
+    every = (logits.double() + numbers.double() @ weight.double()).log_softmax(-1)
+    log_probs, ids = search.best_corrected_tokens(logits, numbers, weight, 8)
+    assert ids.shape == log_probs.shape == (2, group, 8)
+    torch.testing.assert_close(log_probs.double(), every.topk(8, dim=-1).values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(log_probs.double(), every.gather(-1, ids), atol=1e-4, rtol=1e-4)
+    assert all(len(set(row)) == 8 for row in ids.flatten(0, 1).tolist())
 
 
 def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:

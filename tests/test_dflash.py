@@ -23,6 +23,9 @@ from hf_specdec import (
     SpeculativeGenerationMixin,
     load_head,
 )
+from hf_specdec.cpu import library
+from hf_specdec.cpu.search import best_corrected_tokens
+from hf_specdec.drafters import block_tree
 from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.generation import plan
@@ -582,6 +585,30 @@ def test_a_traced_head_drafts_the_same(small: Any, variant: str, monkeypatch: py
     plain = generate(small, 3)
     wanted = steps_of(small, 3, plain, **TREE)
     assert wanted == steps_of(small, 3, plain, **TREE, compile="inductor")
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_the_kernel_corrects_logits_as_the_markov_head_does(
+    small: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.load_or_none() is None:
+        pytest.skip("this machine cannot use the CPU kernels")
+    monkeypatch.setattr(torch._inductor, "compile", without_inductor)
+    calls = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(len(arguments[1][0]))
+        return best_corrected_tokens(*arguments)
+
+    monkeypatch.setattr(block_tree, "best_corrected_tokens", counted)
+    drafter = DFlashDrafter(random_block(small, 3, **VARIANTS[kind]))
+    small.add_drafter(drafter)
+    plain = generate(small, 3)
+    wanted = steps_of(small, 3, plain, **TREE)
+    assert not calls
+    small.add_drafter(drafter.compiled(small, "inductor"))
+    assert wanted == steps_of(small, 3, plain, **TREE)
+    assert max(calls) > 1
 
 
 @pytest.mark.slow

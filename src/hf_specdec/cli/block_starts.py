@@ -47,7 +47,9 @@ def layers_of(head: DFlashHead) -> tuple[int, ...]:
 
 
 def start_block(head: DFlashHead, target: Any) -> None:
-    """Copy weights of the target into a block head and print which."""
+    """Copy weights of the target into a block head, let its first layer read the last token, and print this."""
     misfits = training.start_block_from_target(head, target)
+    if not misfits:
+        training.start_first_layer(head, target)
     random = f"random weights: the target's {', '.join(misfits)} do not fit"
     print_note(f"The head starts from {random if misfits else 'the last layers and the final norm of the target'}.")

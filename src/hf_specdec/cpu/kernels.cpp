@@ -33,6 +33,11 @@
     void best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \
         find_best(logits, rows, size, stride, count, log_probs, ids, threads);                                         \
+    }                                                                                                                  \
+    void best_corrected_##bits(const T *logits, const T *weights, const float *numbers, long rows, long group,         \
+                               long size, long stride, long rank, long count, float *log_probs, int64_t *ids,          \
+                               long threads) {                                                                         \
+        find_best_corrected(logits, weights, numbers, rows, group, size, stride, rank, count, log_probs, ids, threads);\
     }
 extern "C" {
 BOTH(bf16, 16)

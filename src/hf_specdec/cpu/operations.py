@@ -49,6 +49,7 @@ class Functions:
     attend: Callable[..., None]
     attend_joined: Callable[..., None]
     best: Callable[..., None]
+    best_corrected: Callable[..., None]
 
 
 @functools.cache
@@ -67,6 +68,7 @@ def functions_for(dtype: torch.dtype) -> Functions:
         "attend": [*[_Pointer] * 8, _Long],
         "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
         "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
+        "best_corrected": [*[_Pointer] * 3, *[_Long] * 6, _Pointer, _Pointer, _Long],
     }
     found = {}
     for name, types in arguments.items():

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from hf_specdec.cpu.search import best_corrected_tokens, can_search
 from hf_specdec.heads.compiled_block import WrappedBlockHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget, Draft
@@ -53,8 +54,12 @@ class BlockOutputs:
         logits, count, device = self.logits[:, depth, None], tokens.shape[1], self.roots.device
         if self.head.config.markov_rank:
             hidden = self.hidden[:, depth, None].expand(-1, count, -1)
-            correction, state = self.head.markov_head(tokens.to(logits.device), hidden, state)
-            logits = logits + correction
+            numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
+            packed = self.head.packed_corrections
+            if packed is not None and packed.dtype == logits.dtype and can_search(logits):
+                log_probs, ids = best_corrected_tokens(logits, numbers, packed, top_k)
+                return Level(state, log_probs, ids if self.hot_token_ids is None else self.hot_token_ids[ids])
+            logits = logits + self.head.markov_head.markov_w2(numbers)
         level = scored(state, logits, top_k, self.hot_token_ids)
         return Level(
             state, level.log_probs.to(device).expand(-1, count, -1), level.tokens.to(device).expand(-1, count, -1)

@@ -31,6 +31,7 @@ class WrappedBlockHead(BaseBlockHead, WrappedLayer):
     """
 
     _layer: Any
+    packed_corrections: Tensor | None = None
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -82,6 +83,8 @@ class CompiledBlockHead(WrappedBlockHead):
         super().__init__(head)
         self._head, self._context, self._read, self._score = head, context, read, score
         self.copies_weights = score.copies_weights
+        if head.config.markov_rank and head.device.type == "cpu":
+            self.packed_corrections = head.markov_head.markov_w2.weight.detach().T.contiguous()
 
     @classmethod
     def of(cls, head: DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledBlockHead:

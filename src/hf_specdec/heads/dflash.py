@@ -111,6 +111,8 @@ class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
     method = "dflash"
     config_class = DFlashConfig
     _no_split_modules = ("EagleLayer",)
+    packed_corrections: Tensor | None = None
+    """`[r, Vd]` transposed weights of the Markov head for the CPU kernel; compiled heads have them."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)

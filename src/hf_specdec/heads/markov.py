@@ -46,16 +46,13 @@ class MarkovHead(nn.Module):
         embeddings: Tensor = self.markov_w1(tokens)
         return embeddings
 
-    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the correction of the logits after some tokens, and the state after them.
+    def mix(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the r numbers `[..., r]` that `markov_w2` maps to the correction, and the state `[..., r]` after.
 
         Args:
             tokens: `[...]` the previous tokens, as ids of the target.
             hidden: `[..., D]` the block's outputs that predict the tokens after them.
             state: `[..., r]` states before these tokens; only type `rnn` changes them.
-
-        Returns:
-            `[..., Vd]` and `[..., r]`.
         """
         embeddings = self.embed(tokens)
         if self.kind == "gated":
@@ -64,7 +61,12 @@ class MarkovHead(nn.Module):
             gate, candidate, output = self.joint_proj(torch.cat([state, embeddings, hidden], dim=-1)).chunk(3, dim=-1)
             gate = gate.sigmoid()
             state, embeddings = gate * state + (1 - gate) * candidate.tanh(), output.tanh()
-        correction: Tensor = self.markov_w2(embeddings)
+        return embeddings, state
+
+    def forward(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the correction of the logits `[..., Vd]` after some tokens, and the state after them; see `mix`."""
+        numbers, state = self.mix(tokens, hidden, state)
+        correction: Tensor = self.markov_w2(numbers)
         return correction, state
 
 

@@ -15,6 +15,7 @@ from hf_specdec.training.dflash import DFlashTrainingConfig, train_dflash
 from hf_specdec.training.distill import DistillConfig, distill, invented_prompts
 from hf_specdec.training.eagle import EagleTrainingConfig, train_eagle
 from hf_specdec.training.features import FeatureStore, capture_features, feature_bytes, openings
+from hf_specdec.training.first_layer import start_first_layer
 from hf_specdec.training.from_target import start_block_from_target, start_from_target
 from hf_specdec.training.measures import predicted_tau
 from hf_specdec.training.medusa import MedusaTrainingConfig, train_medusa
@@ -54,6 +55,7 @@ __all__ = [
     "run_facts",
     "search_tree",
     "start_block_from_target",
+    "start_first_layer",
     "start_from_target",
     "train_dflash",
     "train_eagle",

@@ -38,6 +38,9 @@ class DFlashTrainingConfig(Recipe):
         soft_weight: Weight of the cross entropy on the target's distribution. It learns faster than the distance as
             long as the head knows little.
         confidence_weight: Weight of the confidence head's binary cross entropy, if there is such a head.
+        growing: Fraction of the run, from its start, over which blocks grow from one drafted token to all of them.
+            Short blocks are more numerous, so that a step has as many slots as later, if the answers are long enough.
+            Only for causal heads, whose first slots do not depend on later ones; 0 for whole blocks throughout.
         answer_tokens: Train and measure on the first N tokens of each answer only; 0 for all. Long answers tend to
             repeat themselves, which is easy to predict; their beginnings are not.
     """
@@ -48,12 +51,24 @@ class DFlashTrainingConfig(Recipe):
     distance_weight: float = 0.9
     soft_weight: float = 0.0
     confidence_weight: float = 1.0
+    growing: float = 0.0
 
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)  # `super()` fails in dataclasses with slots, which replace the class
         weights = self.text_weight, self.distance_weight, self.soft_weight, self.confidence_weight
         if min(weights) < 0 or self.anchors < 1 or self.slot_decay <= 0:
             raise InvalidConfigError(f"Loss weights must be >= 0, anchors >= 1 and slot_decay > 0, got {self}.")
+        if not 0.0 <= self.growing <= 1.0:
+            raise InvalidConfigError(f"`growing` must be a fraction of the run, 0 to 1, got {self.growing}.")
+
+    def depth_at(self, progress: float, depth: int) -> int:
+        """Return how many tokens a block drafts at a point of the run.
+
+        Args:
+            progress: Fraction of the run that is done.
+            depth: Tokens that a whole block drafts.
+        """
+        return depth if progress >= self.growing else 1 + int((depth - 1) * progress / self.growing)
 
 
 def train_dflash(
@@ -84,9 +99,10 @@ def train_dflash(
         untrained on the others.
 
     Raises:
-        InvalidConfigError: A head with a sliding window, token ids outside the target's vocabulary, no conversations,
-            features that lack a layer, weights created in inference mode, FSDP in a single process, an output
-            directory in use by another process, or a resumed run that had another head, settings or data.
+        InvalidConfigError: A head with a sliding window, `growing` for a head that is not causal, token ids outside
+            the target's vocabulary, no conversations, features that lack a layer, weights created in inference mode,
+            FSDP in a single process, an output directory in use by another process, or a resumed run that had another
+            head, settings or data.
         DrafterMismatchError: The head was made for another model.
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
     """
@@ -139,12 +155,17 @@ class DFlashObjective(Objective):
         config: Settings.
 
     Raises:
-        InvalidConfigError: A head with a sliding window.
+        InvalidConfigError: A head with a sliding window, or `growing` for a head that is not causal.
     """
 
     def __init__(self, head: DFlashHead, target: PreTrainedModel, config: DFlashTrainingConfig) -> None:
         super().__init__(head)
         check_full_attention(head)
+        if config.growing and not head.config.causal:
+            raise InvalidConfigError(
+                "`growing` needs a causal head: in others, a slot's output depends on how many slots follow.",
+                "Set growing to 0, or train a head with causal=True (--causal).",
+            )
         own = tuple(head.feature_layers)
         self.layers = own if own[-1] == LAST else (*own, LAST)
         self.recipe = config
@@ -178,8 +199,9 @@ class DFlashObjective(Objective):
 
     def _blocks(self, input_ids: Tensor, loss_mask: Tensor) -> _Blocks:
         """Choose anchors, and gather the tokens to draft behind them."""
-        anchors, known = self._anchors(loss_mask)
-        depth = self.head.config.max_depth
+        whole = self.head.config.max_depth
+        depth = self.recipe.depth_at(self.progress, whole) if self.training else whole
+        anchors, known = self._anchors(loss_mask, self.recipe.anchors * whole // depth)
         places = (anchors[:, :, None] + torch.arange(depth + 1, device=anchors.device)).flatten(1)
         shape = *anchors.shape, depth + 1
         text = pad(input_ids, (0, depth)).gather(1, places).view(shape)
@@ -204,13 +226,15 @@ class DFlashObjective(Objective):
             probs = self._target.logits(wanted).softmax(-1)
         return _Truth(wanted, probs, rows.view_as(blocks.counted)[blocks.counted])
 
-    def _anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _anchors(self, loss_mask: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
         """Choose anchors `[B, A]`, ascending, and return which of them are followed by a token to draft.
 
         In evaluation they are evenly spaced, so that the result does not depend on chance.
         """
         possible = loss_mask & pad(loss_mask[:, 1:], (0, 1))  # [B, T], so that a single token has a place, too
-        count = min(self.recipe.anchors, possible.shape[1])
+        count = min(most or self.recipe.anchors, possible.shape[1])
+        if count > self.recipe.anchors:  # short blocks: more than there may be places for
+            count = min(count, max(int(possible.sum(-1).max()), 1))
         if self.training:
             order = torch.rand(possible.shape, dtype=torch.float32, device=possible.device)
         else:
@@ -222,8 +246,8 @@ class DFlashObjective(Objective):
 
     def _outputs(self, features: Tensor, blocks: _Blocks) -> Tensor:
         """Return the head's outputs `[B, A, S, D]` for one block behind every anchor."""
-        anchors = blocks.anchors
-        size, (batch_size, count) = self.head.config.block_size, anchors.shape
+        anchors, skipped = blocks.anchors, not self.head.config.sample_from_anchor
+        size, (batch_size, count) = blocks.counted.shape[2] + skipped, anchors.shape
         positions = torch.arange(features.shape[1], device=anchors.device).expand(batch_size, -1)
         context = self.head.context_states(self.head.fuse(features), positions)
         tokens = torch.full(
