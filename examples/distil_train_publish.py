@@ -18,6 +18,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from huggingface_hub import whoami
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import Eagle3Config, Eagle3Head, InvalidConfigError, SpeculativeDecodingError, model_and_head, training
@@ -53,6 +54,11 @@ def main():
         parser.error(f"{options.prompts} has no prompts")
     if options.work.exists() and not options.work.is_dir():
         parser.error(f"--work {options.work} is a file; give a directory")
+    if options.publish:
+        try:
+            whoami()  # now, not after hours of training
+        except Exception as error:  # the Hub's client raises many types
+            parser.error(f"--publish needs the Hub and a login: {error}")
     try:
         name, _ = model_and_head(options.model, None)
         tokenizer = AutoTokenizer.from_pretrained(name)

@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import LocalTokenNotFoundError
 from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
@@ -44,6 +46,7 @@ from hf_specdec import EagleConfig, EagleHead, load_head
 from hf_specdec.generation.loading import encode_chat
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PROMPTS = EXAMPLES.parent / "benchmarks" / "unseen_prompts.jsonl"
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Any:
@@ -224,6 +227,10 @@ def test_every_option_is_described(
     assert "default: None" not in capsys.readouterr().out
 
 
+def no_login() -> None:
+    raise LocalTokenNotFoundError("Token is required")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -234,11 +241,14 @@ def test_every_option_is_described(
         ("chat", ["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
         ("text_pipeline", ["--model", "/no/such"], "The model '/no/such' cannot be loaded"),
         ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "/no/such.txt is not a file. "),
+        ("distil_train_publish", ["--work", "work", "--prompts", str(PROMPTS), "--publish", "you/your-head"],
+         "--publish needs the Hub and a login"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_refused_before_any_work(
     name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(huggingface_hub, "whoami", no_login)
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *arguments)
     assert f"{name} [-h]" in (said := capsys.readouterr().err)

@@ -101,7 +101,7 @@ def test_works(hub: Any, attempt: str, outcome: Any) -> None:
         ("private", "CheckpointFormatError: No head was found at 'org/private'"),
         ("no such repository", "CheckpointFormatError: No head was found at 'org/nothing'"),
         ("no weights", "CheckpointFormatError: There are no weights in org/no-weights"),
-        ("no config", "CheckpointFormatError: There is no config.json in org/no-config"),
+        ("no config", "CheckpointFormatError: There is no config.json in 'org/no-config'"),
         ("a shard is missing", "pytorch_model-00002-of-00003.bin, which does not exist"),
         ("breaks off", "CheckpointFormatError: No head was found at 'org/breaks-off'"),
         ("wrong hash", "differs from the file on the Hub"),

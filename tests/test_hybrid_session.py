@@ -295,8 +295,9 @@ def test_what_is_merged_is_chosen(llama: Any) -> None:
     ):
         with pytest.raises(error, match=message):
             answers(llama, {"method": "hybrid", "methods": methods})
-    with pytest.raises(InvalidConfigError, match="follows from its parts"):
-        answers(llama, {"method": "hybrid", "tree": [(0,)]})
+    for method in ("hybrid", "auto"):
+        with pytest.raises(InvalidConfigError, match=f"The tree of '{method}' follows from its parts"):
+            answers(llama, {"method": method, "tree": [(0,)]})
     with pytest.raises(InvalidConfigError, match="None unless `method` is 'hybrid'"):
         SpeculativeConfig("eagle", methods=("eagle",))
     with pytest.raises(InvalidConfigError, match="list of different method names"):

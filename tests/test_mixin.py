@@ -617,6 +617,7 @@ def test_statistics_add_up(llama: Any) -> None:
     steps = sum(map(len, stats.accepted_per_step))
     assert stats.mean_accepted_length == pytest.approx(30 / steps)
     assert sum(stats.acceptance_by_depth) == pytest.approx(stats.mean_accepted_length - 1)
+    assert stats.tau == stats.mean_accepted_length
     stages = stats.draft_seconds + stats.verify_seconds + stats.accept_seconds + stats.prefill_seconds
     assert 0 < stages < stats.total_seconds
     assert stats.to_dict()["tokens_per_second"] == stats.tokens_per_second

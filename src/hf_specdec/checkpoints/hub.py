@@ -217,7 +217,7 @@ class _Folder:
                 "Save the head again.",
             )
         raise CheckpointFormatError(
-            f"There is no {CONFIG_NAME} in {self.name}.",
+            f"There is no {CONFIG_NAME} in {self.name!r}.",
             EXPECTED_HEAD,
         )
 

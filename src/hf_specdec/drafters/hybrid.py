@@ -130,7 +130,7 @@ class HybridDrafter(Drafter):
         """
         if config.tree is not None:
             raise InvalidConfigError(
-                f"The tree of {self.method!r} follows from its parts, got tree={config.tree!r}.",
+                f"The tree of {config.method!r} follows from its parts, got tree={config.tree!r}.",
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
         for name, part in self._parts.items():  # an invalid part is refused before any work

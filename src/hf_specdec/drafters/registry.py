@@ -196,7 +196,7 @@ def method_named(name: str, registered: Iterable[str] = ()) -> str:
     available = {*COMBINED, *rows, *registered}
     if method in available:
         return method
-    raise unknown_method(name, sorted({*available, *aliases}))
+    raise unknown_method(name, sorted(available))
 
 
 def drafter_of(head: DraftHead) -> Drafter:

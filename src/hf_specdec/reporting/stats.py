@@ -120,6 +120,11 @@ class SpeculationStats:
         return sum(steps) / len(steps) if steps else 0.0
 
     @property
+    def tau(self) -> float:
+        """The same as `mean_accepted_length`."""
+        return self.mean_accepted_length
+
+    @property
     def acceptance_by_depth(self) -> list[float]:
         """Share of target forwards that accepted at least 1, 2, ... drafted tokens; the shares sum to tau - 1.
 
