@@ -267,6 +267,9 @@ def test_widths_of_plain_steps_have_integer_labels() -> None:
         (viz.plot_timeline, None, "A trace is needed, .* got a NoneType"),
         (viz.step_through, ["text"], "A trace is needed, .* got a list"),
         (viz.plot_step, [drafted(1)], r"such as model.last_speculation.trace\[0\], got a list"),
+        (viz.plot_tree, [drafted(1)], r"Paths are needed, such as \[\(0,\), \(0, 0\)\], got a list"),
+        (viz.plot_tree, SpeculationStats("eagle", 4, 9, 20, [[2]]), "Paths are needed, .* plot_step"),
+        (viz.plot_tree, [(0,), (1, 0)], r"The node \(1, 0\) has no parent: add \(1,\)"),
         (viz.plot_acceptance, [drafted(1)], "Statistics by name are needed, such as {'auto': .*}, got a list"),
     ],
 )

@@ -53,9 +53,13 @@ def plot_tree(
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not paths, or the parent of a node is missing.
     """
+    paths = _paths(choices)
     children: dict[Choice, list[Choice]] = {}
-    for path in sorted(choices):
+    for path in sorted(paths):
         children.setdefault(path[:-1], []).append(path)
     heights, leaves = _heights((), children)
     with drawing(theme) as (pyplot, colors):
@@ -73,8 +77,24 @@ def plot_tree(
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.margins(0.05, 0.6 / max(leaves, 2))
-        axes.set_title(f"{len(choices) + 1} nodes, {max(map(len, choices), default=0)} deep; numbers are ranks")
+        axes.set_title(f"{len(paths) + 1} nodes, {max(map(len, paths), default=0)} deep; numbers are ranks")
     return axes
+
+
+def _paths(choices: Any) -> list[Choice]:
+    """Return the paths of a static tree as tuples; raise `ValueError` if they are none, or a parent is missing."""
+    if not isinstance(choices, list | tuple) or not all(
+        isinstance(path, list | tuple) and all(isinstance(rank, int) for rank in path) for path in choices
+    ):
+        raise ValueError(
+            f"Paths are needed, such as [(0,), (0, 0)], got a {type(choices).__name__}. For a step of a trace: "
+            f"plot_step(model.last_speculation.trace[0])."
+        )
+    paths = [tuple(path) for path in choices]
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in paths:
+            raise ValueError(f"The node {path} has no parent: add {path[:-1]}.")
+    return paths
 
 
 def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: Theme = "light") -> Axes:
