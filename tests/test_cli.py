@@ -20,17 +20,22 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import zoo
+from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.bench import PEERS
 from hf_specdec.bench.methods import SHOWN_SUFFIXES, SUFFIXES
+from hf_specdec.checkpoints.directories import check_new_head
 from hf_specdec.cli import demo
+from hf_specdec.cli.answers import head_for, source_of
 from hf_specdec.cli.bench import METHODS_HELP, OTHER_METHODS
 from hf_specdec.cli.inputs import ALIASES, ASSISTANT_METHOD, FROM_PYTHON, TRANSFORMERS_METHODS
-from hf_specdec.cli.options import METHOD_NAMES, METHODS
+from hf_specdec.cli.layout import PAGES
+from hf_specdec.cli.options import METHOD_NAMES, METHODS, NUM_EXPERIMENTAL
 from hf_specdec.cli.race import Race, colored_pieces
 from hf_specdec.cli.status import working
 from hf_specdec.config import COMPILE_ALIASES
 from hf_specdec.drafters import registry
+from hf_specdec.errors import InvalidConfigError
 from hf_specdec.reporting.palette import PALETTE
 
 
@@ -359,7 +364,10 @@ def test_bench_measures_and_writes(
             ["bench", "--prompts", "PROMPTS", "--json", "EMPTY/a.svg", "--plot", "EMPTY/a.svg"],
             "a.svg. Give two files.",
         ),
-        (["convert", "NONE", "EMPTY"], "is not empty: it holds bad.jsonl, none.jsonl. Choose a new directory."),
+        (
+            ["convert", "NONE", "EMPTY"],
+            "is not empty: it holds bad.jsonl, none.jsonl, other.jsonl. Choose a new directory.",
+        ),
         (["convert", "NONE", "HEAD"], "Choose a new directory, or use --force."),
         (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--plot", "a.xyz"], "an unknown suffix"),
         (["tree", "--drafter", "NONE", "--data", "NONE", "--output", "OUT", "--top-k", "1025"], "at most 1024"),
@@ -378,7 +386,11 @@ def test_bench_measures_and_writes(
         (["convert", "a", "b", "--jobs"], "There is no option --jobs. See hf-specdec convert --help.\n"),
         (["train", "eagle", "--data", "x", "--output", "OUT", "--epochs", "0"], "must be above 0, got 0.\n"),
         (["generate", "w5", "--colors", "--json"], "--colors cannot be combined with --json. Drop one of them.\n"),
-        (["bench"], "Missing option '--prompts'. See hf-specdec bench --help."),
+        (["train", "eagle", "--data", "x"], "Missing option '--output'. See hf-specdec train eagle --help."),
+        (
+            ["bench", "--model", "MODEL", "--prompts", "EMPTY/other.jsonl"],
+            "line 2 has no prompt: {'answer': 'w6'}. Expected one of prompt, turns,",
+        ),
         (["train", "eagle"], "Missing options '--data', '--output'. See hf-specdec train eagle --help."),
         (["inspect", "out1"], "at 'out1': it is not a local directory, and a Hub id has the form owner/name.\n"),
         (["train", "nonsense"], "No such command 'nonsense'. Commands: eagle, dflash, medusa."),
@@ -392,7 +404,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     for name in ("empty", "bare"):
         (tmp_path / name).mkdir()
     (tmp_path / "bare" / "config.json").write_text((model_path / "config.json").read_text())
-    for name, text in (("none", " "), ("bad", '{"question_id": 1}')):
+    other = '{"prompt": "w5"}\n{"answer": "w6"}'
+    for name, text in (("none", " "), ("bad", '{"question_id": 1}'), ("other", other)):
         (tmp_path / "empty" / f"{name}.jsonl").write_text(text)
     (tmp_path / "prompts.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["w5"]}')
     places = {"MODEL": model_path, "HEAD": model_path / "head", "OUT": model_path / "out", "EMPTY": tmp_path / "empty",
@@ -473,7 +486,7 @@ def test_every_command_has_help(
 
 
 def test_the_help_names_every_method() -> None:
-    named = set(re.findall(r"\w+", METHODS)) - {"or"}
+    named = set(re.findall(r"\w+", METHODS)) - {"experimental"}
     own = {name for name, method in registry.methods().items() if name not in ("draft_model", "pard")}
     assert named - {"auto", "hybrid"} == own
     assert sorted(ALIASES) == sorted(alias for row in registry.methods().values() for alias in row.aliases)
@@ -512,6 +525,47 @@ def test_help_cuts_nothing(columns: int) -> None:
 def test_arguments_have_upper_case_names_without_braces(command: str, usage: str) -> None:
     shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "80"}).output
     assert f" {command} [OPTIONS] {usage}\n" in shown
+
+
+def test_every_help_ends_with_a_page_that_exists() -> None:
+    for command in ([], *([name] for name in cli.COMMANDS), ["train", "eagle"]):
+        shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}).output
+        last = shown.splitlines()[-1]
+        assert last.startswith(f"Docs: {PAGES}"), command
+        assert (Path(__file__).parents[1] / "docs" / last.removeprefix(f"Docs: {PAGES}")).is_file(), command
+
+
+def test_the_experimental_methods_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+    table = page.split("\nExperimental: ")[1].split("\n\n")[1]
+    assert set(re.findall(r'^\| \[`"(\w+)"', table, re.MULTILINE)) == set(METHOD_NAMES[-NUM_EXPERIMENTAL:])
+
+
+def test_without_a_head_the_shipped_one_of_the_method_is_read() -> None:
+    for method, name in (("medusa", "medusa"), ("dflash", "dflash"), ("eagle", "eagle3"), ("auto", "eagle3")):
+        head = head_for([method], None, None, shown=False)
+        assert source_of(head, None, None, method) == str(SHIPPED_HEAD.parent / f"smollm2-135m-instruct-{name}")
+        assert load_head(source_of(head, None, None, method) or "").method == (head and head.method)
+
+
+def test_bench_reads_prompts_as_distill_does(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "w5 w6 w7"}, {"messages": [{"role": "user", "content": "w8 w9"}]}, {"turns": ["w5", "w6"]}]
+    (tmp_path / "prompts.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    command = ["bench", "--model", model_path, "--methods", "prompt_lookup+none", "--max-new-tokens", 2]
+    found = [*command, "--json", tmp_path / "out.json", "--limit", 2, "--prompts", tmp_path / "prompts.jsonl"]
+    assert run(monkeypatch, *found) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["question_id"], row["category"]) for row in document["measurements"][::2]] == [
+        ("1", "all"), ("3", "all"),
+    ]  # fmt: skip
+    assert [row["method"] for row in document["summary"]] == ["plain", "prompt_lookup+none"]
+    capsys.readouterr()
+    assert run(monkeypatch, *command) == 0  # without a file
+    streams = capsys.readouterr()
+    assert "the three prompts of hf-specdec doctor" in streams.err
+    assert all(name in streams.out for name in ("prose", "reasoning", "copying"))
 
 
 def test_the_list_of_commands_shows_what_each_command_says_of_itself() -> None:
@@ -629,6 +683,21 @@ def test_a_head_takes_the_place_of_another_whole(
     assert "converted by hf-specdec to the layout `eagle`" in card
     assert load_head(tmp_path / "mine").config.tree == [[0], [1]]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["x.safetensors/x", "custom_generate/other.py", "custom_generate/sub/generate.py"])
+def test_only_the_files_of_a_head_are_replaced(name: str, tmp_path: Path) -> None:
+    (tmp_path / "custom_generate").mkdir()
+    for file in ("config.json", "custom_generate/generate.py"):
+        (tmp_path / file).touch()
+    check_new_head(tmp_path, replace=True)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    shown = name if name.endswith("other.py") else f"{name.rsplit('/', 1)[0]}/"  # no deeper
+    with pytest.raises(InvalidConfigError, match=f"not empty: it holds {re.escape(shown)}. Choose a new directory."):
+        check_new_head(tmp_path, replace=False)
+    with pytest.raises(InvalidConfigError, match=f"holds {re.escape(shown)}, not a head's files"):
+        check_new_head(tmp_path, replace=True)
 
 
 def test_commands_name_the_dtype_and_the_version(

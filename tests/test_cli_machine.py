@@ -26,11 +26,14 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     assert found["transformers"] == transformers.__version__
     assert {"device", "python", "accelerate", "methods", "commit"} <= found.keys()
     assert found["methods"].startswith("plain, auto, hybrid, eagle")
+    assert found["methods"].endswith("early_exit, last_logits, draft_model, pard")  # first as in the help
+    monkeypatch.setattr(machine, "_kernels", lambda: "avx2")
     monkeypatch.setattr(machine.shutil, "which", lambda _: None)
     monkeypatch.setattr(machine, "_version", lambda name: "not installed" if name == "peft" else "1")
     assert run(monkeypatch, "env") == 0
     text = capsys.readouterr().out
     assert 'compile="inductor": no C++ compiler' in text
+    assert 'compile="kernels": yes (avx2)' in text
     assert "peft: not installed" in text
 
 
@@ -48,7 +51,7 @@ def test_doctor_tells_what_pays(
     assert found["head"] is None
     assert run(monkeypatch, *command) == 0
     text = capsys.readouterr().out
-    assert "LlamaForCausalLM, weights in float32: verifies trees\nhead: none\n" in text
+    assert "LlamaForCausalLM, weights in float32: verifies trees, several drafts at once\nhead: none\n" in text
     assert "prompt_lookup" in text
     assert " ".join(machine.compile_hint("cpu").split()) in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80

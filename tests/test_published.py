@@ -69,9 +69,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     command.find("org/another")
     assert "Train one" in capsys.readouterr().out
     command.find()
-    assert "smollm2-135m-instruct-eagle3" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "smollm2-135m-instruct-eagle3" in told
+    assert "hf-specdec generate --method eagle 'Why" in told
     command.find(as_json=True)
-    assert any(Path(head["path"]).name.endswith("-dflash") for head in json.loads(capsys.readouterr().out)["heads"])
+    ours = {head["path"]: head["method"] for head in json.loads(capsys.readouterr().out)["heads"]}
+    folder = command.SHIPPED_HEAD.parent
+    assert set(ours) == set(map(str, folder.glob("smollm2-*")))
+    assert ours[str(folder / "smollm2-135m-instruct-dflash")] == "dflash"
     monkeypatch.setattr(command, "SHIPPED_HEAD", tmp_path / "heads" / "smollm2-135m-instruct-eagle3")
     command.find()
     assert "git clone --depth 1 https://github.com/hf-specdec" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def read_questions(path: str | Path, *, limit: int | None = None, per_category: 
     questions = [_question(row, f"{path}, line {number}") for number, row in read_records(Path(path))]
     if not questions:
         raise InvalidConfigError(f"{path} holds no questions.", f"Expected JSON lines such as {QUESTION_ROW}.")
+    return chosen(questions, limit=limit, per_category=per_category)
+
+
+def chosen(questions: Sequence[Question], *, limit: int | None, per_category: int | None) -> list[Question]:
+    """Return questions round-robin by category; `limit` and `per_category` as for `read_questions`."""
     by_category: dict[str, list[Question]] = {}
     for question in questions:
         by_category.setdefault(question.category, []).append(question)

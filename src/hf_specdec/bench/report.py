@@ -46,7 +46,7 @@ def summarise(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
         measurements: Must include one by `plain` for every question.
     """
     plain = {row.question_id: row for row in measurements if row.method == "plain"}
-    categories = [*dict.fromkeys(row.category for row in measurements), ALL]
+    categories = dict.fromkeys([*(row.category for row in measurements), ALL])
     rows = []
     for category in categories:
         for method in dict.fromkeys(row.method for row in measurements):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from hf_specdec.errors import InvalidConfigError, listed
@@ -12,6 +13,9 @@ HEAD_FILES = re.compile(
 )
 """Names of a head's files; a directory with any other file is never replaced."""
 
+CODE = "custom_generate"
+"""Directory of a head with code for transformers' `custom_generate`."""
+
 
 def check_new_head(folder: Path, *, replace: bool) -> None:
     """Refuse to overwrite a head (unless `replace` is true), or files that are not a head's.
@@ -19,7 +23,7 @@ def check_new_head(folder: Path, *, replace: bool) -> None:
     Raises:
         InvalidConfigError: The directory is not empty (without `replace`), or holds other files than a head's.
     """
-    existing = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.is_dir() else []
+    existing = sorted(_names(folder)) if folder.is_dir() else []
     unknown = [name for name in existing if not HEAD_FILES.fullmatch(name)]
     if existing and not replace:
         raise InvalidConfigError(
@@ -28,6 +32,19 @@ def check_new_head(folder: Path, *, replace: bool) -> None:
         )
     if unknown:
         raise InvalidConfigError(f"{folder} holds {listed(unknown)}, not a head's files.", "Choose another directory.")
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the names in a directory; directories end with a slash, except `custom_generate`, of which all is named.
+
+    Only these two levels are read: other directories are not a head's, and may be large.
+    """
+    for path in folder.iterdir():
+        if path.name == CODE and path.is_dir():
+            yield CODE
+            yield from (f"{CODE}/{name}" for name in _names(path))
+        else:
+            yield f"{path.name}/" if path.is_dir() else path.name
 
 
 WRITTEN = re.compile(r"config\.json|model.*\.safetensors(\.index\.json)?|README\.md|training\.png|custom_generate")

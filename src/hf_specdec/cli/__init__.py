@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 
-from hf_specdec.cli.layout import Command, Group
+from hf_specdec.cli.layout import PAGES, Command, Group, epilog_of
 from hf_specdec.cli.mistakes import in_words
 from hf_specdec.errors import SpeculativeDecodingError
 
@@ -25,6 +25,7 @@ class Entry:
 
     place: str  # module in this package and name of the function, or of the `Typer` if it has subcommands
     panel: str
+    page: str  # of `docs/`
     summary: str  # first line of its docstring
     examples: tuple[str, ...] = ()
 
@@ -33,49 +34,56 @@ GENERATE, MEASURE, TRAIN, HEADS = "Generate", "Measure", "Train heads", "Find an
 
 COMMANDS = {
     "demo": Entry(
-        "generation.demo", GENERATE,
+        "generation.demo", GENERATE, "tutorial.md",
         "Compare plain and speculative decoding on one prompt: speed, tokens per forward (tau), equal token ids.",
         ("hf-specdec demo", "hf-specdec demo --model org/model --drafter org/head"),
     ),
-    "generate": Entry("generation.generate", GENERATE, "Answer a prompt and stream the answer, or chat.", (
+    "generate": Entry(
+        "generation.generate", GENERATE, "choosing.md", "Answer a prompt and stream the answer, or chat.", (
         "hf-specdec generate 'Why is the sky blue?'", "hf-specdec generate --interactive --model org/model",
         "cat question.txt | hf-specdec generate - --json",
     )),
     "doctor": Entry(
-        "checks.doctor", MEASURE,
-        "Check whether a model can verify trees, time its forwards and find the fastest method on three prompts.",
+        "checks.doctor", MEASURE, "choosing.md",
+        "Check whether a model can verify several drafts in one forward, time its forwards, find the fastest method.",
         ("hf-specdec doctor org/model", "hf-specdec doctor org/model --drafter org/head"),
     ),
-    "bench": Entry("bench.bench", MEASURE, "Measure methods against plain generate(), interleaved per question.", (
+    "bench": Entry(
+        "bench.bench", MEASURE, "performance.md",
+        "Measure methods against plain generate(), interleaved per question.", (
+        "hf-specdec bench --methods prompt_lookup,auto",
         "hf-specdec bench --prompts questions.jsonl --methods plain,transformers_prompt_lookup,auto,auto+inductor",
     )),
     "env": Entry(
-        "checks.env", MEASURE, "Show versions, devices and supported features, for a bug report.",
+        "checks.env", MEASURE, "troubleshooting.md",
+        "Show versions, devices and supported features, for a bug report.",
         ("hf-specdec env",),
     ),
     "distill": Entry(
-        "distilling.distill", TRAIN, "Generate training data: let the target model answer prompts.", (
+        "distilling.distill", TRAIN, "training.md", "Generate training data: let the target model answer prompts.", (
         "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --temperature 0",
         "hf-specdec distill --model org/model --prompts prompts.jsonl --output data --server http://localhost:8000/v1",
     )),
     "tree": Entry(
-        "trees.tree", TRAIN,
+        "trees.tree", TRAIN, "training.md",
         "Find the fastest static tree for a head on this device and store it in the head's config.",
         ("hf-specdec tree --model org/model --drafter head --data data --output head",),
     ),
-    "train": Entry("training_group.train", TRAIN, "Train a draft head for a model on the model's own answers."),
+    "train": Entry(
+        "training_group.train", TRAIN, "training.md", "Train a draft head for a model on the model's own answers."
+    ),
     "find": Entry(
-        "published.find", HEADS,
+        "published.find", HEADS, "heads.md",
         "Find published draft heads for a model on the Hub; for the packaged model, show where the shipped heads are.",
         ("hf-specdec find meta-llama/Llama-3.1-8B-Instruct", "hf-specdec find"),
     ),
     "inspect": Entry(
-        "heads.inspect", HEADS,
+        "heads.inspect", HEADS, "heads.md",
         "Show a head's layout, target, sizes and config; every tensor is read and checked.",
         ("hf-specdec inspect org/head",),
     ),
     "convert": Entry(
-        "heads.convert", HEADS, "Convert a head to the layout of hf-specdec or of another engine.",
+        "heads.convert", HEADS, "heads.md", "Convert a head to the layout of hf-specdec or of another engine.",
         ("hf-specdec convert head out --format speculators",),
     ),
 }  # fmt: skip
@@ -97,15 +105,14 @@ def load(name: str) -> Any:
     found: Any = getattr(importlib.import_module(f"hf_specdec.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
-    lines = "\n\n".join(f"  {example}" for example in entry.examples)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    alone.command(name, cls=Command, epilog=f"[bold]Examples[/bold]\n\n{lines}")(found)
+    alone.command(name, cls=Command, epilog=epilog_of(entry.examples, entry.page))(found)
     return typer.main.get_command(alone)
 
 
 app = typer.Typer(
     cls=Commands, help="Lossless speculative decoding for Hugging Face transformers.",
-    epilog="[bold]Start with[/bold] hf-specdec demo. Examples: hf-specdec COMMAND --help",
+    epilog=f"[bold]Start with[/bold] hf-specdec demo. Examples: hf-specdec COMMAND --help\n\nDocs: {PAGES}tutorial.md",
     pretty_exceptions_enable=False, rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip

@@ -13,6 +13,7 @@ from transformers import TextStreamer
 
 from hf_specdec.checkpoints.hub import load_head
 from hf_specdec.cli.inputs import ASSISTANT_METHOD
+from hf_specdec.cli.published import shipped_heads
 from hf_specdec.cli.status import working
 from hf_specdec.config import COMBINED
 from hf_specdec.drafters.registry import method_named
@@ -139,7 +140,8 @@ def head_for(
     Args:
         methods: Values of `speculative=`, or `"plain"`.
         model: Path or Hub id of the model; None is the packaged model.
-        drafter: Path or Hub id of the head; None is the model's default head, if it has one.
+        drafter: Path or Hub id of the head; None is the model's default head, if it has one: for the packaged model
+            the shipped head for the only method that needs one.
         assistant: Whether the user has given an assistant model.
         shown: See `working`.
 
@@ -153,7 +155,9 @@ def head_for(
         CheckpointFormatError: The head cannot be read.
     """
     wanted = [name for name in (method_named(method, ("plain",)) for method in methods) if name != "plain"]
-    known, source = known_methods(), drafter or default_head(model)
+    known = known_methods()
+    needing = {method for method in wanted if method in known and known[method].requires}
+    source = drafter or _default_head(model, needing.pop() if len(needing) == 1 else None)
     with nullcontext() if source is None else working(f"Reading the head {source}", shown=shown):
         head = None if source is None else load_head(source)
     for method in wanted:
@@ -185,7 +189,13 @@ def source_of(
     """
     if head is None or method not in (None, head.method, *COMBINED):
         return None
-    return drafter or default_head(model)
+    return drafter or _default_head(model, head.method)
+
+
+def _default_head(model: str | None, method: str | None) -> str | None:
+    """Return the path of a model's default head: of the shipped ones, that for a method; the usual one if None is."""
+    usual = default_head(model)
+    return usual if usual is None else shipped_heads().get(method or "", usual)
 
 
 def short_name(place: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,12 +21,15 @@ from hf_specdec.cli.options import (
     check_picture,
     check_writable_file,
 )
-from hf_specdec.cli.status import importing, working
+from hf_specdec.cli.status import importing, say, working
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import QUESTION_ROW, open_regular
+from hf_specdec.records import QUESTION_ROW, open_regular, read_records
+
+if TYPE_CHECKING:
+    from hf_specdec.bench import Question
 
 METHODS_HELP = (
-    f"Comma-separated names; plain is always measured. Of this package: {METHODS}; draft_model needs --assistant. "
+    f"Comma-separated names; plain is always measured. Of this package: draft_model (needs --assistant), {METHODS}. "
     "Append +kernels, +inductor, +cuda_graph or +none for that value of `compile`. From transformers: "
     "transformers_prompt_lookup (prompt_lookup_num_tokens=10), transformers_assisted (needs --assistant), "
     "plain_static_compiled (static cache, forward compiled before the timing)."
@@ -35,6 +38,11 @@ OTHER_METHODS = (*TRANSFORMERS_METHODS, ASSISTANT_METHOD)
 ALL_TURNS_HELP = (
     "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "
     "tokens and seconds are summed over the turns."
+)
+
+PROMPTS_HELP = (
+    f'JSON Lines file with rows such as {QUESTION_ROW}, or with prompts as for distill, such as {{"prompt": "..."}}. '
+    "Default: the three prompts of doctor."
 )
 
 Assistant = Annotated[
@@ -47,7 +55,7 @@ Assistant = Annotated[
 
 
 def bench(
-    prompts: Annotated[Path, typer.Option(help=f"JSON Lines file with rows such as {QUESTION_ROW}.")],
+    prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     model: Model = None,
     drafter: Head = None,
     assistant: Assistant = None,
@@ -73,7 +81,8 @@ def bench(
     """
     _check_outputs(output, picture, force=force)
     _check_names(methods, assistant)
-    open_regular(prompts).close()
+    if prompts is not None:
+        open_regular(prompts).close()
     for place in (model, assistant):
         check_places(place, drafter)
     with importing():
@@ -85,7 +94,7 @@ def bench(
 
     names = read_methods(methods)
     benchmark.check_methods(names, assistant=assistant is not None)
-    questions = benchmark.read_questions(prompts, limit=limit, per_category=per_category)
+    questions = _questions(prompts, limit, per_category)
     own_methods = [split_method(name)[0] for name in names if name not in benchmark.PEERS]
     head = head_for(own_methods, model, drafter, assistant=assistant is not None)
     if assistant is not None:
@@ -104,6 +113,38 @@ def bench(
         write_text(output, json.dumps(document, indent=1))
     if picture is not None:
         benchmark.plot(summary, picture)
+
+
+def _questions(path: Path | None, limit: int | None, per_category: int | None) -> list[Question]:
+    """Return the questions of a file, whose rows may also be prompts; without a file, those of `doctor`.
+
+    A prompt's id is its line number; all prompts are in the category `all`.
+
+    Raises:
+        InvalidConfigError: The file cannot be read, or a row is neither a question nor a prompt.
+    """
+    from hf_specdec.bench.diagnosis import QUESTIONS
+    from hf_specdec.bench.questions import Question, chosen, read_questions
+    from hf_specdec.bench.report import ALL
+
+    if path is None:
+        say("No --prompts: measuring on the three prompts of hf-specdec doctor.", err=True)
+        return chosen(QUESTIONS, limit=limit, per_category=per_category)
+    if not _has_prompts(path):
+        return read_questions(path, limit=limit, per_category=per_category)
+    from hf_specdec.training.prompts import read_prompts
+
+    rows = zip(read_records(path), read_prompts(path), strict=True)
+    questions = [Question(str(number), ALL, prompt.turns) for (number, _), prompt in rows]
+    return chosen(questions, limit=limit, per_category=per_category)
+
+
+def _has_prompts(path: Path) -> bool:
+    """Whether the first row of a `.jsonl` or `.jsonl.gz` file has no field that only questions have."""
+    if ".jsonl" not in path.suffixes:
+        return False
+    _, first = next(read_records(path), (0, {"question_id": None}))  # an empty file: `read_questions` says so
+    return not {"question_id", "category"} & first.keys()
 
 
 def _check_outputs(output: Path | None, picture: Path | None, *, force: bool) -> None:

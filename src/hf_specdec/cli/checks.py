@@ -31,7 +31,11 @@ def doctor(
     dtype: Precision = "auto",
     as_json: Json = False,
 ) -> None:
-    """Check whether a model can verify trees, time its forwards and find the fastest method on three prompts."""
+    """Check whether a model can verify several drafts in one forward, time its forwards, find the fastest method.
+
+    Drafts that are verified in one forward are a tree. The methods are
+    compared on three prompts; hf-specdec bench compares them on yours.
+    """
     check_places(model, drafter)
     with importing(shown=not as_json):
         from hf_specdec.cli.machine import diagnose_model

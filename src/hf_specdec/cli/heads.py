@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hf_specdec.checkpoints.directories import check_new_head
 from hf_specdec.cli.inputs import check_places
@@ -59,10 +56,9 @@ def inspect(
         rows["readings"] = f"{', '.join(report.ambiguous)}: shown as documented, decided when loaded for a target"
     if report.needs_adapter:
         rows["adapter"] = "load the adapter of this directory into the target first"
-    table = Table(show_header=False, box=None)
-    for name, value in {"source": report.where, **rows}.items():
-        table.add_row(Text(name, style="bold"), Text(printable(value)))
-    Console().print(table)
+    width = max(map(len, rows))
+    for name, value in {"source": report.where, **rows}.items():  # whole lines, so that the config can be copied
+        typer.echo(f"{typer.style(f'{name:{width}}', bold=True)}  {printable(value)}")
 
 
 def convert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -69,8 +70,21 @@ def write_examples(epilog: str | None, formatter: Any) -> None:
     if not epilog:
         return
     title, *examples = Text.from_markup(epilog).plain.split("\n\n")
-    lines = [f"{title}:" if examples else title, *(f"  {example.strip()}" for example in examples)]
-    formatter.write("\n" + "".join(f"{line}\n" for line in lines))
+    last = f"\n{examples.pop()}" if examples and examples[-1].startswith(DOCUMENTATION) else ""
+    lines = [f"{title}:" if examples else title, *(f"  {example.strip()}" for example in examples), last]
+    formatter.write("\n" + "\n".join(lines).rstrip("\n") + "\n")
+
+
+DOCUMENTATION = "Docs: "
+"""Start of the last line of a command's help."""
+
+PAGES = "https://github.com/hf-specdec/hf-specdec/blob/main/docs/"
+
+
+def epilog_of(examples: Sequence[str], page: str) -> str:
+    """Return the end of a command's help: its examples and the address of a page of `docs/`."""
+    title = "Example" if len(examples) == 1 else "Examples"
+    return "\n\n".join([f"[bold]{title}[/bold]", *(f"  {line}" for line in examples), f"{DOCUMENTATION}{PAGES}{page}"])
 
 
 class Group(TyperGroup):

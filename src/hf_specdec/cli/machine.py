@@ -17,9 +17,8 @@ from rich.table import Table
 from hf_specdec.bench.diagnosis import Diagnosis, diagnose
 from hf_specdec.bench.machine import versions
 from hf_specdec.cli.answers import dtype_of, head_for, source_of
-from hf_specdec.cli.options import FORWARDS
+from hf_specdec.cli.options import FORWARDS, METHOD_NAMES
 from hf_specdec.cli.status import say, working
-from hf_specdec.config import COMBINED
 from hf_specdec.cpu.library import NoKernelsError, load_library
 from hf_specdec.drafters.registry import methods as known_methods
 from hf_specdec.generation.loading import load_model
@@ -45,7 +44,7 @@ def show_environment(*, as_json: bool) -> None:
         if device is not None and device.type in GRAPH_BACKENDS
         else "not on this device",
         "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
-        "methods": ", ".join(("plain", *COMBINED, *known_methods())),
+        "methods": ", ".join(dict.fromkeys(("plain", *METHOD_NAMES, *known_methods()))),
     }
     if as_json:
         typer.echo(json.dumps(found))
@@ -71,7 +70,7 @@ def _kernels() -> str | NoKernelsError:
 
 def _kernels_or_reason() -> str:
     kernels = _kernels()
-    return f"no: {kernels}" if isinstance(kernels, NoKernelsError) else kernels
+    return f"no: {kernels}" if isinstance(kernels, NoKernelsError) else f"yes ({kernels})"
 
 
 def _compiler() -> str | None:
@@ -99,7 +98,8 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm), "head": source}))
         return
-    drafts = "trees" if found.supports_trees else f"chains only, because {found.chain_only_reason}"
+    chains = f"chains only, one draft at a time, because {found.chain_only_reason}"
+    drafts = "trees, several drafts at once" if found.supports_trees else chains
     say(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
     say(f"head: {source or 'none'}")
     tried = Table("method", "x plain", "slowest prompt", "tau", "forwards")
@@ -149,6 +149,6 @@ def compile_hint(device: str) -> str:
         reason = ", because no C++ compiler (g++ or clang++) is found" if device == "cpu" else ""
         return f"No compiled mode is available on this device{reason}; see docs/compile.md."
     return (
-        f'Compiled mode: {found}. The default, compile="auto", chooses by itself. To measure a mode, append it:\n'
-        f"  hf-specdec bench --prompts FILE.jsonl --methods auto,auto+{suffix}"
+        f'Compiled mode: {found}. The default, compile="auto", chooses by itself. To measure a mode, append it '
+        f"(--prompts FILE.jsonl takes your prompts):\n  hf-specdec bench --methods auto,auto+{suffix}"
     )

@@ -71,8 +71,8 @@ Head = Annotated[
     str | None,
     typer.Option(
         "--drafter", metavar="HEAD",
-        help="Path or Hub id of a draft head for the model. Default: the shipped head of the packaged model, if "
-        "hf-specdec runs from a clone; otherwise none.",
+        help="Path or Hub id of a draft head for the model. Default: for the packaged model the shipped head of the "
+        "method, if hf-specdec runs from a clone; otherwise none.",
     ),
 ]  # fmt: skip
 _PRECISION_HELP = "Dtype of the weights; 'auto' is the checkpoint's."
@@ -84,7 +84,10 @@ METHOD_NAMES = ("auto", "hybrid", "eagle", "dflash", "mtp", "medusa", "prompt_lo
                 "early_exit", "last_logits")  # fmt: skip
 """Values of `--method`: those that need no second model; see docs/choosing.md."""
 
-METHODS = f"{', '.join(METHOD_NAMES[:-1])} or {METHOD_NAMES[-1]}"
+NUM_EXPERIMENTAL = 3
+"""How many of them, the last ones, are experimental."""
+
+METHODS = f"{', '.join(METHOD_NAMES[:-NUM_EXPERIMENTAL])}; experimental: {', '.join(METHOD_NAMES[-NUM_EXPERIMENTAL:])}"
 """The same in words, for help."""
 NewTokens = Annotated[int, typer.Option(min=1, help="Maximum number of generated tokens.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
@@ -96,7 +99,8 @@ NormOutput = Annotated[
     bool | None,
     typer.Option(
         "--norm-output",
-        help="EAGLE-3.1: the next draft step reads the head's normalised output. Needs a reader with the same rule.",
+        help="EAGLE-3.1: the next draft step reads the head's normalised output. Of other engines, only those that "
+        "support EAGLE-3.1 can load the head.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

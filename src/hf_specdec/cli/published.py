@@ -14,6 +14,10 @@ from hf_specdec.cli.options import Json
 from hf_specdec.cli.status import working
 from hf_specdec.generation.packaged import HUB_ID, SHIPPED_HEAD
 
+SHIPPED_NAMES = {"eagle": SHIPPED_HEAD.name, "dflash": "smollm2-135m-instruct-dflash",
+                 "medusa": "smollm2-135m-instruct-medusa"}  # fmt: skip
+"""Directories of the shipped heads, by method."""
+
 REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
 
 
@@ -47,13 +51,22 @@ def find(
         typer.echo(f"No heads for {model} were found by name. Train one: hf-specdec train --help")
 
 
+def shipped_heads() -> dict[str, str]:
+    """Return the paths of the heads for the packaged model in the repository, by method; {} without a clone."""
+    places = {method: SHIPPED_HEAD.with_name(name) for method, name in SHIPPED_NAMES.items()}
+    return {method: str(place) for method, place in places.items() if place.is_dir()}
+
+
 def _ours(as_json: bool) -> None:
     """Print where the heads for the packaged model are."""
-    folder = SHIPPED_HEAD.parent
-    heads = sorted(str(path) for path in folder.glob("smollm2-*")) if folder.is_dir() else []
+    heads = shipped_heads()
     if as_json:
-        typer.echo(json.dumps({"model": HUB_ID, "heads": [{"path": head} for head in heads]}))
+        rows = [{"path": place, "method": method} for method, place in heads.items()]
+        typer.echo(json.dumps({"model": HUB_ID, "heads": rows}))
     elif heads:
-        typer.echo(f"Heads for {HUB_ID}:\n" + "\n".join(f"  {head}" for head in heads))
+        width = max(map(len, heads))
+        lines = "\n".join(f"  {method:{width}}  {place}" for method, place in heads.items())
+        typer.echo(f"Heads for {HUB_ID}, by method:\n{lines}\nUse one: hf-specdec generate --method "
+                   f"{next(iter(heads))} 'Why is the sky blue?'")  # fmt: skip
     else:
         typer.echo(f"Heads for {HUB_ID} are in the repository:\n  git clone --depth 1 {REPOSITORY}")
