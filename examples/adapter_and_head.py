@@ -47,6 +47,8 @@ def main():
         if head is None:
             parser.error("give the head of this model: --drafter")
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(name)
         if options.adapter:
             model = PeftModel.from_pretrained(model, options.adapter)

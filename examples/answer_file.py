@@ -97,6 +97,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
@@ -106,6 +108,8 @@ def main():
     except (OSError, SpeculativeDecodingError) as error:
         parser.error(str(error))
     tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:  # Llama's tokenizers have none
+        tokenizer.pad_token = tokenizer.eos_token
     with options.answers.open("a", encoding="utf-8") as output:
         for start in range(done, len(rows), options.batch_size):
             batch = rows[start : start + options.batch_size]

@@ -27,8 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import SpeculativeDecodingError, SpeculativeGenerationMixin, model_and_head
-from hf_specdec.reporting.step_streamer import StepStreamer
-from hf_specdec.viz.text import ColoredText, Piece
+from hf_specdec.viz import ColoredText, Piece, StepStreamer
 
 try:
     import gradio as gr
@@ -151,6 +150,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())

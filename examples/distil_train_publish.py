@@ -41,6 +41,10 @@ def main():
     options = parser.parse_args()
     if options.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    if not 0 < options.epochs < float("inf"):
+        parser.error(f"--epochs must be above 0 and finite, got {options.epochs}")
+    if options.draft_vocab_size < 1:
+        parser.error(f"--draft-vocab-size must be at least 1, got {options.draft_vocab_size}")
     try:
         import datasets  # noqa: F401  # reads and stores the answers
     except ImportError as error:

@@ -39,6 +39,8 @@ def main():
         "--dtype", choices=DTYPES, default="float32", help="only float32 gives identical answers; default: %(default)s"
     )
     options = parser.parse_args()
+    if options.limit is not None and options.limit < 1:
+        parser.error(f"--limit must be at least 1, got {options.limit}")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM

@@ -1,7 +1,7 @@
 """Ask about a long document: chunked prefill, a window for the head, time to the first token, and memory.
 
     python examples/long_document.py
-    python examples/long_document.py report.txt "Summarise the report." --chunk 512 --draft-window 1024
+    python examples/long_document.py report.txt "Summarize the report." --chunk 512 --draft-window 1024
 
 * `prefill_chunk_size` reads the document in pieces, so that memory for activations does not grow with its length.
 * `draft_window` lets the head attend to the first four tokens and the last N only. The answer does not depend on it.
@@ -87,7 +87,9 @@ class PeakMemory:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("document", nargs="?", type=Path, default=DOCUMENT, help="text file; default: our licence")
+    parser.add_argument(
+        "document", nargs="?", type=Path, default=DOCUMENT, help="text file; default: LICENSE of this repository"
+    )
     parser.add_argument("question", nargs="?", default=QUESTION, help="default: a summary")
     parser.add_argument("--model", help="path or Hub id; default: the packaged SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="path or Hub id of a head; default: the packaged model's, if it is there")
@@ -110,6 +112,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(name, dtype=options.dtype)
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())
@@ -124,6 +128,10 @@ def main():
         [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(model.device)
     length = inputs["input_ids"].shape[1]
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and length + options.max_new_tokens > context:
+        parser.error(f"{length} prompt tokens and {options.max_new_tokens} new ones exceed the model's context of "
+                     f"{context}. Give a shorter text or another model.")  # fmt: skip
     print(f"{options.document.name}: {length} tokens")
     speculative = {"method": options.method}
     if options.draft_window is not None:

@@ -76,6 +76,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=options.dtype, quantization_config=quantized,
             device_map="cuda" if torch.cuda.is_available() else "cpu",

@@ -36,6 +36,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())

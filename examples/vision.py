@@ -60,6 +60,8 @@ def main():
     try:
         name, head = model_and_head(options.model, options.drafter)
         processor = AutoProcessor.from_pretrained(name)
+        if processor.chat_template is None:
+            parser.error(f"The model {name!r} has no chat template. Give an instruct model: --model.")
         model = AutoModelForImageTextToText.from_pretrained(name, dtype=options.dtype)
         if torch.accelerator.is_available():
             model = model.to(torch.accelerator.current_accelerator())

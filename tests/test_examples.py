@@ -238,6 +238,10 @@ def no_login() -> None:
         ("long_document", ["--chunk", "-1"], "--chunk must be 0 or the tokens of a piece, got -1"),
         ("chat", ["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         ("serve", ["--port", "65536"], "--port: 65536 cannot be used"),
+        ("evaluate", ["--tasks", "one", "--limit", "0"], "--limit must be at least 1, got 0"),
+        ("distil_train_publish", ["--prompts", "p.txt", "--work", "w", "--epochs", "nan"], "--epochs must be above 0"),
+        ("distil_train_publish", ["--prompts", "p.txt", "--work", "w", "--draft-vocab-size", "0"],
+         "--draft-vocab-size must be at least 1, got 0"),
         ("chat", ["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
         ("text_pipeline", ["--model", "/no/such"], "The model '/no/such' cannot be loaded"),
         ("distil_train_publish", ["--work", "work", "--prompts", "/no/such.txt"], "/no/such.txt is not a file. "),
@@ -303,6 +307,60 @@ def test_a_wrong_head_is_one_line(
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *given, "--model", saved, "--drafter", tmp_path / "none")
     assert f"error: The head '{tmp_path / 'none'}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "arguments"),
+    [
+        ("chat", "torch", []),
+        ("text_pipeline", "torch", []),
+        ("answer_file", "torch", ["FILE.jsonl", "ANSWERS.jsonl"]),
+        ("long_document", "torch", []),
+        ("grpo_rollouts", "trl", []),
+        ("adapter_and_head", "peft", ["--drafter", str(SHIPPED_HEAD)]),
+        ("quantized", "optimum.quanto", []),
+        ("structured_output", "xgrammar", []),
+        ("chat_page", "gradio", ["--port", "0"]),
+        ("vision", "torch", ["PICTURE.png"]),
+    ],
+)
+def test_a_model_without_chat_template_is_refused_before_its_weights_are_read(
+    name: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    zoo.build("llama").config.save_pretrained("base")
+    zoo.chat_tokenizer(None).save_pretrained("base")
+    (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
+    with pytest.raises(SystemExit):
+        run(name, monkeypatch, *arguments, "--model", "base")
+    assert "error: The model 'base' has no chat template. Give an instruct model: --model." in capsys.readouterr().err
+
+
+def test_a_batch_without_a_pad_token(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(saved)
+    assert AutoTokenizer.from_pretrained(saved).pad_token is None
+    prompts = ["w05 w06", "w07"]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in prompts))
+    run("answer_file", monkeypatch, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", saved,
+        "--dtype", "float32", "--max-new-tokens", 5)  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == plain(saved, prompts, 5)
+
+
+def test_a_document_longer_than_the_context(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "document.txt").write_text("w05 " * 600)
+    with pytest.raises(SystemExit):
+        run("long_document", monkeypatch, tmp_path / "document.txt", "--model", saved)
+    assert re.search(
+        r"6\d\d prompt tokens and 128 new ones exceed the model's context of 512", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["chat", "text_pipeline", "adapter_and_head"])

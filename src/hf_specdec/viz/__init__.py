@@ -6,18 +6,21 @@ then in `model.last_speculation.trace`.
 """
 
 from hf_specdec.reporting.palette import save_plot
+from hf_specdec.reporting.step_streamer import StepStreamer
 from hf_specdec.viz.live import LiveStreamer
 from hf_specdec.viz.replay import Race, race
 from hf_specdec.viz.runs import plot_costs, plot_run
 from hf_specdec.viz.stepper import StepThrough, step_through
 from hf_specdec.viz.steps import plot_acceptance, plot_timeline, plot_widths
-from hf_specdec.viz.text import ColoredText, colored_text
+from hf_specdec.viz.text import ColoredText, Piece, colored_text
 from hf_specdec.viz.trees import plot_step, plot_tree
 
 __all__ = [
     "ColoredText",
     "LiveStreamer",
+    "Piece",
     "Race",
+    "StepStreamer",
     "StepThrough",
     "colored_text",
     "plot_acceptance",
