@@ -65,6 +65,7 @@ def test_colab_opens_this_file_and_installs_this_package(path: Path, monkeypatch
     assert model is not None
     name = home.rsplit("/", 1)[1]
     assert ran == [
+        "cd /content",
         f"test -d {name} || git clone --quiet --depth 1 {home}",
         f"cd {name}/notebooks",
         "pip install --quiet '..[training,demo]'",
