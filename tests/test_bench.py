@@ -458,6 +458,8 @@ def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
 def test_a_method_of_ours_is_asked_for_compiled() -> None:
     compiled = methods.call_options("eagle+inductor", None, None, 0)
     assert compiled == {"speculative": {"method": "eagle", "compile": "inductor"}}
+    with pytest.raises(InvalidConfigError, match=r"an unknown suffix: '\+kernel'\. Suffixes: \+kernels, "):
+        methods.call_options("auto+kernel", None, SimpleNamespace(drafters={}), 0)
     assert methods.call_options("auto+kernels", None, None, 0) == {
         "speculative": {"method": "auto", "compile": "kernels"}
     }

@@ -71,6 +71,8 @@ def test_what_means_nothing_is_refused(fields: dict[str, Any], message: str) -> 
 
 
 def test_an_unknown_keyword_is_named() -> None:
+    with pytest.raises(InvalidConfigError, match=r"has no field 'foo'\. Fields: method, "):  # nothing is similar
+        SpeculativeConfig(foo=1)  # type: ignore[call-arg]
     with pytest.raises(InvalidConfigError, match=r"AdaptiveConfig has no field 'ema'\. Did you mean 'ema_alpha'"):
         AdaptiveConfig(ema=0.5)  # type: ignore[call-arg]
     with pytest.raises(InvalidConfigError, match=r"SpeculativeConfig has no field 'num_step'\."):

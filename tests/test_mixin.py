@@ -269,6 +269,7 @@ def test_drafters_are_added_and_removed_by_name(llama: Any) -> None:
         ({"speculative": "prompt_lookup", "num_beams": 2}, UnsupportedGenerationError, "beam search. .*num_beams=2"),
         ({"speculative": "prompt_lookup", "num_beams": 2, "do_sample": True}, UnsupportedGenerationError, "beam"),
         ({"speculative": "prompt_lookup", "prompt_lookup_num_tokens": 3}, UnsupportedGenerationError, "tokens=3"),
+        ({"speculative": "prompt_lookup", "use_mtp": True}, UnsupportedGenerationError, "or use_mtp=True"),
         ({"speculative": "prompt_lookup", "use_cache": False}, UnsupportedGenerationError, "use_cache"),
         ({"speculative": "prompt_lookup", CACHE_FIELD: HALF_CACHE}, UnsupportedGenerationError, "offloaded"),
         ({"speculative": "prompt_lookup", "cache_implementation": "offloaded"}, UnsupportedGenerationError, "offload"),

@@ -139,7 +139,8 @@ class SpeculativeConfig(ConfigFields):
     """Settings for drafting, verification and acceptance.
 
     None means the drafter's default unless stated otherwise. Invalid values raise
-    `InvalidConfigError`, and so do unknown fields, as keywords or in a dict: the message names the most similar one.
+    `InvalidConfigError`, and so do unknown fields, as keywords or in a dict: the message names the most similar one,
+    if there is one.
 
     Args:
         method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no

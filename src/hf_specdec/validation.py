@@ -104,15 +104,29 @@ def check_names(owner: str, given: Iterable[Any], known: Sequence[str], kind: st
     """Check that all given names of fields, or of another kind, are known.
 
     Raises:
-        InvalidConfigError: A name is unknown; the message suggests the most similar known one.
+        InvalidConfigError: A name is unknown; the message suggests a similar known one, if there is one.
     """
     for name in given:
         if name not in known:
-            near = nearest(str(name)[:100], known, cutoff=0.0)
+            near = nearest(str(name)[:100], known, cutoff=0.4)
+            question = "" if near is None else f"Did you mean {near!r}? "
             raise InvalidConfigError(
-                f"{owner} has no {kind} {shortened(name)}.",
-                f"Did you mean {near!r}? {kind.capitalize()}s: {', '.join(known)}.",
+                f"{owner} has no {kind} {shortened(name)}.", f"{question}{kind.capitalize()}s: {', '.join(known)}."
             )
+
+
+def check_type(name: str, value: Any, kinds: type | tuple[type, ...], remedy: str) -> None:
+    """Raise `InvalidConfigError` if an argument is an instance of none of these classes.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        kinds: The classes.
+        remedy: What to do instead, for the message.
+    """
+    if not isinstance(value, kinds):
+        named = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise InvalidConfigError(f"`{name}` must be of type {named}, got {type(value).__name__}.", remedy)
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -77,10 +77,15 @@ def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict
             another one causes recompilation.
 
     Raises:
-        InvalidConfigError: The method needs an assistant model, but `given` is None.
+        InvalidConfigError: The method needs an assistant model, but `given` is None; or its suffix is unknown.
     """
     if method not in PEERS:
         name, mode = split_method(method)
+        if mode is None and "+" in name and name not in model.drafters:
+            raise InvalidConfigError(
+                f"The method {name!r} has an unknown suffix: {name[name.rindex('+') :]!r}.",
+                f"Suffixes: {', '.join(SHOWN_SUFFIXES)}. Methods of transformers: {', '.join(PEERS)}.",
+            )
         if given is None and mode is not None:
             given = {"method": name, "compile": mode}
         return {"speculative": method if given is None else given}

@@ -145,6 +145,10 @@ class CandidateSession(DraftSession):
         """See `DraftSession.candidates`."""
 
 
+HOW_TO_LOAD = 'Load it: model.load_drafter("path or Hub id"), or load_head("path or Hub id").'
+"""Advice in errors about a drafter that was given a path instead of a head."""
+
+
 class Drafter(ABC):
     """Base of all drafters, which draft trees of candidate tokens for the target to verify.
 

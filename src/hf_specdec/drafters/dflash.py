@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, DraftSession
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, DraftSession
 from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
@@ -29,6 +29,7 @@ from hf_specdec.heads.layer import AcceptedStep
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import TreeShape, growable
 from hf_specdec.trees.product import reachable
+from hf_specdec.validation import check_type
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows
@@ -62,11 +63,13 @@ class DFlashDrafter(LayerDrafter):
     program: DFlashHead | WrappedBlockHead | None = None  # type: ignore[assignment]
 
     def __init__(self, head: DFlashHead, confidence_threshold: float = 0.0) -> None:
-        if not 0 <= confidence_threshold <= 1 or (confidence_threshold and not head.config.confidence_head):
+        check_type("head", head, DFlashHead, HOW_TO_LOAD)
+        if not 0 <= confidence_threshold <= 1:
+            raise InvalidConfigError(f"`confidence_threshold` must be from 0 to 1, got {confidence_threshold}.")
+        if confidence_threshold and not head.config.confidence_head:
             raise InvalidConfigError(
-                f"`confidence_threshold` must be from 0 to 1, and 0 for a head without a confidence head; got "
-                f"{confidence_threshold}.",
-                "Leave it 0.",
+                f"`confidence_threshold` must be 0, got {confidence_threshold}: this head has no confidence head.",
+                "Leave it out.",
             )
         self.head = head.eval().requires_grad_(False)
         self.confidence_threshold = confidence_threshold
@@ -120,7 +123,7 @@ class DFlashDrafter(LayerDrafter):
         return other
 
     def bind(self, model: PreTrainedModel) -> None:
-        """See `bind_sharing_head`."""
+        """See `Drafter.bind`."""
         self.needs = bind_sharing_head(self.head, model)
 
     def _session(self, model: PreTrainedModel, context: DraftContext, limits: LayerLimits) -> DraftSession:

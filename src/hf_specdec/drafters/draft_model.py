@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
@@ -25,6 +25,7 @@ from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, Unsuppor
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from hf_specdec.trees.growth import Level, grow_dynamic, growable
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.validation import check_type
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
@@ -87,6 +88,7 @@ class DraftModelDrafter(Drafter):
         self, assistant: PreTrainedModel, *, sample: bool = False, tokenizer: Any = None,
         assistant_tokenizer: Any = None,
     ) -> None:  # fmt: skip
+        check_type("assistant", assistant, nn.Module, "Load it: AutoModelForCausalLM.from_pretrained(...).")
         if (tokenizer is None) != (assistant_tokenizer is None):
             raise InvalidConfigError(
                 f"Only `{'assistant_tokenizer' if tokenizer is None else 'tokenizer'}` is given.",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.feature_session import LayerLimits
 from hf_specdec.drafters.layer_session import EagleSession
@@ -23,7 +23,7 @@ from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable, limits_of
-from hf_specdec.validation import Choice, validate_choices
+from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
@@ -135,6 +135,7 @@ class EagleDrafter(LayerDrafter):
     head: EagleFamilyHead
 
     def __init__(self, head: EagleFamilyHead) -> None:
+        check_type("head", head, EagleFamilyHead, HOW_TO_LOAD)
         self.head = head.eval().requires_grad_(False)
 
     def __repr__(self) -> str:
@@ -151,7 +152,7 @@ class EagleDrafter(LayerDrafter):
         return other
 
     def bind(self, model: PreTrainedModel) -> None:
-        """See `bind_sharing_head`."""
+        """See `Drafter.bind`."""
         self.needs = replace(bind_sharing_head(self.head, model), token_ids=True)
 
 

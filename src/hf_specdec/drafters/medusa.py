@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
 from hf_specdec.errors import InvalidConfigError
@@ -24,7 +24,7 @@ from hf_specdec.heads.medusa import MedusaHeads
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, choice_parents, choices_within, limits_of
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.validation import Choice, validate_choices
+from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
@@ -51,6 +51,7 @@ class MedusaDrafter(Drafter):
     needs = Needs(feature_layers=(LAST,))
 
     def __init__(self, heads: MedusaHeads) -> None:
+        check_type("heads", heads, MedusaHeads, HOW_TO_LOAD)
         self.heads = heads.eval().requires_grad_(False)
 
     def __repr__(self) -> str:

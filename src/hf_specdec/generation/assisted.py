@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig
 
 from hf_specdec.checkpoints.pard import drafts_in_parallel
@@ -14,6 +15,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError
+from hf_specdec.records import shortened
 
 ASSISTED, PARD = "draft_model", "pard"
 """Names of the methods that draft with an assistant model, token by token and several tokens per forward."""
@@ -29,7 +31,17 @@ class Assistant:
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Assistant:
-        """Remove an assistant model and its tokenizer from the arguments of a call, which keeps the target's."""
+        """Remove an assistant model and its tokenizer from the arguments of a call, which keeps the target's.
+
+        Raises:
+            UnsupportedGenerationError: The assistant is no loaded model.
+        """
+        model = arguments["assistant_model"]
+        if not isinstance(model, nn.Module):
+            raise UnsupportedGenerationError(
+                f"`assistant_model` must be a loaded model, got {shortened(model)}.",
+                "Load it: AutoModelForCausalLM.from_pretrained(...).",
+            )
         assistant_tokenizer = arguments.pop("assistant_tokenizer", None)
         return cls(arguments.pop("assistant_model"), arguments.get("tokenizer"), assistant_tokenizer)
 
@@ -60,14 +72,19 @@ def assisted_drafters(
 
     Raises:
         InvalidConfigError: See `Assistant.tokenizers`.
-        UnsupportedGenerationError: The method does not draft with an assistant model.
+        UnsupportedGenerationError: Neither the method nor one of the `methods` drafts with an assistant model.
     """
     if config.method not in (ASSISTED, PARD, *COMBINED):
         raise UnsupportedGenerationError(
             f"`assistant_model` has no effect with speculative={config.method!r}.",
-            f'Use speculative={ASSISTED!r}, {PARD!r}, "hybrid" or "auto", or drop it.',
+            f"Use speculative={ASSISTED!r}, {PARD!r}, 'hybrid' or 'auto', or drop it.",
         )
     named = {ASSISTED, PARD} & {config.method, *(config.methods or ())}
+    if config.methods and not named:
+        raise UnsupportedGenerationError(
+            f"`assistant_model` has no effect with methods={list(config.methods)}.",
+            f"Add {ASSISTED!r} to them, or drop it.",
+        )
     chain = config.top_k in (None, 1) and config.tree is None
     sample = bool(generation_config.do_sample) and config.method == ASSISTED and chain
     sample = sample and config.acceptance in ("auto", "rejection", "block")

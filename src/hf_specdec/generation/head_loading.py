@@ -26,6 +26,9 @@ from hf_specdec.validation import check_names
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import text_config
 
+OWN_OPTIONS = ("name", "verify", "reading")
+"""Options of `load_drafter` that are not options of `load_head`."""
+
 
 def head_drafter(
     model: PreTrainedModel, source: str | Path | DraftHead, reading: Mapping[str, Any] | None, tries_readings: bool,
@@ -103,7 +106,8 @@ def _check_arguments(source: Any, name: str | None) -> None:
 def _head_of(source: str | Path | DraftHead, options: Mapping[str, Any]) -> Any:
     """Return the head at a source; one that is already loaded takes no options."""
     if not isinstance(source, DraftHead):
-        check_names("load_drafter", options, list(inspect.signature(load_head).parameters)[1:], kind="option")
+        known = [*OWN_OPTIONS, *list(inspect.signature(load_head).parameters)[1:]]
+        check_names("load_drafter", options, known, kind="option")
         return load_head(source, **options)
     if options:
         raise InvalidConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from hf_specdec.generation.signature import STORED_DEFAULT, extends
 from hf_specdec.generation.state import SWAP, add_drafter, state_of
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.reporting.stats import SpeculationStats
+from hf_specdec.validation import check_type
 from hf_specdec.verification.model import CACHE_FIELD
 
 AnyModule = TypeVar("AnyModule", bound=Module)
@@ -100,7 +102,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
         precision the output may differ after a near-tie between two tokens.
 
         `inputs`, `generation_config` and all other arguments are those of transformers' `GenerationMixin.generate` and
-        keep their meaning. With `speculative`, these are refused (reasons: docs/generate.md of the repository):
+        keep their meaning. With `speculative`, these are refused (reasons: docs/generate.md in the clone):
 
         * modes: beam search, contrastive search, `custom_generate`;
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
@@ -210,6 +212,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
             ```
         """
         model: Any = self
+        check_type("verify", verify, (bool, NoneType, list, tuple), "Give True, or prompts of token ids `[1, P]`.")
         options = {"revision": revision, "token": token, **kwargs}
         drafter = head_drafter(model, repo_or_path, reading, verify is not False, options, name)
         self.add_drafter(drafter, name)

@@ -93,8 +93,9 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "Drop `custom_generate`, or pass speculative=None.",
         )
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        selecting = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit")
-        given = [f"{name}={value!r}" for name in selecting if (value := getattr(config, name, None)) not in (None, 1)]
+        names = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+        values = {name: getattr(config, name, None) for name in names}
+        given = [f"{name}={value!r}" for name, value in values.items() if value is True or value not in (None, 0, 1)]
         raise UnsupportedGenerationError(
             f"`speculative` supports greedy decoding and sampling, not {mode.value.replace('_', ' ')}.",
             f"Drop `speculative`, or {' and '.join(given) or 'the options that select this mode'}.",

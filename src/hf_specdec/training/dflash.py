@@ -22,6 +22,7 @@ from hf_specdec.training.measures import Counts, HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.validation import check_type
 from hf_specdec.verification.features import LAST
 
 
@@ -105,7 +106,16 @@ def train_dflash(
             head, settings or data.
         DrafterMismatchError: The head was made for another model.
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
+
+    Example:
+        ```python
+        head = DFlashHead(DFlashConfig.for_target(model.config, mask_token_id=unused, causal=True))
+        start_block_from_target(head, model)
+        start_first_layer(head, model)
+        head = train_dflash(model, head, conversations, head_arguments(Path("run"), {"num_train_epochs": 2}))
+        ```
     """
+    check_type("head", head, DFlashHead, "EAGLE heads: train_eagle. Medusa heads: train_medusa.")
     objective = DFlashObjective(head, model, config or DFlashTrainingConfig())
     length = objective.recipe.answer_tokens
     data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)

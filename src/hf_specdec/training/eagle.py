@@ -27,6 +27,7 @@ from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.validation import check_type
 from hf_specdec.verification.features import LAST
 
 TrainedHead = EagleHead | Eagle3Head | MtpHead
@@ -129,7 +130,16 @@ def train_eagle(
             another head, settings or data.
         DrafterMismatchError: The head was made for another model.
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
+
+    Example:
+        ```python
+        head = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=8192))
+        head.set_hot_token_ids(most_frequent_tokens(conversations, 8192))
+        start_from_target(head, model)
+        head = train_eagle(model, head, conversations, head_arguments(Path("run"), {"num_train_epochs": 2}))
+        ```
     """
+    check_type("head", head, (EagleHead, Eagle3Head, MtpHead), "Block heads: train_dflash. Medusa: train_medusa.")
     objective = EagleObjective(head, model, config or EagleTrainingConfig.for_head(head))
     length = objective.recipe.answer_tokens
     data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)

@@ -151,7 +151,16 @@ def openings(data: TrainingData, answer_tokens: int) -> TrainingData:
     Args:
         data: Conversations or captured features.
         answer_tokens: Number of tokens of each answer; 0 returns `data` unchanged.
+
+    Raises:
+        InvalidConfigError: `data` is something else.
     """
+    conversations = isinstance(data, Sequence) and all(isinstance(row, Conversation) for row in data)
+    if not conversations and not isinstance(data, FeatureStore):
+        raise InvalidConfigError(
+            f"Training data are conversations or a FeatureStore, got a {type(data).__name__}.",
+            "Use read_conversations(path), or FeatureStore(folder) for captured features.",
+        )
     if not answer_tokens:
         return data
     if isinstance(data, FeatureStore):

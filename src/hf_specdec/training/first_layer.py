@@ -115,9 +115,9 @@ def _pass_on(attention: Any, sample: _Sample, at_root: int) -> None:
 def _read_sample(head: DFlashHead, model: PreTrainedModel) -> _Sample:
     """Read embeddings and random texts over the draft vocabulary."""
     device, hot = execution_device(model), head.hot_token_ids
-    known = torch.arange(head.config.vocab_size) if hot is None else hot.cpu()
-    ids = known[torch.randint(len(known), (SAMPLE_ROWS, SAMPLE_LENGTH), device="cpu")].to(device)
-    lengths = torch.full((SAMPLE_ROWS,), SAMPLE_LENGTH, device=device)
+    known = torch.arange(head.config.vocab_size, dtype=torch.long, device="cpu") if hot is None else hot.cpu()
+    ids = known[torch.randint(len(known), (SAMPLE_ROWS, SAMPLE_LENGTH), dtype=torch.long, device="cpu")].to(device)
+    lengths = torch.full((SAMPLE_ROWS,), SAMPLE_LENGTH, dtype=torch.long, device=device)
     weight = head.fc.weight
     parts = [
         head.fc(features_of(model, row[None], length[None], head.feature_layers)[0, FIRST_TOKENS:].to(weight))
@@ -135,8 +135,9 @@ def _read_sample(head: DFlashHead, model: PreTrainedModel) -> _Sample:
 
 def _fit(*wanted: tuple[Tensor, float]) -> Tensor:
     """Return the linear function `[D]` that is nearest to the values wanted of rows `[N, D]`; sets weigh alike."""
-    size = wanted[0][0].shape[-1]
-    square, right = torch.eye(size).to(wanted[0][0]) * RIDGE * len(wanted), torch.zeros(size).to(wanted[0][0])
+    like = wanted[0][0]
+    square = RIDGE * len(wanted) * torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    right = torch.zeros_like(like[0])
     for rows, value in wanted:
         square = square + rows.T @ rows / len(rows)
         right = right + value * rows.mean(0)
@@ -149,7 +150,7 @@ def _direction(head: DFlashHead) -> Tensor:
     useful = (frequencies >= FREQUENCIES[0]) & (frequencies <= FREQUENCIES[1])
     if not useful.any():
         useful[:1] = True
-    direction = torch.zeros(head.config.head_dim)
+    direction = torch.zeros(head.config.head_dim, dtype=torch.float32, device="cpu")
     direction[: len(frequencies)] = useful.float()  # the first of the two dimensions that rotate together
     return direction / direction.norm()
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.heads.vocabulary import linear_weight
+from hf_specdec.validation import check_type
 from hf_specdec.verification.model import find_backbone, text_config
 
 
@@ -35,6 +36,7 @@ def start_from_target(head: Eagle3Head, model: PreTrainedModel) -> tuple[str, ..
         Names of the parts that do not fit (`fc`, `lm_head`, `MLP`, `attention`), in which case the head is unchanged;
         empty on success.
     """
+    check_type("head", head, Eagle3Head, "For a block head: start_block_from_target.")
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     parts = {"fc": _init_fc, "lm_head": _copy_lm_head, "MLP": _copy_mlp, "attention": _copy_attention}
     misfits = tuple(name for name, copy in parts.items() if not copy(head, model))
@@ -143,6 +145,7 @@ def start_block_from_target(head: DFlashHead, model: PreTrainedModel) -> tuple[s
         Names of the parts that do not fit (`fc`, `norm`, `layers`), in which case the head is unchanged; empty on
         success.
     """
+    check_type("head", head, DFlashHead, "For an EAGLE-3 head: start_from_target.")
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     _, layers = find_backbone(model)
     count, depth = len(head.layers), len(layers)

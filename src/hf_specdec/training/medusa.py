@@ -20,6 +20,7 @@ from hf_specdec.training.measures import HeadLoss, Tally
 from hf_specdec.training.recipes import Recipe
 from hf_specdec.training.target_reader import TargetReader
 from hf_specdec.training.trainer import Objective, fit
+from hf_specdec.validation import check_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ def train_medusa(
         DrafterMismatchError: The heads were made for another model.
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the heads.
     """
+    check_type("heads", heads, MedusaHeads, "EAGLE heads: train_eagle. Block heads: train_dflash.")
     objective = MedusaObjective(heads, model, config or MedusaTrainingConfig())
     length = objective.recipe.answer_tokens
     data, held_out = openings(data, length), None if held_out is None else openings(held_out, length)

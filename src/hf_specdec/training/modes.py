@@ -14,14 +14,29 @@ from hf_specdec.errors import InvalidConfigError
 
 @contextmanager
 def training_modes() -> Iterator[None]:
-    """Context manager and decorator: enable gradients, leave inference mode, create new tensors on the CPU by default.
+    """Context manager and decorator: gradients, no inference mode, new tensors on the CPU by default, no denormals.
 
     The Trainer and its DataLoader draw seeds and orders on the CPU, which torch refuses if `torch.set_default_device`
     names another device.
     """
     on_cpu = torch.get_default_device().type == "cpu"
-    with torch.inference_mode(False), torch.enable_grad(), nullcontext() if on_cpu else torch.device("cpu"):
+    device = nullcontext() if on_cpu else torch.device("cpu")
+    with torch.inference_mode(False), torch.enable_grad(), device, _denormals_flushed():
         yield
+
+
+@contextmanager
+def _denormals_flushed() -> Iterator[None]:
+    """Context manager: on the CPU, numbers that are too small to be normal (float32: below 1e-38) become 0.
+
+    Sharp attention has such weights and gradients, and processors multiply them far more slowly than others.
+    """
+    before = bool(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 0.5 == 0)  # torch does not tell
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 def check_trainable(head: nn.Module, target: PreTrainedModel) -> None:

@@ -86,9 +86,14 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
         num_turns: User turns per conversation.
 
     Raises:
-        InvalidConfigError: No prompts; several turns without a chat template; or the model is to invent prompts, but
-            the tokenizer has no token to begin one with, or its chat template changes the user's text.
+        InvalidConfigError: No prompts, or one text instead of a list; several turns without a chat template; or the
+            model is to invent prompts, but the tokenizer has no token to begin one with, or its chat template changes
+            the user's text.
     """
+    if isinstance(prompts, str):
+        raise InvalidConfigError(
+            "`prompts` must be a list of prompts, got one text.", "Pass [text], or read_prompts(path) for a file."
+        )
     if not prompts:
         raise InvalidConfigError("No prompts were given.", "Give prompts, or invented_prompts(n).")
     if num_turns > 1 and not tokenizer.chat_template:

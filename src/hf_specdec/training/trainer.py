@@ -40,6 +40,7 @@ from hf_specdec.training.runs import (
     reading,
     run_facts,
 )
+from hf_specdec.validation import check_type
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import text_config
 
@@ -275,6 +276,7 @@ def fit(
         CheckpointFormatError: The checkpoint to resume from is damaged or holds other tensors than the head.
         DrafterMismatchError: The head was made for another model.
     """
+    check_type("arguments", arguments, TrainingArguments, "head_arguments(folder, {...}) makes them.")
     objective.head.check_sizes(text_config(target))
     for conversations in (data, held_out):
         if not isinstance(conversations, FeatureStore | None):

@@ -75,7 +75,14 @@ def plot_costs(costs: Mapping[str, Sequence[float]], *, theme: Theme = "light") 
 
     Returns:
         The matplotlib axes.
+
+    Raises:
+        ValueError: Not a dict.
     """
+    if not isinstance(costs, Mapping):
+        raise ValueError(
+            f"Seconds by name are needed, such as {{'auto': [0.02, 0.03]}}, got a {type(costs).__name__}."
+        )
     with drawing(theme) as (pyplot, _):
         axes: Axes = pyplot.figure(figsize=(6, 3.2)).gca()
         for name, seconds in costs.items():
