@@ -1,4 +1,4 @@
-"""Cut packed answers after their first tokens, and keep some of them, chosen at random.
+"""Cut packed answers after their first tokens, and keep all of them or some, chosen at random.
 
     python heads/recipe/pack_openings.py WORK/openings.parquet heads/data/answers.parquet
 
@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--answer-tokens", type=int, default=128)
     parser.add_argument("--shortest", type=int, default=8, help="answer tokens")
     parser.add_argument("--longest", type=int, default=640, help="tokens after the cut, prompt included")
-    parser.add_argument("--count", type=int, default=5200)
+    parser.add_argument("--count", type=int, help="conversations to keep; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = datasets.load_dataset("parquet", data_files=str(options.answers), split="train")

@@ -4,7 +4,7 @@
 #   heads/recipe/shipped_heads.sh WORK [ANSWERS]
 #
 # ANSWERS: output of `pack_answers.py`, by default the answers in heads/data. Runs and captured features are stored in
-# WORK (about 30 GB), the heads in WORK/eagle3, WORK/medusa and WORK/dflash. The environment's `accelerate` must be on
+# WORK (about 40 GB), the heads in WORK/eagle3, WORK/medusa and WORK/dflash. The environment's `accelerate` must be on
 # PATH.
 set -eu
 WORK=$1
@@ -34,12 +34,13 @@ train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medus
     --num-heads 3 --num-layers 2 --draft-vocab-size 8192 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
 
-# a block head on half of these beginnings, in float32: here bfloat16 is slower
-printf '{"aux_hidden_state_layer_ids": [2, 15, 28]}' > "$WORK/layers.json"
-printf '{"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3}' > "$WORK/blocks.json"
+# a block head on these beginnings, in float32: here bfloat16 is slower. With a key head for every query head, its first
+# layer can pass on all of what the last token's features hold
+printf '{"aux_hidden_state_layer_ids": [2, 15, 28], "num_key_value_heads": 9}' > "$WORK/layers.json"
+printf '{"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3, "growing": 0.5}' > "$WORK/blocks.json"
 printf '{"max_grad_norm": 1.0, "save_steps": 500}' > "$WORK/in-float32.json"
 python "$HERE/heads/recipe/pack_openings.py" "$WORK/openings.parquet" "$ANSWERS"
 train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash" --base-model-name $BASE \
     --num-layers 2 --block-size 5 --causal --markov-rank 32 --anchors 64 --draft-vocab-size 12288 \
     --head-fields "$WORK/layers.json" --recipe "$WORK/blocks.json" --arguments "$WORK/in-float32.json" \
-    --dtype float32 --max-steps 3200 --batch-size 2 --learning-rate 1e-3 --max-length 640 --held-out 64
+    --dtype float32 --max-steps 5600 --batch-size 2 --learning-rate 1e-3 --max-length 640 --held-out 64
