@@ -417,7 +417,7 @@ def test_the_assistant_of_a_call() -> None:
     assert "draft_model" in method_of(model)
     with pytest.raises(DrafterMismatchError, match="names no mask token"):
         generate(model, speculative="pard", assistant_model=other)
-    with pytest.raises(UnsupportedGenerationError, match=r"no effect.*'draft_model', 'pard', \"hybrid\" or \"auto\""):
+    with pytest.raises(UnsupportedGenerationError, match=r"no effect.*'draft_model', 'pard', 'hybrid' or 'auto'"):
         generate(model, speculative="prompt_lookup", assistant_model=assistant)
     other.config.pard_token, other.config.spd_type = MASK, "pard2"
     assert torch.equal(plain, generate(model, 3, speculative="auto", assistant_model=other))

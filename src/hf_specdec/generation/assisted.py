@@ -31,17 +31,7 @@ class Assistant:
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Assistant:
-        """Remove an assistant model and its tokenizer from the arguments of a call, which keeps the target's.
-
-        Raises:
-            UnsupportedGenerationError: The assistant is no loaded model.
-        """
-        model = arguments["assistant_model"]
-        if not isinstance(model, nn.Module):
-            raise UnsupportedGenerationError(
-                f"`assistant_model` must be a loaded model, got {shortened(model)}.",
-                "Load it: AutoModelForCausalLM.from_pretrained(...).",
-            )
+        """Remove an assistant model and its tokenizer from the arguments of a call, which keeps the target's."""
         assistant_tokenizer = arguments.pop("assistant_tokenizer", None)
         return cls(arguments.pop("assistant_model"), arguments.get("tokenizer"), assistant_tokenizer)
 
@@ -72,12 +62,18 @@ def assisted_drafters(
 
     Raises:
         InvalidConfigError: See `Assistant.tokenizers`.
-        UnsupportedGenerationError: Neither the method nor one of the `methods` drafts with an assistant model.
+        UnsupportedGenerationError: Neither the method nor one of the `methods` drafts with an assistant model, or the
+            assistant is no loaded model.
     """
     if config.method not in (ASSISTED, PARD, *COMBINED):
         raise UnsupportedGenerationError(
             f"`assistant_model` has no effect with speculative={config.method!r}.",
             f"Use speculative={ASSISTED!r}, {PARD!r}, 'hybrid' or 'auto', or drop it.",
+        )
+    if not isinstance(assistant.model, nn.Module):
+        raise UnsupportedGenerationError(
+            f"`assistant_model` must be a loaded model, got {shortened(assistant.model)}.",
+            "Load it: AutoModelForCausalLM.from_pretrained(...).",
         )
     named = {ASSISTED, PARD} & {config.method, *(config.methods or ())}
     if config.methods and not named:
