@@ -227,6 +227,14 @@ def test_every_option_is_described(
     assert "default: None" not in capsys.readouterr().out
 
 
+@pytest.fixture
+def input_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and a picture in the working directory."""
+    (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
+    monkeypatch.chdir(tmp_path)
+
+
 def no_login() -> None:
     raise LocalTokenNotFoundError("Token is required")
 
@@ -259,6 +267,7 @@ def test_wrong_values_are_refused_before_any_work(
     assert message in said
 
 
+@pytest.mark.usefixtures("input_files")
 @pytest.mark.parametrize(
     ("name", "package", "arguments"),
     [
@@ -278,13 +287,9 @@ def test_wrong_values_are_refused_before_any_work(
     ],
 )
 def test_a_wrong_model_is_the_same_line_in_all_scripts(
-    name: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    name: str, package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip(package)
-    (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
-    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *arguments, "--model", "/no/such")
     expected = "error: The model '/no/such' cannot be loaded: there is no such directory. Give a model's directory or"
@@ -309,6 +314,7 @@ def test_a_wrong_head_is_one_line(
     assert f"error: The head '{tmp_path / 'none'}'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("input_files")
 @pytest.mark.parametrize(
     ("name", "package", "arguments"),
     [
@@ -325,15 +331,11 @@ def test_a_wrong_head_is_one_line(
     ],
 )
 def test_a_model_without_chat_template_is_refused_before_its_weights_are_read(
-    name: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    name: str, package: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip(package)
-    monkeypatch.chdir(tmp_path)
     zoo.build("llama").config.save_pretrained("base")
     zoo.chat_tokenizer(None).save_pretrained("base")
-    (tmp_path / "FILE.jsonl").write_text('{"prompt": "w05"}')
-    Image.new("RGB", (8, 8)).save(tmp_path / "PICTURE.png")
     with pytest.raises(SystemExit):
         run(name, monkeypatch, *arguments, "--model", "base")
     assert "error: The model 'base' has no chat template. Give an instruct model: --model." in capsys.readouterr().err

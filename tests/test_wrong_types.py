@@ -41,6 +41,7 @@ def test_training_needs_its_own_heads_data_and_arguments(model: Any, tmp_path: P
         (lambda: training.train_eagle(model, block, TALKS, settings), "got DFlashHead. Block heads: train_dflash"),
         (lambda: training.train_medusa(model, block, TALKS, settings), "type MedusaHeads, got DFlashHead"),
         (lambda: training.start_block_from_target(eagle, model), "For an EAGLE-3 head: start_from_target"),
+        (lambda: training.start_first_layer(eagle, model), "For an EAGLE-3 head: start_from_target"),
         (lambda: training.start_from_target(block, model), "For a block head: start_block_from_target"),
         (lambda: training.train_eagle(model, eagle, "data", settings), "got a str. Use read_conversations"),
         (lambda: training.train_eagle(model, eagle, ["data"], settings), "got a list. Use read_conversations"),

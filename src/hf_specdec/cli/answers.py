@@ -193,7 +193,7 @@ def source_of(
 
 
 def _default_head(model: str | None, method: str | None) -> str | None:
-    """Return the path of a model's default head: of the shipped ones, that for a method; the usual one if None is."""
+    """Return the path of a model's default head: the shipped head for the method, otherwise the usual one."""
     usual = default_head(model)
     return usual if usual is None else shipped_heads().get(method or "", usual)
 

@@ -64,7 +64,7 @@ static void find_best(const T *logits, long rows, long size, long stride, long c
                          ids + row * count);
 }
 
-// Logits of `ROWS` rows, each the sum of its own `from` and of the products of `rank` numbers with the rows of weights.
+// Write the logits of `ROWS` rows: to the logits `from` of a row, add its `rank` numbers times the weights.
 template <long ROWS, class T>
 static void correct(const T *const *from, const T *weights, const float *numbers, long size, long rank, float *to) {
     constexpr long WIDTH = 2 * LANES;

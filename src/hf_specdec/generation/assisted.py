@@ -63,7 +63,7 @@ def assisted_drafters(
     Raises:
         InvalidConfigError: See `Assistant.tokenizers`.
         UnsupportedGenerationError: Neither the method nor one of the `methods` drafts with an assistant model, or the
-            assistant is no loaded model.
+            assistant is not a loaded model.
     """
     if config.method not in (ASSISTED, PARD, *COMBINED):
         raise UnsupportedGenerationError(

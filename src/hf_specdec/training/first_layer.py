@@ -1,10 +1,10 @@
 """Initialise the attention of a block head's first layer, so that a block sees at once what an EAGLE head is given.
 
-The target's layers never attend to a context whose entries have another form than their own inputs, so their attention
-weights tell a block nothing at first: it has to learn where to look before it can learn what follows. Here the first
-layer begins with the two places that matter most. Some heads attend to the last token of the context and pass on its
-features, the others attend to the block's root and pass on its embedding; slots then hold both, as an EAGLE layer's
-input does (https://arxiv.org/abs/2401.15077). All of it is trained further.
+The attention weights copied from the target do not fit a block, whose context has another form than the target's own
+inputs: a head that starts with them first has to learn where to attend. Here some heads of the first layer start by
+attending to the last token of the context and passing on its features, the others by attending to the block's root and
+passing on its embedding. After this layer a slot holds both, like the input of an EAGLE layer
+(https://arxiv.org/abs/2401.15077). All weights are trained further.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.training.features import features_of
+from hf_specdec.validation import check_type
 from hf_specdec.verification.model import execution_device
 
 SAMPLE_ROWS, SAMPLE_LENGTH, FIRST_TOKENS = 24, 256, 4
@@ -57,15 +58,19 @@ class _Sample:
 def start_first_layer(head: DFlashHead, model: PreTrainedModel) -> None:
     """Set the attention of a block head's first layer to pass on the last context token's features and the root.
 
-    Queries and keys become constants up to their sign, which is that of a linear function fitted to tell roots, masks
-    and context apart; rotary positions make the scores fall with the distance. Values are the principal components of
-    the context, and of the embeddings. A quarter of the key heads, at least one, attends to the root; none if there is
-    only one key head.
+    All queries and keys are multiples of one vector. Their factors, of which norms keep only the sign, are linear
+    functions fitted to separate roots, masks and context; rotary positions make the scores fall with the distance.
+    Values are the principal components of the context, and of the embeddings. A quarter of the key heads, at least
+    one, attends to the root; none if there is only one key head.
 
     Args:
         head: A new head, after `start_block_from_target`.
         model: The target. It reads `SAMPLE_ROWS` random texts of `SAMPLE_LENGTH` tokens.
+
+    Raises:
+        InvalidConfigError: The head is not a block head.
     """
+    check_type("head", head, DFlashHead, "For an EAGLE-3 head: start_from_target.")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         sample = _read_sample(head, model)
@@ -145,7 +150,7 @@ def _fit(*wanted: tuple[Tensor, float]) -> Tensor:
 
 
 def _direction(head: DFlashHead) -> Tensor:
-    """Return the unit vector `[d]` of all queries and keys: those rotary frequencies that tell near from far."""
+    """Return the unit vector `[d]` of all queries and keys, in the dimensions with useful rotary `FREQUENCIES`."""
     frequencies = head.rotary_emb.inv_freq.cpu()
     useful = (frequencies >= FREQUENCIES[0]) & (frequencies <= FREQUENCIES[1])
     if not useful.any():

@@ -27,11 +27,13 @@ def training_modes() -> Iterator[None]:
 
 @contextmanager
 def _denormals_flushed() -> Iterator[None]:
-    """Context manager: on the CPU, numbers that are too small to be normal (float32: below 1e-38) become 0.
+    """Context manager: in this thread of the CPU, denormal numbers (float32: below 1e-38) become 0.
 
-    Sharp attention has such weights and gradients, and processors multiply them far more slowly than others.
+    Sharp attention has such weights and gradients, and processors multiply them far more slowly than others. Worker
+    threads keep their mode: train with one process per core (`accelerate launch`), not one process of several threads.
     """
-    before = bool(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 0.5 == 0)  # torch does not tell
+    # torch has no function that returns the mode
+    before = bool(torch.full((1,), 1e-40, dtype=torch.float32, device="cpu") * 0.5 == 0)
     torch.set_flush_denormal(True)
     try:
         yield
