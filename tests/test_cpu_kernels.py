@@ -27,12 +27,17 @@ from torch.nn.functional import gelu, linear, silu
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.cpu import background, chains, library, measuring, operations, search
+from hf_specdec.cpu import background, chains, library, measuring, operations
 from hf_specdec.cpu.chains import join_steps
+from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
 from hf_specdec.generation import model_programs
+from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
+from hf_specdec.trees.draft import Budget
+from hf_specdec.trees.growth import growable
 from hf_specdec.verification.programs import CaptureError, make_program
 
 FEATURES = library.processor_features()
@@ -177,18 +182,58 @@ def test_rotary_embeddings_are_exact(dtype: torch.dtype, dim: int) -> None:
             assert_right(operations.rotary(x, cos, sin), x.double() * cos.double()[:, None] + turned)
 
 
+def block_outputs(dtype: torch.dtype, kind: str, size: int, width: int) -> Any:
+    """A function that makes the outputs of three blocks, with or without the kernel."""
+    config = DFlashConfig(
+        vocab_size=1100, draft_vocab_size=size, hidden_size=24, num_attention_heads=2, num_hidden_layers=1,
+        markov_rank=5, markov_head_type=kind, sample_from_anchor=True, aux_hidden_state_layer_ids=[1],
+    )  # fmt: skip
+    head = DFlashHead(config).requires_grad_(False).to(dtype)
+    for weight in head.markov_head.parameters():
+        weight.copy_(random(*weight.shape, dtype=dtype))
+    hot = torch.randperm(1100, device="cpu")[:size].sort().values
+    slots, lm_head = random(3, 4, 24, dtype=dtype), nn.Linear(24, size, bias=False).requires_grad_(False).to(dtype)
+    roots = torch.tensor([5, 1099, width], dtype=torch.long, device="cpu")
+
+    def outputs(packed: bool, vocabulary: int = 1100) -> BlockOutputs:
+        head.packed_markov = PackedMarkov.of(head.markov_head) if packed else None
+        return BlockOutputs(head, roots + 1100 - vocabulary, slots, lm_head, hot)
+
+    return outputs
+
+
 @pytest.mark.parametrize("size", [40, 1000, 1003])
-@pytest.mark.parametrize("group", [1, 3, 4, 9])
-def test_corrected_logits_are_searched_as_their_sums(dtype: torch.dtype, group: int, size: int) -> None:
-    """The logits of two rows, each shared by some nodes with corrections of their own, are a slice of others."""
-    logits = random(2, 3, size, dtype=dtype)[:, 1:2]
-    numbers, weight = random(2, group, 5, dtype=dtype), random(5, size, dtype=dtype)
-    every = (logits.double() + numbers.double() @ weight.double()).log_softmax(-1)
-    log_probs, ids = search.best_corrected_tokens(logits, numbers, weight, 8)
-    assert ids.shape == log_probs.shape == (2, group, 8)
-    torch.testing.assert_close(log_probs.double(), every.topk(8, dim=-1).values, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(log_probs.double(), every.gather(-1, ids), atol=1e-4, rtol=1e-4)
-    assert all(len(set(row)) == 8 for row in ids.flatten(0, 1).tolist())
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_trees_of_blocks_are_those_that_torch_grows(dtype: torch.dtype, kind: str, size: int) -> None:
+    """Three rows with different roots and logits; narrow and wide trees, chains, and trees that stop early."""
+    for number, budget in enumerate(
+        (Budget(16, 4, 8), Budget(3, 4, 5), Budget(5, 4, 1), Budget(40, 2, 3), Budget(30, 4, 4, 0.2))
+    ):
+        outputs = block_outputs(dtype, kind, size, number)
+        assert outputs(True).packed_markov is not None
+        by_torch, by_kernel = (grow_block(outputs(packed), growable(budget)) for packed in (False, True))
+        shapes = {one.shape for one in (by_torch.tree.tokens, by_kernel.tree.tokens, by_kernel.tree.parents)}
+        assert len(shapes) == 1
+        if dtype == torch.float32:
+            assert torch.equal(by_torch.tree.tokens, by_kernel.tree.tokens)
+            assert torch.equal(by_torch.tree.parents, by_kernel.tree.parents)
+            torch.testing.assert_close(by_kernel.log_probs, by_torch.log_probs, atol=1e-4, rtol=1e-4)
+        else:  # sums are rounded differently, so near-ties may be decided otherwise
+            mass = [float(draft.log_probs.exp().sum()) for draft in (by_torch, by_kernel)]
+            assert mass[1] == pytest.approx(mass[0], rel=0.3)
+
+
+def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
+    with pytest.raises(IndexError, match="1100 tokens"):
+        grow_block(block_outputs(dtype, "rnn", 40, 0)(True, 1099), growable(Budget(16, 4, 8)))
+
+
+def test_a_tree_of_a_block_whose_outputs_are_not_numbers_is_a_tree(dtype: torch.dtype) -> None:
+    outputs = block_outputs(dtype, "rnn", 40, 0)(True)
+    outputs.slots.fill_(torch.nan)
+    tree = grow_block(outputs, growable(Budget(16, 4, 8))).tree
+    assert tree.tokens.shape == (3, 16)
+    assert (tree.parents < torch.arange(16, device="cpu")).all()
 
 
 def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -24,7 +24,7 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.cpu import library
-from hf_specdec.cpu.search import best_corrected_tokens
+from hf_specdec.cpu.growing import grow_corrected
 from hf_specdec.drafters import block_tree
 from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
 from hf_specdec.drafters.dflash import DFlashDrafter
@@ -587,19 +587,17 @@ def test_a_traced_head_drafts_the_same(small: Any, variant: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_the_kernel_corrects_logits_as_the_markov_head_does(
-    small: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_grows_the_same_trees(small: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.load_or_none() is None:
         pytest.skip("this machine cannot use the CPU kernels")
     monkeypatch.setattr(torch._inductor, "compile", without_inductor)
     calls = []
 
     def counted(*arguments: Any) -> Any:
-        calls.append(len(arguments[1][0]))
-        return best_corrected_tokens(*arguments)
+        calls.append(len(arguments[1]))
+        return grow_corrected(*arguments)
 
-    monkeypatch.setattr(block_tree, "best_corrected_tokens", counted)
+    monkeypatch.setattr(block_tree, "grow_corrected", counted)
     drafter = DFlashDrafter(random_block(small, 3, **VARIANTS[kind]))
     small.add_drafter(drafter)
     plain = generate(small, 3)
@@ -607,7 +605,7 @@ def test_the_kernel_corrects_logits_as_the_markov_head_does(
     assert not calls
     small.add_drafter(drafter.compiled(small, "inductor"))
     assert wanted == steps_of(small, 3, plain, **TREE)
-    assert max(calls) > 1
+    assert set(calls) == {3}
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 // The CPU kernels' C interface. Compiled by library.py, once per instruction set.
 
 #include "attention.h"
-#include "search.h"
+#include "blocks.h"
 #include "steps.h"
 
 // ------------------------------------------------------------------------------------------------ interface
@@ -34,10 +34,11 @@
                      long threads) {                                                                                   \
         find_best(logits, rows, size, stride, count, log_probs, ids, threads);                                         \
     }                                                                                                                  \
-    void best_corrected_##bits(const T *logits, const T *weights, const float *numbers, long rows, long group,         \
-                               long size, long stride, long rank, long count, float *log_probs, int64_t *ids,          \
-                               long threads) {                                                                         \
-        find_best_corrected(logits, weights, numbers, rows, group, size, stride, rank, count, log_probs, ids, threads);\
+    long grow_##bits(const BlockTree *b, const T *logits, const T *embeddings, const float *slots,                     \
+                     const float *weights, const T *outputs, const int64_t *hot, const int64_t *roots,                 \
+                     const float *states, int64_t *tokens, int64_t *parents, float *edges, long threads) {             \
+        return grow_trees(*b, logits, embeddings, slots, weights, outputs, hot, roots, states, tokens, parents,        \
+                          edges, threads);                                                                             \
     }
 extern "C" {
 BOTH(bf16, 16)

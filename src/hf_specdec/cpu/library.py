@@ -29,7 +29,7 @@ VARIABLE = "HF_SPECDEC_KERNELS"
 """Environment variable: the best instruction set to use, by name, or `none` for no kernels. For tests and reports."""
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("kernels.cpp", "attention.h", "products.h", "search.h", "steps.h", "vectors.h")
+    for name in ("kernels.cpp", "attention.h", "blocks.h", "products.h", "search.h", "steps.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
 MEASURE = -1

@@ -49,7 +49,7 @@ class Functions:
     attend: Callable[..., None]
     attend_joined: Callable[..., None]
     best: Callable[..., None]
-    best_corrected: Callable[..., None]
+    grow: Callable[..., int]
 
 
 @functools.cache
@@ -68,12 +68,12 @@ def functions_for(dtype: torch.dtype) -> Functions:
         "attend": [*[_Pointer] * 8, _Long],
         "attend_joined": [*[_Pointer] * 4, _Long, *[_Pointer] * 4, _Long],
         "best": [_Pointer, _Long, _Long, _Long, _Long, _Pointer, _Pointer, _Long],
-        "best_corrected": [*[_Pointer] * 3, *[_Long] * 6, _Pointer, _Pointer, _Long],
+        "grow": [*[_Pointer] * 12, _Long],
     }
     found = {}
     for name, types in arguments.items():
         function = getattr(library, f"{name}_{suffix}")
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, _Long if name == "grow" else None
         found[name] = function
     return Functions(**found)
 

@@ -34,26 +34,3 @@ def best_tokens(logits: Tensor, count: int, *, with_log_probs: bool = True) -> t
         ids.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return log_probs, ids
-
-
-def best_corrected_tokens(logits: Tensor, numbers: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and ids `[B, K, count]` of the likeliest tokens by `logits + numbers @ weight`.
-
-    The sums are float32 and are not stored.
-
-    Args:
-        logits: `[B, 1, V]`, supported by `can_search`.
-        numbers: `[B, K, r]`.
-        weight: `[r, V]`, contiguous, of the dtype of the logits.
-        count: Number of tokens, at most V.
-    """
-    (batch_size, group, rank), size = numbers.shape, logits.shape[-1]
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    numbers = numbers.float().contiguous()
-    log_probs = logits.new_empty(batch_size, group, count, dtype=torch.float32)
-    ids = logits.new_empty(batch_size, group, count, dtype=torch.long)
-    functions_for(logits.dtype).best_corrected(
-        logits.data_ptr(), weight.data_ptr(), numbers.data_ptr(), batch_size * group, group, size, logits.stride(0),
-        rank, count, log_probs.data_ptr(), ids.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return log_probs, ids

@@ -13,13 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hf_specdec.cpu.search import best_corrected_tokens, can_search
+from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
+from hf_specdec.cpu.search import can_search
 from hf_specdec.heads.compiled_block import WrappedBlockHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, TreeShape, grow_dynamic, grow_static, scored
 from hf_specdec.trees.product import children_of_likeliest, likeliest_nodes
-from hf_specdec.trees.tree import ROOT_PARENT
+from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ class BlockOutputs:
         """Logits `[B, D, Vd]` of each depth, without corrections."""
         return self.head.score(self.hidden, self.lm_head)
 
+    @property
+    def packed_markov(self) -> PackedMarkov | None:
+        """The Markov head's weights for the CPU kernel; None if it cannot grow the tree."""
+        packed, on_cpu = self.head.packed_markov, self.roots.device.type == "cpu"
+        if packed is None or not on_cpu or packed.outputs.dtype != self.logits.dtype or not can_search(self.logits):
+            return None
+        return packed
+
     def children(self, tokens: Tensor, state: Tensor, depth: int, top_k: int) -> Level:
         """Return the `top_k` best children of K nodes.
 
@@ -55,10 +64,6 @@ class BlockOutputs:
         if self.head.config.markov_rank:
             hidden = self.hidden[:, depth, None].expand(-1, count, -1)
             numbers, state = self.head.markov_head.mix(tokens.to(logits.device), hidden, state)
-            packed = self.head.packed_corrections
-            if packed is not None and packed.dtype == logits.dtype and can_search(logits):
-                log_probs, ids = best_corrected_tokens(logits, numbers, packed, top_k)
-                return Level(state, log_probs, ids if self.hot_token_ids is None else self.hot_token_ids[ids])
             logits = logits + self.head.markov_head.markov_w2(numbers)
         level = scored(state, logits, top_k, self.hot_token_ids)
         return Level(
@@ -110,6 +115,8 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         best = scored(outputs.hidden, outputs.logits, top_k, outputs.hot_token_ids)
         rule = children_of_likeliest if head.config.all_children else likeliest_nodes
         return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
+    if isinstance(shape, Budget) and outputs.packed_markov is not None:
+        return _grow_by_kernel(outputs, shape, outputs.packed_markov)
 
     def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1]).to(above.features.device)
@@ -119,3 +126,13 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
     if isinstance(shape, StaticLevels):
         return grow_static(roots, root, expand, shape)
     return grow_dynamic(roots, root, expand, shape)
+
+
+def _grow_by_kernel(outputs: BlockOutputs, budget: Budget, markov: PackedMarkov) -> Draft:
+    """Return the same as `grow_dynamic` with the children of `BlockOutputs.children`, except for rounding."""
+    sizes = budget.num_nodes, budget.num_steps, budget.top_k
+    tokens, parents, log_probs = grow_corrected(
+        markov, outputs.roots, outputs.hidden, outputs.logits, outputs.start(), outputs.hot_token_ids, sizes,
+        budget.min_level_probability,
+    )  # fmt: skip
+    return Draft(TokenTree(tokens, parents, max_depth=budget.num_steps), log_probs)

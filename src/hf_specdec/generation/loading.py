@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from hf_specdec.atomic import move_into, staging_directory
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
 from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
@@ -54,26 +57,34 @@ def packaged_model() -> Path | None:
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointFormatError("Reading the packaged model needs the package gguf.", f"Run: {INSTALL}")
-        _convert(weights[0], folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # several processes may need the model at the same time
+            if not (folder / "config.json").exists():
+                _convert(weights[0], folder)
     return folder
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Dequantise a GGUF file and save model and tokenizer; the directory appears complete or not at all."""
+    """Dequantise a GGUF file and save model and tokenizer; an interruption never leaves a directory that loads.
+
+    `save_pretrained` of a model would write nothing in a process whose rank in torch's process group is not 0.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )  # fmt: skip
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # save_pretrained refuses quantised models
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
-    try:
-        partial.rename(folder)
-    except OSError:  # another process may have converted the model at the same time
-        if not (folder / "config.json").exists():
-            raise
+        del model.config.quantization_config  # the saved weights are not quantised
+    model.config.architectures = [type(model).__name__]
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    with staging_directory(folder) as staging:
+        save_file(weights, staging / "model.safetensors", metadata={"format": "pt"})
+        model.config.save_pretrained(staging)
+        model.generation_config.save_pretrained(staging)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(staging)
+        move_into(staging, folder, "config.json")
 
 
 def load_tokenizer(name: str | None) -> Any:

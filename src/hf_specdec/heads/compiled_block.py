@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.block import BaseBlockHead
 from hf_specdec.heads.compiled import (
@@ -31,7 +32,7 @@ class WrappedBlockHead(BaseBlockHead, WrappedLayer):
     """
 
     _layer: Any
-    packed_corrections: Tensor | None = None
+    packed_markov: PackedMarkov | None = None
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -84,7 +85,7 @@ class CompiledBlockHead(WrappedBlockHead):
         self._head, self._context, self._read, self._score = head, context, read, score
         self.copies_weights = score.copies_weights
         if head.config.markov_rank and head.device.type == "cpu":
-            self.packed_corrections = head.markov_head.markov_w2.weight.detach().T.contiguous()
+            self.packed_markov = PackedMarkov.of(head.markov_head)
 
     @classmethod
     def of(cls, head: DFlashHead, lm_head: nn.Module | None, mode: ExecutionMode) -> CompiledBlockHead:

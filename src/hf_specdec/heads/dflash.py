@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_over
 from hf_specdec.heads.base import DraftHead
@@ -111,8 +112,8 @@ class DFlashHead(EmbeddingSharing, BaseBlockHead, DraftHead):
     method = "dflash"
     config_class = DFlashConfig
     _no_split_modules = ("EagleLayer",)
-    packed_corrections: Tensor | None = None
-    """`[r, Vd]` transposed weights of the Markov head for the CPU kernel; compiled heads have them."""
+    packed_markov: PackedMarkov | None = None
+    """The Markov head's weights for the CPU kernel; compiled heads have them."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
