@@ -138,9 +138,9 @@ def _accept_eagle_topk(cls: type[ConfigClass]) -> type[ConfigClass]:
 class SpeculativeConfig(ConfigFields):
     """Settings for drafting, verification and acceptance.
 
-    None means the drafter's default unless stated otherwise. Invalid values raise
-    `InvalidConfigError`, and so do unknown fields, as keywords or in a dict: the message names the most similar one,
-    if there is one.
+    None means the drafter's default unless stated otherwise: see the table of settings on the method's page in
+    docs/methods. Invalid values raise `InvalidConfigError`, and so do unknown fields, as keywords or in a dict: the
+    message names the most similar one, if there is one.
 
     Args:
         method: `"auto"` (everything that is loaded, merged with prompt lookup and token recycling; plain steps if no

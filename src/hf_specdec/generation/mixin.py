@@ -54,7 +54,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
             The same object, with the type `AttachedModel`: a transformers model with this mixin.
 
         Raises:
-            UnsupportedModelError: The model can verify neither trees nor chains, or its `generate()` is unsuitable.
+            UnsupportedModelError: The model can verify neither trees nor chains, or its `generate()` does not continue
+                a text.
 
         Example:
             ```python
@@ -108,8 +109,10 @@ class SpeculativeGenerationMixin(GenerationHooks):
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
           attentions over a static cache; a cache or attentions with a model that verifies chains only;
         * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
-          history is used; unknown tensors; an empty prompt, or one on another device; an unused `assistant_model`;
-        * models: PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a recurrent state;
+          history is used; other model inputs that are tensors; an empty prompt, or one on another device;
+          an unused `assistant_model`;
+        * models: FlashAttention; PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a
+          recurrent state;
         * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
           that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
         * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
@@ -120,7 +123,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
                 the argument is missing: `generation_config.speculative`, if that is set.
             **kwargs: Further arguments of transformers' `generate()`. With `speculative`, this package drafts with
                 `assistant_model`. `assistant_tokenizer` is its tokenizer, if that is not the model's; `tokenizer`, the
-                model's, is then needed as well. `cache` is `past_key_values`, its name before transformers 5.24.
+                model's, is then needed as well. `past_key_values` is called `cache` since transformers 5.24; both
+                work.
 
         Returns:
             As in transformers: ids `[B, L]` of prompt and answer, or a `ModelOutput` with `return_dict_in_generate`,
