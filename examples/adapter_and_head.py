@@ -2,13 +2,13 @@
 
     pip install peft
     python examples/adapter_and_head.py
-    python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "Why is it blue?"
+    python examples/adapter_and_head.py --model org/model --adapter org/adapter --drafter org/head "What is rain?"
 
 Prints tau with and without the adapter; the head usually drafts slightly worse with it. If the difference matters,
 train a head on the adapted model's own answers. Without --adapter a new one is used, which changes nothing yet: it
 only shows that the parts work together.
 
-Expected output, with the new adapter (tau depends on the measured costs):
+Expected output, with the new adapter (tau depends on the machine: `auto` measures what drafting costs):
 
     The primary colours are: Red, Blue, and Yellow. They are the three primary colors that are used to create a ...
     with the adapter (new: it changes nothing): tau ...

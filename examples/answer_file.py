@@ -7,7 +7,7 @@ Input rows have `prompt`; output rows add `answer` and `batch_tau`: rows of a ba
 is their mean, in tokens per forward and row. To continue, run the same command again: the prompts that were answered
 must still be the first ones of the file.
 
-Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the measured costs):
+Expected output for a file of two prompts, and a row of `answers.jsonl` (tau depends on the machine):
 
     0 of 2 were answered before
     2 of 2, tau ...
@@ -81,7 +81,9 @@ def main():
         parser.error(f"the directory {options.answers.parent} does not exist")
     try:
         rows, answered = read_rows(options.prompts), read_answers(options.answers)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
         parser.error(str(error))
     done = len(answered)
     if done > len(rows):

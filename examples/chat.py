@@ -85,7 +85,7 @@ def main():
             {"role": "assistant", "content": tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)}
         )
         stats = model.last_speculation
-        print(f"    [tau {stats.mean_accepted_length:.2f}, {stats.tokens_per_second:.0f} tokens/s]")
+        print(f"    [tau {stats.mean_accepted_length:.2f}, {stats.tokens_per_second:.1f} tokens/s]")
 
 
 if __name__ == "__main__":

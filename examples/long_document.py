@@ -13,7 +13,7 @@ the highest memory use during the call. To see what chunks save, run it again wi
 
 The packaged model is small: do not expect a good answer about a long text.
 
-Expected output (tau depends on the measured costs; the memory of the second line includes what one-time work left):
+Expected output (tau depends on the machine; the memory of the second line includes what one-time work left):
 
     LICENSE: 2011 tokens
     weights: 513 MiB

@@ -12,7 +12,7 @@ int8 weights save memory. They make a forward faster only if the backend has int
 converts the weights in every forward. Other backends of transformers work the same way if the model passes the probe
 of `attach`; on a CPU, quanto and torchao were tested, bitsandbytes and 4 bits were not.
 
-Expected output (the answer is the quantised model's; tau depends on the measured costs):
+Expected output (the answer is the quantised model's; tau depends on the machine: `auto` measures what drafting costs):
 
     weights: 210.0 MiB instead of 513.1 MiB
     plain: ... tokens/s

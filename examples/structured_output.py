@@ -7,7 +7,7 @@
 A grammar processor is stateful, so it is called exactly as in plain `generate()`: once per token of the answer, in
 order, and never on a rejected draft. In float32 the answer equals plain `generate()`'s; the script checks it.
 
-Expected output (tau depends on the measured costs):
+Expected output (tau depends on the machine: `auto` measures what drafting costs):
 
     {
       "name": "Felix",

@@ -3,7 +3,7 @@
     python examples/text_pipeline.py
     python examples/text_pipeline.py --model org/model --drafter org/head "Why is the sky blue?"
 
-Expected output (tau depends on the measured costs):
+Expected output (tau depends on the machine: `auto` measures what drafting costs):
 
     ```python
     def calculate_mean(numbers):

@@ -169,7 +169,7 @@ def head_for(
                 "Call model.generate(...) from Python.",
             )
         if method in known and known[method].requires and (head is None or head.method != method):
-            given = "none is given" if head is None else f"{source} is a head for {head.method!r}"
+            given = "none is given" if head is None else f"{str(source)!r} is a head for {head.method!r}"
             raise DrafterMismatchError(
                 f"The method {method!r} needs a draft head, but {given}.", "Give one: --drafter PATH_OR_HUB_ID."
             )

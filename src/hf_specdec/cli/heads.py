@@ -65,7 +65,10 @@ def convert(
     head: Source,
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="New or empty directory to write to.")],
     format: Annotated[
-        FormatName, typer.Option(metavar="LAYOUT", help=f"Layout to write: {', '.join(get_args(FormatName))}.")
+        FormatName,
+        typer.Option(
+            metavar="LAYOUT", help=f"Layout to write: {', '.join(get_args(FormatName))}. vLLM reads speculators."
+        ),
     ] = "hf-specdec",
     revision: Revision = None,
     target: Annotated[

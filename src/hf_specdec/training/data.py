@@ -46,9 +46,9 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[tuple[str
             raise
         except Exception as error:  # datasets raises many unrelated classes for a missing or unreadable source
             first, *_ = (*str(error).strip().splitlines(), type(error).__name__)
-            absent = "There is no such file or directory, and " if path is None else ""
+            absent = " is not a file or directory, and it" if path is None else ""
             raise InvalidConfigError(
-                f"{absent}{str(source)!r} cannot be read as a dataset: {sentence(first[:300])}",
+                f"{str(source)!r}{absent} cannot be read as a dataset: {sentence(first[:300])}",
                 "Give a .jsonl, .parquet or .txt file, a directory written by `hf-specdec distill`, or a Hub id.",
             ) from error
 
