@@ -31,6 +31,7 @@ def test_the_table_by_category_is_computed_from_its_rows() -> None:
 def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     overall = {row["method"]: row for row in RESULTS["summary"] if row["category"] == "all"}
     rows, count = first_page.rows_of(RESULTS), overall["plain"]["questions"]
+    of_question = {(row["question_id"], row["method"]): bench.Measurement(**row) for row in RESULTS["measurements"]}
     parted = {method: count - row["ids_equal"] for method, row in overall.items()}
     text = " ".join(README.split())
     drafting = [number for method, number in parted.items() if method.startswith("auto")]
@@ -39,6 +40,12 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     mean, worst = ({method: f"{cell[0]:.2f}x" for method, cell in rows[place].items()} for place in ("mean", "worst"))
     told = f"`auto` gave {worst['auto_no_head']} plain without head and kernels, {worst['auto+none']} with the head, "
     assert f"{told}{worst['auto_no_head+kernels']} with the kernels and {worst['auto+kernels']} with both" in text
+    slower = {method: sum(of_question[question, method].tokens_per_second < plain.tokens_per_second
+                          for (question, name), plain in of_question.items() if name == "plain")
+              for method in ("auto_no_head", "auto+none", "auto_no_head+kernels", "auto+kernels")}  # fmt: skip
+    assert list(slower.values())[2:] == [0, 0]
+    told = f"with kernels off, {slower['auto_no_head']} of {count} questions were slower than plain without the head, "
+    assert f"{told}{slower['auto+none']} with it" in text
     assert f"The kernels alone give {mean['nothing+kernels']} on average" in text
     assert f"the CPU kernels of this package alone give {rows['mean']['nothing+kernels'][0]:.1f}x." in text
     for method, range_of in (
@@ -57,7 +64,6 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
     assert [category for category, gains_head in eager.items() if not gains_head and category != "worst"] == [
         "summarization", "rag",
     ]  # fmt: skip
-    of_question = {(row["question_id"], row["method"]): bench.Measurement(**row) for row in RESULTS["measurements"]}
     for kind, sentence in (("decode_tokens_per_second", "is {:.2f} times as fast as llama.cpp"),
                            ("tokens_per_second", "{:.2f} times with prompts")):  # fmt: skip
         ratios = [getattr(of_question[question, "auto+kernels"], kind) / getattr(row, kind)

@@ -141,10 +141,10 @@ def test_the_drafters_of_the_docs_work(llama: Any, monkeypatch: pytest.MonkeyPat
     assert llama.last_speculation.num_drafted_tokens > 0
     monkeypatch.chdir(tmp_path)
     random_head(llama).save_pretrained(tmp_path / "heads" / "smollm2-135m-instruct-eagle3")
-    heads = {"medusa": {"heads": random_heads(llama)}}
+    random_heads(llama).save_pretrained(tmp_path / "heads" / "smollm2-135m-instruct-medusa")
     for name in ("prompt_lookup", "token_recycling", "last_logits", "lookahead", "early_exit", "eagle", "medusa"):
         text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
-        exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope | heads.get(name, {}))
+        exec(code_block(text, f"<!-- {name.replace('_', ' ')} -->"), scope)
         assert torch.equal(plain, llama.generate(ids, speculative=name, **options))
     exec(code_block((ROOT / "docs" / "hybrid.md").read_text(), "<!-- corpus -->"), scope)
     assert torch.equal(plain, llama.generate(ids, speculative="prompt_lookup", **options))
