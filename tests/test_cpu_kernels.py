@@ -228,6 +228,12 @@ def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
         grow_block(block_outputs(dtype, "rnn", 40, 0)(True, 1099), growable(Budget(16, 4, 8)))
 
 
+@pytest.mark.parametrize("budget", [Budget(16, 5, 8), Budget(60, 4, 41)])
+def test_a_tree_larger_than_its_block_is_an_error(dtype: torch.dtype, budget: Budget) -> None:
+    with pytest.raises(ValueError, match="need more than 4 slots and 40 tokens"):
+        grow_block(block_outputs(dtype, "rnn", 40, 0)(True), budget)
+
+
 def test_a_tree_of_a_block_whose_outputs_are_not_numbers_is_a_tree(dtype: torch.dtype) -> None:
     outputs = block_outputs(dtype, "rnn", 40, 0)(True)
     outputs.slots.fill_(torch.nan)

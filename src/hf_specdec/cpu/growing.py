@@ -72,8 +72,11 @@ def grow_corrected(
 
     Raises:
         IndexError: A root is not in the vocabulary.
+        ValueError: More levels than D, or more children than Vd.
     """
     (batch_size, depths, size), (nodes, steps, width) = logits.shape, sizes
+    if steps > depths or width > size:
+        raise ValueError(f"{steps} levels of {width} children need more than {depths} slots and {size} tokens.")
     logits, roots = logits.contiguous(), roots.contiguous()
     slots = logits.new_empty(0) if packed.slot is None else functional.linear(hidden, packed.slot, packed.bias)
     slots, states = slots.float().contiguous(), states.float().contiguous()
