@@ -292,8 +292,11 @@ def test_the_page_is_true(compiled: Any) -> None:
     page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
     ids, mask = prompts(1)
     scope = {"model": compiled, "inputs": {"input_ids": ids, "attention_mask": mask}}
-    exec(page.split("<!-- compile -->", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], scope)
-    assert compiled.last_speculation.method == "hybrid"
+    for example, method in (("compile", "hybrid"), ("kernels alone", "prompt_lookup")):
+        exec(page.split(f"<!-- {example} -->", 1)[1].split("```python\n", 1)[1].split("```", 1)[0], scope)
+        assert compiled.last_speculation.method == method
+    assert compiled.last_speculation.num_drafted_tokens == 0
+    assert compiled.last_speculation.forwards == "kernels"
 
 
 def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
