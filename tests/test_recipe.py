@@ -153,6 +153,41 @@ def test_a_recurrent_markov_head_starts_with_the_corrections_of_the_old_one(
         assert reason in capsys.readouterr().err
 
 
+@torch.no_grad()
+def test_a_narrowed_markov_head_keeps_the_numbers_that_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of five numbers, states and embeddings matter to nothing, so a head of rank 3 gives the same corrections."""
+    torch.manual_seed(0)
+    head = DFlashHead(DFlashConfig(
+        vocab_size=60, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, aux_hidden_state_layer_ids=[1],
+        sample_from_anchor=True, markov_rank=5, markov_head_type="rnn",
+    ))  # fmt: skip
+    markov = head.markov_head
+    for weight in markov.parameters():
+        weight.normal_(0, 0.5)
+    markov.markov_w2.weight[:, [0, 3]] = 0
+    markov.joint_proj.weight[:, [1, 2, 5, 9]] = 0  # states 1 and 2, embeddings 0 and 4
+    head.save_pretrained(tmp_path / "old")
+    run_script("narrow_markov", RECIPE, monkeypatch, tmp_path / "old", tmp_path / "new", "--rank", 3)
+    new = DFlashHead.from_pretrained(tmp_path / "new")
+    assert (new.config.markov_head_type, new.config.markov_rank) == ("rnn", 3)
+    tokens = torch.arange(60, dtype=torch.long, device="cpu")
+    corrections = []
+    for one in (head, new):
+        state, found = one.markov_head.start(60), []
+        for shift in (0, 7):
+            slots = torch.randn(60, 16, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(1))
+            correction, state = one.markov_head(tokens.roll(shift), slots, state)
+            found.append(correction)
+        corrections.append(torch.cat(found))
+    torch.testing.assert_close(corrections[1], corrections[0], rtol=0.01, atol=0.01)
+    for name, reason in (("old", "new exists"), ("new", "of a rank above 3")):
+        with pytest.raises(SystemExit):
+            run_script("narrow_markov", RECIPE, monkeypatch, tmp_path / name, tmp_path / "new", "--rank", 3)
+        assert reason in capsys.readouterr().err
+
+
 def test_paragraphs_are_prose() -> None:
     module = script("fetch_texts", RECIPE)
     long = "A sentence that is long enough to be kept as a paragraph of its own, surely."
