@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from datasets import load_dataset
 
 from benchmark_script import run_script, script
-from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.training import read_conversations, read_prompts
 
 RECIPE = Path(__file__).parents[1] / "heads" / "recipe"
@@ -124,68 +121,6 @@ def test_openings_are_cut_and_chosen_at_random(
         chosen.append([talk.input_ids for talk in read_conversations(out)])
     assert chosen[0] == chosen[1]
     assert any(chosen[0] != other for other in chosen[2:])
-
-
-@torch.no_grad()
-def test_a_recurrent_markov_head_starts_with_the_corrections_of_the_old_one(
-    saved: Path, talker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.manual_seed(0)
-    size, depth = talker.config.hidden_size, talker.config.num_hidden_layers
-    fields = {"vocab_size": talker.config.vocab_size, "hidden_size": size, "num_attention_heads": 2}
-    layers = {"num_hidden_layers": 1, "aux_hidden_state_layer_ids": [1, depth], "sample_from_anchor": True}
-    DFlashHead(DFlashConfig(**fields, **layers, markov_rank=3)).save_pretrained(tmp_path / "old")
-    arguments = tmp_path / "old", tmp_path / "new", "--rank", 5, "--model", saved
-    run_script("recurrent_markov", RECIPE, monkeypatch, *arguments)
-    old, new = (DFlashHead.from_pretrained(tmp_path / name) for name in ("old", "new"))
-    assert (new.config.markov_head_type, new.config.markov_rank) == ("rnn", 5)
-    assert all(torch.equal(weight, new.state_dict()[name]) for name, weight in old.state_dict().items()
-               if not name.startswith("markov_head"))  # fmt: skip
-    tokens = torch.arange(fields["vocab_size"], dtype=torch.long, device="cpu")
-    slots = torch.randn(len(tokens), size, dtype=torch.float32, device="cpu")
-    expected, actual = (head.markov_head(tokens, slots, head.markov_head.start(len(tokens)))[0] for head in (old, new))
-    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
-    state = new.markov_head(tokens, slots, new.markov_head.start(len(tokens)))[1]
-    assert state.std() > 0.1  # so that it can be trained
-    for head, reason in (("old", "new exists"), ("new", "must have a vanilla Markov head of a rank below 5")):
-        with pytest.raises(SystemExit):
-            run_script("recurrent_markov", RECIPE, monkeypatch, tmp_path / head, *arguments[1:])
-        assert reason in capsys.readouterr().err
-
-
-@torch.no_grad()
-def test_a_narrowed_markov_head_keeps_the_numbers_that_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two of five numbers, states and embeddings matter to nothing, so a head of rank 3 gives the same corrections."""
-    torch.manual_seed(0)
-    head = DFlashHead(DFlashConfig(
-        vocab_size=60, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, aux_hidden_state_layer_ids=[1],
-        sample_from_anchor=True, markov_rank=5, markov_head_type="rnn",
-    ))  # fmt: skip
-    markov = head.markov_head
-    for weight in markov.parameters():
-        weight.normal_(0, 0.5)
-    markov.markov_w2.weight[:, [0, 3]] = 0
-    markov.joint_proj.weight[:, [1, 2, 5, 9]] = 0  # states 1 and 2, embeddings 0 and 4
-    head.save_pretrained(tmp_path / "old")
-    run_script("narrow_markov", RECIPE, monkeypatch, tmp_path / "old", tmp_path / "new", "--rank", 3)
-    new = DFlashHead.from_pretrained(tmp_path / "new")
-    assert (new.config.markov_head_type, new.config.markov_rank) == ("rnn", 3)
-    tokens = torch.arange(60, dtype=torch.long, device="cpu")
-    corrections = []
-    for one in (head, new):
-        state, found = one.markov_head.start(60), []
-        for shift in (0, 7):
-            slots = torch.randn(60, 16, dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(1))
-            correction, state = one.markov_head(tokens.roll(shift), slots, state)
-            found.append(correction)
-        corrections.append(torch.cat(found))
-    torch.testing.assert_close(corrections[1], corrections[0], rtol=0.01, atol=0.01)
-    for name, reason in (("old", "new exists"), ("new", "of a rank above 3")):
-        with pytest.raises(SystemExit):
-            run_script("narrow_markov", RECIPE, monkeypatch, tmp_path / name, tmp_path / "new", "--rank", 3)
-        assert reason in capsys.readouterr().err
 
 
 def test_paragraphs_are_prose() -> None:

@@ -40,23 +40,7 @@ printf '{"aux_hidden_state_layer_ids": [2, 15, 28], "num_key_value_heads": 9}' >
 printf '{"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3, "growing": 0.5}' > "$WORK/blocks.json"
 printf '{"max_grad_norm": 1.0, "save_steps": 500}' > "$WORK/in-float32.json"
 python "$HERE/heads/recipe/pack_openings.py" "$WORK/openings.parquet" "$ANSWERS"
-train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash-vanilla" \
-    --base-model-name $BASE --num-layers 2 --block-size 5 --causal --markov-rank 32 --anchors 64 \
-    --draft-vocab-size 12288 --head-fields "$WORK/layers.json" --recipe "$WORK/blocks.json" \
-    --arguments "$WORK/in-float32.json" --dtype float32 --max-steps 5600 --batch-size 2 --learning-rate 1e-3 \
-    --max-length 640 --held-out 64
-# then with a recurrent Markov head, so that a token depends on all before it; and once more with one of a lower rank
-printf '{"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3}' > "$WORK/all-slots.json"
-train_again() { # train_again HEAD STEPS RATE OUTPUT
-    train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/$4" \
-        --base-model-name $BASE --initial-head "$WORK/$1" --anchors 32 --recipe "$WORK/all-slots.json" \
-        --arguments "$WORK/in-float32.json" --dtype float32 --max-steps "$2" --batch-size 2 --learning-rate "$3" \
-        --max-length 640 --held-out 64
-}
-make_head() { # make_head SCRIPT HEAD OUTPUT RANK
-    [ -e "$WORK/$3" ] || python "$HERE/heads/recipe/$1" "$WORK/$2" "$WORK/$3" --rank "$4"
-}
-make_head recurrent_markov.py dflash-vanilla dflash-recurrent-start 64
-train_again dflash-recurrent-start 2500 6e-4 dflash-recurrent
-make_head narrow_markov.py dflash-recurrent dflash-narrow-start 32
-train_again dflash-narrow-start 850 3e-4 dflash
+train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash" --base-model-name $BASE \
+    --num-layers 2 --block-size 5 --causal --markov-rank 32 --anchors 64 --draft-vocab-size 12288 \
+    --head-fields "$WORK/layers.json" --recipe "$WORK/blocks.json" --arguments "$WORK/in-float32.json" \
+    --dtype float32 --max-steps 5600 --batch-size 2 --learning-rate 1e-3 --max-length 640 --held-out 64
