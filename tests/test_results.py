@@ -20,7 +20,10 @@ def rows_of(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-@pytest.mark.parametrize("name", ["batches", "blocks", "auto_heads", "long_texts", "lossy", "forwards"])
+@pytest.mark.parametrize(
+    "name",
+    ["batches", "blocks", "blocks_growing", "blocks_recurrent", "auto_heads", "long_texts", "lossy", "forwards"],
+)
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
     environment = rows_of(f"{name}_cpu_bf16.json")["environment"]
     assert re.match(r"[0-9a-f]{40}", environment["commit"])
@@ -47,24 +50,29 @@ def test_batches() -> None:
 
 
 def test_block_heads() -> None:
-    for row in rows_of("blocks_cpu_bf16.json")["rows"]:
+    growing = rows_of("blocks_growing_cpu_bf16.json")["rows"]
+    for row in rows_of("blocks_cpu_bf16.json")["rows"] + growing:
         cells = ["EAGLE-3" if row["method"] == "eagle" else "**block head**", str(row["nodes"]),
                  "eager" if row["compile"] == "none" else row["compile"]]  # fmt: skip
         cells += [f"{row['tau'][category]:.2f}" for category in CATEGORIES]
         line = f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |"
         assert line in PAGE
-        assert line in BLOCK_HEAD
-    names = {"eagle, compiled": "`eagle`", "before: eagle, compiled": "**`dflash`**",
-             "auto, compiled": "`auto` with the EAGLE-3 head",
-             "before: auto, compiled": "**`auto` with the block head**"}  # fmt: skip
+        assert line in BLOCK_HEAD or row in growing
+    milliseconds = {(row["method"], row["compile"]): row["milliseconds"] for row in growing}
+    shares = [milliseconds["block", form] / milliseconds["eagle", form] for form in ("none", "kernels")]
+    told = "Here it needs {:.2f} of EAGLE-3's drafting time eagerly and {:.2f} with the kernels."
+    assert told.format(*shares) in PAGE
+    names = {"eagle": "`eagle`", "before: eagle": "**`dflash`**", "auto": "`auto` with the EAGLE-3 head",
+             "before: auto": "**`auto` with the block head**"}  # fmt: skip
     summary = {(row["method"], row["category"]): row for row in rows_of("auto_heads_cpu_bf16.json")["summary"]}
     for method, name in names.items():
-        means = [summary[method, category]["speed_up_mean"] for category in CATEGORIES]
-        overall = summary[method, "all"]
-        cells = [f"{mean:.2f}x" for mean in (*means, fmean(means), overall["speed_up_worst"])]
-        line = f"| {name} | {' | '.join(cells)} | {overall['tau']:.2f} |"
-        assert line in PAGE
-        assert line in BLOCK_HEAD
+        for suffix, forwards in (("", "eager"), (", compiled", "kernels")):
+            means = [summary[method + suffix, category]["speed_up_mean"] for category in CATEGORIES]
+            overall = summary[method + suffix, "all"]
+            cells = [f"{mean:.2f}x" for mean in (*means, fmean(means), overall["speed_up_worst"])]
+            line = f"| {name} | {forwards} | {' | '.join(cells)} | {overall['tau']:.2f} |"
+            assert line in PAGE
+            assert line in BLOCK_HEAD
 
 
 def test_long_texts() -> None:
