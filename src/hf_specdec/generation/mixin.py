@@ -109,10 +109,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
         * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
           attentions over a static cache; a cache or attentions with a model that verifies chains only;
         * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
-          history is used; other model inputs that are tensors; an empty prompt, or one on another device;
-          an unused `assistant_model`;
-        * models: FlashAttention; PEFT prefix tuning; gradient checkpointing in train mode; `synced_gpus` with a
-          recurrent state;
+          history is used; other tensors; an empty prompt, or one on another device; an unused `assistant_model`;
+        * models: FlashAttention; PEFT prefix tuning; gradient checkpointing in training; `synced_gpus` if recurrent;
         * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
           that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
         * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.
@@ -123,8 +121,7 @@ class SpeculativeGenerationMixin(GenerationHooks):
                 the argument is missing: `generation_config.speculative`, if that is set.
             **kwargs: Further arguments of transformers' `generate()`. With `speculative`, this package drafts with
                 `assistant_model`. `assistant_tokenizer` is its tokenizer, if that is not the model's; `tokenizer`, the
-                model's, is then needed as well. `past_key_values` is called `cache` since transformers 5.24; both
-                work.
+                model's, is then needed, too. `past_key_values` is called `cache` since transformers 5.24: both work.
 
         Returns:
             As in transformers: ids `[B, L]` of prompt and answer, or a `ModelOutput` with `return_dict_in_generate`,
