@@ -304,7 +304,7 @@ def test_bench_measures_and_writes(
         (["inspect", "MODEL"], "not a head in a known layout"),
         (
             ["convert", "HEAD", "OUT", "--format", "medusa"],
-            "this is EagleHead. Formats for EagleHeads: hf-specdec, eagle; some store fewer settings.",
+            "this is EagleHead. Formats for heads of this kind: hf-specdec, eagle; some store fewer settings.",
         ),
         (["convert", "HEAD", "OUT", "--format", "gguf"], "format"),
         (["convert", "HEAD", "HEAD", "--format", "eagle"], "directory of the head itself"),

@@ -109,7 +109,7 @@ def _rules(head: Head, format: str) -> Format:
            if isinstance(head, rules.head_class)}  # fmt: skip
     raise CheckpointFormatError(
         f"The format {format!r} is for {names}, this is {type(head).__name__}.",
-        f"Formats for {type(head).__name__}s: {', '.join((NATIVE_LAYOUT, *sorted(own)))}; some store fewer settings.",
+        f"Formats for heads of this kind: {', '.join((NATIVE_LAYOUT, *sorted(own)))}; some store fewer settings.",
     )
 
 

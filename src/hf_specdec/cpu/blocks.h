@@ -62,7 +62,7 @@ struct Frontier {
     std::vector<long> ids;  // their indices among the candidates
 };
 
-// The best `count` of some candidates, best first; of equal ones the first wins, NaN is last.
+// The best `count` of some candidates, best first; of equal ones the first wins. No score is NaN.
 static std::vector<long> best_of(const Candidate *candidates, long size, long count) {
     std::vector<long> order(size);
     std::iota(order.begin(), order.end(), 0);

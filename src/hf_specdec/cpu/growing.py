@@ -33,8 +33,8 @@ class PackedMarkov:
     embeddings: Tensor  # [V, r]
     outputs: Tensor  # [r, Vd]
     inner: Tensor  # [r, G] float32, the gates' weights for the embedding; if "rnn" [2r, G], the state's come first
-    slot: Tensor | None  # [G, D] weights of the gates for the slot's output; None if "vanilla", which has no gates
-    bias: Tensor | None  # [G]
+    slot: Tensor | None  # [G, D] float32, the gates' weights for the slot's output; None if "vanilla": no gates
+    bias: Tensor | None  # [G] float32
 
     @classmethod
     def of(cls, markov_head: Any) -> PackedMarkov:
@@ -45,11 +45,11 @@ class PackedMarkov:
         if kind == "vanilla":
             return cls(kind, embeddings, outputs, outputs.new_empty(0, dtype=torch.float32), None, None)
         projection = markov_head.joint_proj if kind == "rnn" else markov_head.gate_proj
-        weight = projection.weight.detach()
+        weight, bias = projection.weight.detach().float(), projection.bias.detach().float()
         size = weight.shape[1] - (2 * rank if kind == "rnn" else rank)
         # "gated" reads the slot's output before the token's embedding, "rnn" after it
         slot, inner = (weight[:, -size:], weight[:, :-size]) if kind == "rnn" else (weight[:, :size], weight[:, size:])
-        return cls(kind, embeddings, outputs, inner.float().T.contiguous(), slot, projection.bias.detach())
+        return cls(kind, embeddings, outputs, inner.T.contiguous(), slot, bias)
 
 
 def grow_corrected(
@@ -78,8 +78,8 @@ def grow_corrected(
     if steps > depths or width > size:
         raise ValueError(f"{steps} levels of {width} children need more than {depths} slots and {size} tokens.")
     logits, roots = logits.contiguous(), roots.contiguous()
-    slots = logits.new_empty(0) if packed.slot is None else functional.linear(hidden, packed.slot, packed.bias)
-    slots, states = slots.float().contiguous(), states.float().contiguous()
+    states = states.float().contiguous()
+    slots = states if packed.slot is None else functional.linear(hidden.float(), packed.slot, packed.bias)
     tokens, parents = (roots.new_empty(batch_size, nodes) for _ in range(2))
     edges = slots.new_empty(batch_size, nodes)
     count = functions_for(logits.dtype).grow(

@@ -115,8 +115,8 @@ def _grow(outputs: BlockOutputs, shape: TreeShape) -> Draft:
         best = scored(outputs.hidden, outputs.logits, top_k, outputs.hot_token_ids)
         rule = children_of_likeliest if head.config.all_children else likeliest_nodes
         return rule(roots, best.log_probs.to(roots.device), best.tokens.to(roots.device), shape)
-    if isinstance(shape, Budget) and outputs.packed_markov is not None:
-        return _grow_by_kernel(outputs, shape, outputs.packed_markov)
+    if isinstance(shape, Budget) and (markov := outputs.packed_markov) is not None:
+        return _grow_by_kernel(outputs, shape, markov)
 
     def expand(tokens: Tensor, above: Level, parent_index: Tensor, seen: Tensor, depth: int) -> Level:
         index = parent_index[:, :, None].expand(-1, -1, above.features.shape[-1]).to(above.features.device)
