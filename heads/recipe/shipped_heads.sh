@@ -34,13 +34,21 @@ train medusa --data "$ANSWERS" --features "$WORK/features" --output "$WORK/medus
     --num-heads 3 --num-layers 2 --draft-vocab-size 8192 --recipe "$WORK/openings.json" \
     --arguments "$WORK/arguments.json" --epochs 1 --batch-size 2 --learning-rate 1e-3 --max-length 1536 --held-out 64
 
-# a block head on these beginnings, in float32: here bfloat16 is slower. With a key head for every query head, its first
-# layer can pass on all of what the last token's features hold
+# a block head on these beginnings, in two stages. With a key head for every query head, its first layer can pass on
+# all of what the last token's features hold. The first stage ran on a processor where bfloat16 was slower
 printf '{"aux_hidden_state_layer_ids": [2, 15, 28], "num_key_value_heads": 9}' > "$WORK/layers.json"
-printf '{"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3, "growing": 0.5}' > "$WORK/blocks.json"
+recipe='"text_weight": 0, "distance_weight": 0, "soft_weight": 1, "slot_decay": 3'
+printf '{%s, "growing": 0.5}' "$recipe" > "$WORK/blocks.json"
 printf '{"max_grad_norm": 1.0, "save_steps": 500}' > "$WORK/in-float32.json"
 python "$HERE/heads/recipe/pack_openings.py" "$WORK/openings.parquet" "$ANSWERS"
-train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash" --base-model-name $BASE \
-    --num-layers 2 --block-size 5 --causal --markov-rank 32 --anchors 64 --draft-vocab-size 12288 \
-    --head-fields "$WORK/layers.json" --recipe "$WORK/blocks.json" --arguments "$WORK/in-float32.json" \
-    --dtype float32 --max-steps 5600 --batch-size 2 --learning-rate 1e-3 --max-length 640 --held-out 64
+train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash-first" \
+    --base-model-name $BASE --num-layers 2 --block-size 5 --causal --markov-rank 32 --anchors 64 \
+    --draft-vocab-size 12288 --head-fields "$WORK/layers.json" --recipe "$WORK/blocks.json" \
+    --arguments "$WORK/in-float32.json" --dtype float32 --max-steps 5600 --batch-size 2 --learning-rate 1e-3 \
+    --max-length 640 --held-out 64
+printf '{%s, "growing": 0.15}' "$recipe" > "$WORK/more.json"
+printf '{"bf16": true, "weight_decay": 0.1, "max_grad_norm": 1.0, "save_steps": 500}' > "$WORK/decaying.json"
+train dflash --data "$WORK/openings.parquet" --features "$WORK/openings" --output "$WORK/dflash" \
+    --base-model-name $BASE --initial-head "$WORK/dflash-first" --anchors 64 --recipe "$WORK/more.json" \
+    --arguments "$WORK/decaying.json" --dtype float32 --max-steps 6000 --batch-size 2 --learning-rate 8e-4 \
+    --max-length 640 --held-out 64
