@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, sizes, words that must not occur."""
+"""The house rules that a machine can check: who imports whom, words that must not occur."""
 
 from __future__ import annotations
 
@@ -80,18 +80,14 @@ def test_imports_point_one_way() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_small_on_purpose(path: Path) -> None:
+def test_no_globals_prints_or_devices_by_name(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 350
     if path.name not in ("graph_backends.py", "kernels.py"):
         assert "cuda" not in text.replace("cuda_graph", "").lower(), "devices come from tensors"
     for node in ast.walk(ast.parse(text)):
         assert not isinstance(node, ast.Global)
         if isinstance(node, ast.Call):
             assert getattr(node.func, "id", "") != "print"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines <= 60, f"{node.name} has {lines} lines"
 
 
 CONCRETE = re.compile(r"\w+(Drafter|Session|Candidates|DraftLayer|Runner|Forward|Target|Controller)")
