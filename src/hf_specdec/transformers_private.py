@@ -68,9 +68,13 @@ def compile_on_all_devices(config: Any) -> None:
     config._compile_all_devices = True
 
 
-def updated_kwargs(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def updated_kwargs(
+    model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any], num_new_tokens: int = 1
+) -> dict[str, Any]:
     """Return the keyword arguments of the next forward, given the outputs and arguments of this one."""
-    updated: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=False)
+    updated: dict[str, Any] = model._update_model_kwargs_for_generation(
+        outputs, kwargs, is_encoder_decoder=False, num_new_tokens=num_new_tokens
+    )
     return updated
 
 

@@ -58,6 +58,7 @@ def prepare_call(
     options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
     options.check_synced(synced_gpus, target.needs_replay)
     device, rows = input_ids.device, input_ids.shape[0]
+    target.bounds = target.bounds.within(target.start + generation_config.max_length)
     returns_dict = bool(generation_config.return_dict_in_generate)
     returns_cache = returns_dict or target.is_adopted
     transcript = Transcript(
@@ -68,12 +69,14 @@ def prepare_call(
         do_sample=generation_config.do_sample,
         # rows of different lengths would need a final forward that other ranks do not run
         lockstep=target.lockstep
+        or bool(target.bounds.switches)
         or (synced_gpus and returns_cache)
         or options.in_lockstep(generation_config, logits_processor, stopping_criteria),
         keep_scores=returns_dict and bool(generation_config.output_scores),
         keep_logits=returns_dict and bool(generation_config.output_logits),
         pad_token_id=pad_token_id(generation_config),
     )
+    target.text = transcript.sequences
     call = Call(
         target=target,
         drafter=plan.drafter,

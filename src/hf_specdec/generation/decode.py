@@ -28,7 +28,7 @@ from hf_specdec.generation.outputs import LayerOutputs
 from hf_specdec.generation.tracing import trace_step
 from hf_specdec.reporting.stats import EAGER, SpeculationStats
 from hf_specdec.transformers_private import decode_optimizations
-from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
+from hf_specdec.trees.draft import PLAIN_STEP, Draft
 from hf_specdec.verification.model import CACHE_FIELD, text_config
 from hf_specdec.verification.one_time import one_time_work
 from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
@@ -98,10 +98,10 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         del prefill
         begin = time.perf_counter()
         while call.has_unfinished(all(transcript.finished)):
-            # if every row may emit only one more token, nothing is drafted
-            budget = call.controller.next() if transcript.num_remaining > 1 else PLAIN_STEP
+            # deeper drafts than this could not be emitted, or would cross a bound of the model's forward
+            deepest = min(transcript.num_remaining - 1, target.reach)
             begun = time.perf_counter() - begin
-            step, seconds = _step(call, session, budget, roots, transcript, stats, layers, stopwatch)
+            step, seconds = _step(call, session, deepest, roots, transcript, stats, layers, stopwatch)
             if call.config.trace:
                 stats.trace.append(trace_step(step, call.drafter.method, begun, seconds))
             roots = step.acceptance.next_token
@@ -128,7 +128,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
 
 
 def _step(
-    call: Call, session: DraftSession, budget: Budget, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
+    call: Call, session: DraftSession, deepest: int, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
     layers: LayerOutputs, stopwatch: Stopwatch | None,
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
     """Run one step (draft, verify, accept, commit), count its tokens, and return it with its durations.
@@ -137,6 +137,8 @@ def _step(
     next draft before the host reads this step, see `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
+    budget = call.controller.next().no_deeper(deepest) if deepest > 0 else PLAIN_STEP
+    upcoming = budget.no_deeper(deepest - 1)
     before = one_time_work()
     with stats.time("draft"):
         draft = target.admit(Draft.plain(roots) if budget.is_plain else session.propose(budget))
@@ -148,9 +150,9 @@ def _step(
     def launch(decision: Decision) -> Sequence[Tensor]:
         assert stopwatch is not None
         with stopwatch:
-            return session.launch(UnreadStep(draft, verification, decision), budget)
+            return session.launch(UnreadStep(draft, verification, decision), upcoming)
 
-    transcript.launch = None if stopwatch is None or budget.is_plain else launch
+    transcript.launch = None if stopwatch is None or upcoming.is_plain else launch
     with stats.time("accept"):
         acceptance = call.rule(draft.tree, verification.logits, transcript)
         layers.add(verification, acceptance, target.start)

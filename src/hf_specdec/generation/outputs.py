@@ -65,7 +65,10 @@ class LayerOutputs:
         for place in range(max(acceptance.counts)):
             nodes = acceptance.path[:, place]
             if verification.hidden_states is not None:
-                self._hidden.append(tuple(states[rows, nodes][:, None] for states in verification.hidden_states))
+                self._hidden.append(
+                    # [..., B, N, D]: Gemma 3n's states have a leading dimension
+                    tuple(states[..., rows, nodes, :][..., None, :] for states in verification.hidden_states)
+                )
             if verification.attentions is not None:
                 slots = torch.tensor(
                     [[*range(start), *(start + node for node in path[: place + 1])] for path in acceptance.nodes],

@@ -47,6 +47,10 @@ class Budget:
             top_k=min(self.top_k, limits.top_k),
         )
 
+    def no_deeper(self, num_steps: int) -> Budget:
+        """Return the budget with at most `num_steps` steps; `PLAIN_STEP` if that is 0 or less."""
+        return replace(self, num_steps=min(self.num_steps, num_steps)) if num_steps > 0 else PLAIN_STEP
+
     @property
     def chain(self) -> Budget:
         """The budget with `top_k` 1: a chain of at most the same depth and number of nodes."""

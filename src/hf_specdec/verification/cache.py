@@ -157,6 +157,11 @@ class TreeCache(Cache):
         return max(self.lengths, default=0)
 
     @property
+    def num_written(self) -> int:
+        """Number of slots that every layer in use has written, committed or not."""
+        return min((layer.end for layer in self.layers if layer.is_initialized), default=0)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values of all B rows; memory kept for later calls may have more rows."""
         return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
@@ -280,19 +285,30 @@ class TreeCache(Cache):
             UnsupportedGenerationError: See `seen_tokens`.
             CacheCapacityError: The tokens do not fit.
         """
-        length = seen_tokens(cache)
         self._adopted = cache
-        if length == 0:
-            return
+        self._copy(cache, seen_tokens(cache))
+
+    def replace(self, cache: Cache) -> None:
+        """Replace all tokens by those of a transformers cache; those beyond the committed ones are not committed.
+
+        A cache passed by the user stays as it is, as in plain `generate()`.
+        """
+        committed, self._adopted = self.lengths, None
+        self.reset()
+        self._copy(cache, seen_tokens(cache))
+        self.lengths = committed
+
+    def _copy(self, cache: Cache, length: int) -> None:
         for layer, source in zip(self.layers, cache.layers, strict=False):
-            if getattr(source, "is_initialized", False):
+            if length and getattr(source, "is_initialized", False):
                 keys, values = source.keys[:, :, :length], source.values[:, :, :length]
-                layer.lazy_initialization(keys, values)
+                if not layer.is_initialized:
+                    layer.lazy_initialization(keys, values)
+                layer.reserve_slots(length)
                 first = length - keys.shape[2]  # a sliding layer holds only its window; masks hide the slots before
                 for states, copied in ((layer.keys, keys), (layer.values, values)):
                     states[:, :, :first] = 0
                     states[:, :, first:length] = copied
-                layer.end = length
                 self.lengths, self._lengths = [length] * keys.shape[0], None
 
     def hand_back(self, config: object) -> Cache:

@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from hf_specdec.verification.length_bounds import UNBOUNDED
+
 
 class ChainCache(DynamicCache):
     """Dynamic cache that can discard the rejected end of a chain.
@@ -34,6 +36,12 @@ class ChainCache(DynamicCache):
     def start(self) -> int:
         """Number of committed tokens of each row, which is the index of the next chain's first token."""
         return max(self.lengths, default=0)
+
+    @property
+    def num_written(self) -> int:
+        """Number of tokens that every attention layer has seen; unbounded if all layers are recurrent."""
+        counts = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "keys")]
+        return min(counts, default=UNBOUNDED)
 
     @property
     def needs_replay(self) -> bool:

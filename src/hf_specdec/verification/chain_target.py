@@ -98,4 +98,6 @@ class ChainTarget(Target):
         inputs[cache_argument(self.model)] = cache
         prepared = self.model.prepare_inputs_for_generation(tokens, attention_mask=mask, use_cache=True, **inputs)
         prepared.pop("logits_to_keep", None)  # some models set it to 1, but every node's logits are needed
-        return self.model(**prepared, return_dict=True)
+        outputs = self.model(**prepared, return_dict=True)
+        self._check_written(start + num_nodes)
+        return outputs

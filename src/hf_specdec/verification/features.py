@@ -120,6 +120,10 @@ class FeatureTap:
         """Discard stored hidden states, such as those of additional forwards that a guidance processor has run."""
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
+    def keep_last(self) -> None:
+        """Of the stored hidden states, keep those of the last token: the model has read the text before it again."""
+        self._kept = {layer: [kept[-1][:, -1:]] for layer, kept in self._kept.items()}
+
     def shapes(self) -> dict[int, list[tuple[int, ...]]]:
         """Return the shapes of the stored hidden states by layer; several if the prompt was processed in chunks."""
         return {layer: [tuple(states.shape) for states in kept] for layer, kept in self._kept.items()}

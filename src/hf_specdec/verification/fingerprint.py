@@ -19,6 +19,7 @@ from hf_specdec.verification.model import text_config
 HARMLESS_HOOKS = (
     "transformers.utils.output_capturing",
     "hf_specdec.verification.features",
+    "hf_specdec.verification.target",
     "hf_specdec.drafters.experimental.partial",
 )
 """Modules whose hooks only read hidden states, so they do not change the forward."""

@@ -8,24 +8,27 @@ hooks; there is no code per architecture. `verification/probe.py` determines whi
 from __future__ import annotations
 
 import copy
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.features import Features, FeatureTap
+from hf_specdec.verification.length_bounds import UNBOUNDED, LengthBounds
 from hf_specdec.verification.masks import Positions, PromptPadding
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
 from hf_specdec.verification.window import ChosenStates, Window
@@ -78,8 +81,13 @@ class Target(ABC):
         self.model, self._outputs = model, outputs
         self.padding: PromptPadding | None = None
         self.positions = Positions.of(None, 0, execution_device(model))
+        self.bounds = LengthBounds.of(text_config(model))
+        self._offsets: tuple[Positions, set[int]] | None = None  # of `_root_positions`, with what they were read from
         self._tap: FeatureTap | None = None
         self._inputs: dict[str, Any] = {}  # additional inputs of every verify forward; tensors have one column
+        self._prompt_kwargs: dict[str, Any] = {}
+        self._prompt_length = 0
+        self.text: Callable[[], Tensor] | None = None  # returns prompt and answer `[B, L]`, if rows are equally long
 
     @property
     def start(self) -> int:
@@ -90,6 +98,18 @@ class Target(ABC):
     @abstractmethod
     def capacity(self) -> int | None:
         """Number of allocated slots per row; None if the cache grows with every token."""
+
+    @property
+    def reach(self) -> int:
+        """Depth of the deepest draft that crosses none of the model's `bounds` in any row."""
+        return self.bounds.reach(self._root_positions()) if self.bounds.ends else UNBOUNDED
+
+    def _root_positions(self) -> set[int]:
+        """Return slots and positions of the roots: models compare either with a bound."""
+        if self._offsets is None or self._offsets[0] is not self.positions:
+            last = (self.positions.last + 1 - self.positions.num_slots).flatten().tolist()
+            self._offsets = self.positions, {0, *last}
+        return {length + offset for length in set(self.cache.lengths) for offset in self._offsets[1]}
 
     @property
     def num_rows(self) -> int:
@@ -202,12 +222,15 @@ class Target(ABC):
             prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
             window: Keep only the features of these tokens of a prompt that is longer and continues no cache.
 
+        If the model reads the prompt into a new cache (Phi-3, beyond its original length), that cache is taken over.
+
         Returns:
             Logits `[B, 1, V]` of the last position, or `[B, P, V]`; features of all P positions, or of those within
             the window, if layers are tapped.
 
         Raises:
             UnsupportedGenerationError: The attention mask covers more tokens than cache and prompt have.
+            UnsupportedModelError: The model did not write the prompt to the cache.
         """
         self.padding = PromptPadding.of(model_kwargs.get("attention_mask"))
         if generation_config.prefill_chunk_size is None and "logits_to_keep" in model_kwargs:
@@ -225,17 +248,57 @@ class Target(ABC):
                 first = min(generation_config.prefill_chunk_size or width, width)
                 device = input_ids.device
                 self._tap.choose(ChosenStates(window, self.padding, rows, width, first, device))
-        outputs = prefill(self.model, input_ids, generation_config, model_kwargs)
-        self.cache.commit_all(outputs.logits.shape[0], (input_ids if embeds is None else embeds).shape[1])
+        self._prompt_kwargs, self._prompt_length = dict(model_kwargs), input_ids.shape[1]
+        seen, thread = list[Tensor](), threading.get_ident()
+
+        def note_positions(_module: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+            if threading.get_ident() == thread and isinstance(named.get("position_ids"), Tensor):
+                seen.append(named["position_ids"])
+
+        handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)
+        try:
+            outputs = prefill(self.model, input_ids, generation_config, dict(model_kwargs))
+        finally:
+            handle.remove()
+        width, mask = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get("attention_mask")
+        # a prompt after a given cache may repeat the cache's tokens, which the mask covers in any case
+        self._check_written(max(known + 1, width) if mask is None else mask.shape[1], outputs)
+        self.cache.commit_all(outputs.logits.shape[0], width)
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] < self.cache.start - known:
             positions = None  # with virtual tokens before the prompt (prompt tuning), positions are slot indices
+        elif self.supports_trees and positions is not None and seen and seen[-1].dim() == positions.dim():
+            positions = seen[-1]  # the model may shift them (PaliGemma counts from 1)
         self.positions = Positions.of(positions, self.cache.start, input_ids.device)
         if self.padding is not None:
             self.padding = self.padding.extended_to(self.cache.start)
         self._inputs = _repeated_inputs(model_kwargs)
         logits = outputs.logits if prompt_logits else outputs.logits[:, -1:]
         return Verification(logits, self._features(), *self._layers(outputs))
+
+    def _check_written(self, num_tokens: int, outputs: Any = None) -> None:
+        """Check that every layer of the cache holds `num_tokens`, committed or not.
+
+        Args:
+            num_tokens: Expected tokens; layers may hold more if virtual tokens precede the prompt.
+            outputs: Outputs of a forward for which the model itself chose the cache. If that is another one with as
+                many tokens, they are copied.
+
+        Raises:
+            UnsupportedModelError: The cache holds fewer tokens.
+        """
+        found = self.cache.num_written
+        if found >= num_tokens or self.is_draft_view:  # drafting may run some layers only
+            return
+        other: Any = next((outputs[name] for name in CACHE_ARGUMENTS if outputs is not None and name in outputs), None)
+        if isinstance(self.cache, TreeCache) and type(other) is DynamicCache and other.get_seq_length() == num_tokens:
+            self.cache.replace(other)
+            return
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} drops or ignores the cache for a text of this length: it wrote {found} of "
+            f"{num_tokens} tokens to it.",
+            "Use speculative=None for this text.",
+        )
 
     def verify(self, tree: TokenTree) -> Verification:
         """Run the model over the whole tree; its keys and values are appended to the cache, but not committed."""

@@ -14,6 +14,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.active_rows import ActiveRows, drop_order
@@ -148,11 +149,32 @@ class TreeTarget(Target):
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
+        if self.text is not None and self.cache.start in self.bounds.switches:
+            return self._step_plainly(self.text())
         active = self.cache.active
         if active is None:
             return self._forward(tree, known, self.padding, self.positions)
         outputs = self._forward(active.of_tree(tree), known, active.padding, active.positions)
         return CausalLMOutputWithPast(logits=active.in_batch(outputs.logits))
+
+    def _step_plainly(self, text: Tensor) -> Any:
+        """Make the step of plain `generate()` after the text `[B, L]`: the model may read all of it again (Phi-3)."""
+        num_new = text.shape[1] - self._prompt_length
+        inputs = updated_kwargs(self.model, {}, self._prompt_kwargs, num_new)
+        inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs)
+        committed = self.cache.start
+        self.cache.begin_prompt(layer_windows(text_config(self.model)))
+        outputs = self.model(**inputs, **self._outputs, return_dict=True)
+        self._check_written(committed + 1, outputs)
+        self.cache.begin_prompt([None] * len(self.cache.layers))
+        if self._tap is not None:
+            self._tap.keep_last()
+        hidden, attentions = self._layers(outputs)
+        return CausalLMOutputWithPast(
+            logits=outputs.logits[:, -1:],
+            hidden_states=None if hidden is None else tuple(states[..., -1:, :] for states in hidden),
+            attentions=None if attentions is None else tuple(weights[:, :, -1:] for weights in attentions),
+        )
 
     def _forward(self, tree: TokenTree, known: int, padding: PromptPadding | None, positions: Positions) -> Any:
         """Run the model over nodes of the rows that the cache holds, see `_run`."""
@@ -171,7 +193,7 @@ class TreeTarget(Target):
         masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, padding, dtype), known)
         node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
         with attending(text_config(self.model), attention_of(masks, inputs) if self._uses_packed else None):
-            return self.model(
+            outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
                 position_ids=node_positions,
@@ -180,6 +202,8 @@ class TreeTarget(Target):
                 **{self._cache_argument: cache},
                 **self._step_inputs(tokens),
             )
+        self._check_written(cache.start + tree.num_nodes)
+        return outputs
 
     def _can_use(self, runner: Runner, num_nodes: int, known: int) -> bool:
         """Return whether the runner supports this forward; if not, log why, once (not for drafting forwards)."""
