@@ -59,6 +59,7 @@ def prepare_call(
     options.check_synced(synced_gpus, target.needs_replay)
     device, rows = input_ids.device, input_ids.shape[0]
     target.bounds = target.bounds.within(target.start + generation_config.max_length)
+    options.check_bounds(model, target.bounds, target.start or input_ids.shape[1])
     returns_dict = bool(generation_config.return_dict_in_generate)
     returns_cache = returns_dict or target.is_adopted
     transcript = Transcript(

@@ -98,10 +98,8 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
         del prefill
         begin = time.perf_counter()
         while call.has_unfinished(all(transcript.finished)):
-            # deeper drafts than this could not be emitted, or would cross a bound of the model's forward
-            deepest = min(transcript.num_remaining - 1, target.reach)
             begun = time.perf_counter() - begin
-            step, seconds = _step(call, session, deepest, roots, transcript, stats, layers, stopwatch)
+            step, seconds = _step(call, session, roots, transcript, stats, layers, stopwatch)
             if call.config.trace:
                 stats.trace.append(trace_step(step, call.drafter.method, begun, seconds))
             roots = step.acceptance.next_token
@@ -128,7 +126,7 @@ def speculate(call: Call, transcript: Transcript) -> SpeculativeOutput:
 
 
 def _step(
-    call: Call, session: DraftSession, deepest: int, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
+    call: Call, session: DraftSession, roots: Tensor, transcript: Transcript, stats: SpeculationStats,
     layers: LayerOutputs, stopwatch: Stopwatch | None,
 ) -> tuple[Step, StepSeconds]:  # fmt: skip
     """Run one step (draft, verify, accept, commit), count its tokens, and return it with its durations.
@@ -137,8 +135,10 @@ def _step(
     next draft before the host reads this step, see `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
-    budget = call.controller.next().no_deeper(deepest) if deepest > 0 else PLAIN_STEP
-    upcoming = budget.no_deeper(deepest - 1)
+    # no row emits more tokens, and no slot or position crosses a bound of the model's forward
+    left, reach = transcript.num_remaining - 1, target.reach
+    budget = call.controller.next().no_deeper(min(left, reach), reach + 1) if min(left, reach) > 0 else PLAIN_STEP
+    upcoming = budget.no_deeper(min(left, reach) - 1, reach)
     before = one_time_work()
     with stats.time("draft"):
         draft = target.admit(Draft.plain(roots) if budget.is_plain else session.propose(budget))

@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
@@ -32,8 +33,9 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.errors import CacheCapacityError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.length_bounds import LengthBounds
 from hf_specdec.verification.memory import CacheLayout
-from hf_specdec.verification.model import CACHE_FIELD, execution_device, text_config
+from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
 from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS
 from hf_specdec.verification.trial_runs import drops_cache
 
@@ -251,6 +253,46 @@ def check_adapter(model: PreTrainedModel) -> None:
             f"`speculative` does not support {str(kind.value).lower().replace('_', ' ')}, which fills the KV cache.",
             "Use LoRA or prompt tuning, or disable the adapter.",
         )
+
+
+def check_bounds(model: PreTrainedModel, bounds: LengthBounds, num_tokens: int) -> None:
+    """Refuse a text that grows to a length at which the model's plain `generate()` loses its cache for good.
+
+    Phi-4-multimodal, and Phi-3 and Phi-MoE before transformers 5.23, drop it there without reading the text again.
+
+    Args:
+        model: The target.
+        bounds: Bounds that the text may reach.
+        num_tokens: Tokens of the prompt, or of the given cache.
+    """
+    for end in sorted(bounds.switches):
+        if end >= num_tokens:
+            cache = _FilledCache(end)
+            text = torch.zeros(1, end + 1, dtype=torch.long, device=execution_device(model))
+            inputs = model.prepare_inputs_for_generation(
+                text, next_sequence_length=1, attention_mask=torch.ones_like(text), use_cache=True,
+                **{cache_argument(model): cache},
+            )  # fmt: skip
+            if inputs.get(cache_argument(model)) is not cache and inputs["input_ids"].shape[1] <= end:
+                raise UnsupportedGenerationError(
+                    f"In this version of transformers, plain generate() of {type(model).__name__} drops its cache when a "
+                    f"text grows beyond {end} tokens, and decodes without context from there.",
+                    f"Choose max_new_tokens so that the text ends before, or pass a prompt of more than {end} tokens.",
+                )
+
+
+class _FilledCache(DynamicCache):
+    """An empty cache that reports a number of tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._num_tokens
 
 
 def check_training(model: PreTrainedModel) -> None:

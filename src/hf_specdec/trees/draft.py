@@ -47,9 +47,12 @@ class Budget:
             top_k=min(self.top_k, limits.top_k),
         )
 
-    def no_deeper(self, num_steps: int) -> Budget:
-        """Return the budget with at most `num_steps` steps; `PLAIN_STEP` if that is 0 or less."""
-        return replace(self, num_steps=min(self.num_steps, num_steps)) if num_steps > 0 else PLAIN_STEP
+    def no_deeper(self, num_steps: int, num_nodes: int | None = None) -> Budget:
+        """Return the budget with at most `num_steps` steps and `num_nodes` nodes; `PLAIN_STEP` if no draft is left."""
+        nodes = self.num_nodes if num_nodes is None else min(self.num_nodes, num_nodes)
+        if num_steps < 1 or nodes < 2:
+            return PLAIN_STEP
+        return replace(self, num_nodes=nodes, num_steps=min(self.num_steps, num_steps))
 
     @property
     def chain(self) -> Budget:

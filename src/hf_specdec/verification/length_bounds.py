@@ -1,9 +1,10 @@
 """Positions at which a model's forward changes or ends: no draft reaches across one of them.
 
-A verify forward runs drafted tokens ahead of the text. In most models that changes nothing for the tokens before them.
+A verify forward runs drafted tokens ahead of the text. In most models this changes nothing for the tokens before them.
 In some it does: position tables end, longrope changes the frequencies of the whole forward once its largest position
-reaches a limit, dynamic NTK changes them with every token, and Phi-3 reads the whole text again. The configuration
-contains all of these limits. A draft therefore ends before the next one, until the text itself has reached it.
+reaches a limit, dynamic NTK changes them with every token, Phi-3 reads the whole text again, and Llama 4 scales
+queries by cache slots instead of positions. The configuration contains all of these limits. A draft therefore ends
+before the next one, until the text itself has reached it. docs/limits.md lists the mechanisms and their models.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class LengthBounds:
 
     Args:
         ends: First position beyond each bound, ascending.
-        switches: Those of `ends` at which the whole forward changes once its longest row gets there, or at which the
-            model's own `generate()` reads the text again. The rows of a batch must then be as long as in plain
+        switches: Those of `ends` at which the forward of all rows changes once the longest one gets there, or at which
+            the model's own `generate()` reads the text again. The rows of a batch must then be as long as in plain
             decoding, and the step of the token at the bound is a plain one.
         changes_from: Position from which the forward changes with every token (dynamic NTK); None: never.
     """
@@ -50,6 +51,8 @@ class LengthBounds:
                 changes_from = getattr(config, "max_position_embeddings", None)
                 switches.add(changes_from)
         found = {value for value in switches if isinstance(value, int)}
+        if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
+            switches.update(range(scale - 1, max(filter(None, tables), default=0), scale))
         ends = sorted({value for value in tables if isinstance(value, int) and value > 0} | found)
         return cls(tuple(ends), frozenset(found), changes_from)
 

@@ -22,6 +22,10 @@ FAILURES = (
 """Exceptions that a forward raises if it cannot run the probe's inputs."""
 
 
+CACHED = "max_seq_len_cached"
+"""End of the names of attributes with the text length for which a module has its rotary frequencies."""
+
+
 def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
     """Return the inputs that `generate()` prepares for the first forward, from a mask `[B, P]` and a cache, if any."""
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
@@ -46,8 +50,14 @@ def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tens
 def reproducible(model: nn.Module) -> Iterator[None]:
     """Switch the model to evaluation mode in this block if train mode makes its forwards random or drops the cache.
 
-    The modes of all modules and the random number generators of CPU and model device are restored afterwards.
+    The modes of all modules, their dynamic rotary frequencies (which depend on the longest text so far) and the random
+    number generators of CPU and model device are restored afterwards.
     """
+    rotary = [
+        (module, dict(module._buffers), {name: vars(module)[name] for name in vars(module) if name.endswith(CACHED)})
+        for module in model.modules()
+        if "dynamic" in str(getattr(module, "rope_type", ""))
+    ]
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
@@ -61,6 +71,9 @@ def reproducible(model: nn.Module) -> Iterator[None]:
                 _set_training(training, True)
         finally:  # in case an interrupt arrives at the line above
             _set_training(training, True)
+            for module, buffers, lengths in rotary:
+                module._buffers.update(buffers)
+                vars(module).update(lengths)
 
 
 def _set_training(modules: Sequence[dict[str, Any]], mode: bool) -> None:
