@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import packaged_model
+from hf_specdec.verification import probe
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 SHIPPED_HEAD = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct-eagle3"
@@ -33,6 +34,14 @@ def _hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Readings of ambiguous heads that tests choose are not kept in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path_factory.mktemp("hf-home")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_kept_verdicts() -> Iterator[None]:
+    """Models are probed in every test: many plant faults that a kept verdict would hide."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_kept_file", lambda *_: None)
         yield
 
 

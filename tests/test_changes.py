@@ -172,11 +172,11 @@ def test_probing_costs_few_forwards_and_no_random_numbers(model: Any) -> None:
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     generator = torch.get_rng_state()
-    for dtype, most in ((torch.float32, 7), (torch.bfloat16, 8)):
+    for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
         calls.clear()
         inspect_target(model)
-        assert len(calls) == most
+        assert len(calls) == 5  # plain generate(): the prompt and two steps; the prompt again; the tree
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5

@@ -52,8 +52,8 @@ class _AnotherModel(Llama):
         (_OwnLoop, r"a decoding loop that is not transformers' \(_OwnLoop._sample\)"),
         (_OwnCache, r"a cache that is not transformers' \(_OwnCache._prepare_cache_for_generation\)"),
         (_NeedsVoice, "its plain generate\\(\\) fails on a text prompt with ValueError: no voice was given. Specul"),
-        (_Strips, "returns a tensor \\[1, 2\\] for a prompt \\[1, 13\\]"),
-        (_Codes, "returns a tensor \\[1, 15, 1\\]"),
+        (_Strips, "returns a tensor \\[2, 3\\] for a prompt \\[2, 6\\]"),
+        (_Codes, "returns a tensor \\[2, 9, 1\\]"),
         (_AnotherModel, "runs another model's forward"),
     ],
 )

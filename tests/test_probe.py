@@ -24,7 +24,7 @@ def compared(distances: list[float], rounding: list[float]) -> str:
     """The message of `_compare` for logits at these relative distances; empty if it accepts them."""
     actual = PLAIN * (1 + torch.tensor(distances))[:, None]
     try:
-        probe._compare(actual, PLAIN, torch.tensor(rounding), "at node 1")
+        probe._compare(actual, PLAIN, torch.tensor(rounding), "at node 1", probe.ROUNDING_FACTOR)
     except probe._CannotVerifyError as error:
         return str(error)
     return ""
@@ -52,7 +52,7 @@ def test_a_rounding_error_that_is_zero_by_chance_or_unusually_large_decides_noth
 def test_why_the_attention_is_not_used_is_kept() -> None:
     assert probe.inspect_target(zoo.build("llama")).unpacked_reason == ""
     reason = probe.inspect_target(zoo.build("falcon")).unpacked_reason
-    assert reason.startswith("with another attention function, its logits after a committed path differ")
+    assert reason.startswith("with another attention function, its logits at node 0 of [-1, 0, 0, 1] differ")
 
 
 @pytest.mark.parametrize(("mode", "level"), [("cuda_graph", logging.WARNING), ("kernels", logging.INFO)])

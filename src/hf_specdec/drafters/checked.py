@@ -165,7 +165,10 @@ class _CheckedSession(DraftSession):
         fault = self._fault_of_shape(draft, budget) or self._fault_of_values(draft)
         if fault:
             raise DrafterMismatchError(f"{_name(self._drafter, self._part)} drafted {fault}.", DRAFT_FORMAT)
-        return draft if self._on_host else self._without_unchecked(draft)
+        draft = draft if self._on_host else self._without_unchecked(draft)
+        if draft.tree.depth_bound > budget.num_steps:  # it may be deeper than the row's last tokens, or than positions
+            draft = replace(draft, tree=draft.tree.no_deeper(budget.num_steps))
+        return draft
 
     def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
         """Launch the wrapped session's draft, which `propose` checks, and return the tensors for the host to read.

@@ -58,8 +58,9 @@ def prepare_call(
     options.check_prompt(input_ids, model_kwargs.get("inputs_embeds"))
     options.check_synced(synced_gpus, target.needs_replay)
     device, rows = input_ids.device, input_ids.shape[0]
-    target.bounds = target.bounds.within(target.start + generation_config.max_length)
-    options.check_bounds(model, target.bounds, target.start or input_ids.shape[1])
+    max_length = target.start + generation_config.max_length
+    target.bounds = target.bounds.within(max_length)
+    options.check_bounds(model, target.bounds, target.start or input_ids.shape[1], max_length)
     returns_dict = bool(generation_config.return_dict_in_generate)
     returns_cache = returns_dict or target.is_adopted
     transcript = Transcript(

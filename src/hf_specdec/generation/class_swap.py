@@ -7,23 +7,18 @@ from typing import Any
 
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, state_of
-from hf_specdec.verification.plain import check_plain_generate
 from hf_specdec.verification.probe import gate, inspect_target
-from hf_specdec.verification.trial_runs import reproducible
 
 
 def swap_in(model: Any, mixin: type) -> None:
     """Check that a model supports speculation, then give it the mixin and a `SpeculationState`.
 
     Raises:
-        UnsupportedModelError: The model's plain `generate()` is unsuitable (see `check_plain_generate`), or the model
-            can verify neither trees nor chains. The model is not changed.
+        UnsupportedModelError: See `inspect_target`. The model is not changed.
     """
     state = SpeculationState()
     base: Any = type(model)
     gate(model)
-    with reproducible(model):
-        check_plain_generate(model)
     state.facts = [inspect_target(model)]
     try:
         model.__dict__[STATE] = state

@@ -135,10 +135,11 @@ def _step(
     next draft before the host reads this step, see `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
-    # no row emits more tokens, and no slot or position crosses a bound of the model's forward
-    left, reach = transcript.num_remaining - 1, target.reach
-    budget = call.controller.next().no_deeper(min(left, reach), reach + 1) if min(left, reach) > 0 else PLAIN_STEP
-    upcoming = budget.no_deeper(min(left, reach) - 1, reach)
+    # no row may emit deeper drafts, and no draft crosses a bound of the model's forward
+    reach = target.reach
+    deepest, widest = min(transcript.num_remaining - 1, reach), reach + 1 if target.bounds.counts_slots else None
+    budget = call.controller.next().no_deeper(deepest, widest) if deepest > 0 else PLAIN_STEP
+    upcoming = budget.no_deeper(deepest - 1, widest)
     before = one_time_work()
     with stats.time("draft"):
         draft = target.admit(Draft.plain(roots) if budget.is_plain else session.propose(budget))

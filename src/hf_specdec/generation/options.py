@@ -255,7 +255,7 @@ def check_adapter(model: PreTrainedModel) -> None:
         )
 
 
-def check_bounds(model: PreTrainedModel, bounds: LengthBounds, num_tokens: int) -> None:
+def check_bounds(model: PreTrainedModel, bounds: LengthBounds, num_tokens: int, max_length: int) -> None:
     """Refuse a text that grows to a length at which the model's plain `generate()` loses its cache for good.
 
     Phi-4-multimodal, and Phi-3 and Phi-MoE before transformers 5.23, drop it there without reading the text again.
@@ -264,9 +264,10 @@ def check_bounds(model: PreTrainedModel, bounds: LengthBounds, num_tokens: int) 
         model: The target.
         bounds: Bounds that the text may reach.
         num_tokens: Tokens of the prompt, or of the given cache.
+        max_length: Maximum tokens of the text.
     """
     for end in sorted(bounds.switches):
-        if end >= num_tokens:
+        if num_tokens <= end < max_length:
             cache = _FilledCache(end)
             text = torch.zeros(1, end + 1, dtype=torch.long, device=execution_device(model))
             inputs = model.prepare_inputs_for_generation(
@@ -275,8 +276,8 @@ def check_bounds(model: PreTrainedModel, bounds: LengthBounds, num_tokens: int) 
             )  # fmt: skip
             if inputs.get(cache_argument(model)) is not cache and inputs["input_ids"].shape[1] <= end:
                 raise UnsupportedGenerationError(
-                    f"In this version of transformers, plain generate() of {type(model).__name__} drops its cache when a "
-                    f"text grows beyond {end} tokens, and decodes without context from there.",
+                    f"In this version of transformers, plain generate() of {type(model).__name__} drops its cache "
+                    f"once the text exceeds {end} tokens, and decodes without context from there.",
                     f"Choose max_new_tokens so that the text ends before, or pass a prompt of more than {end} tokens.",
                 )
 

@@ -37,15 +37,12 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.plain import ordinary_tokens
+from hf_specdec.verification.plain import NO_TOKEN, ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
 
 logger = logging.getLogger(__name__)
-
-NO_TOKEN = 2**31 - 1
-"""A token id that no model emits; EOS of the warm-up generations, so that they never end early."""
 
 SHARED_NODES = 8
 """Maximum nodes of a merged tree, root included, if several processes generate together: they must choose the same

@@ -16,7 +16,7 @@ Independent of models and caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,14 @@ class TokenTree:
             torch.where(rows[:, None], nodes - 1, self.parents),
             self.draft_probs,
         )
+
+    def no_deeper(self, num_steps: int) -> TokenTree:
+        """Return the tree with all nodes below a depth on no path.
+
+        Example: parents [-1, 0, 1, 2] with 2 steps become [-1, 0, 1, -1].
+        """
+        parents = torch.where(self.depths() > num_steps, ROOT_PARENT, self.parents)
+        return replace(self, parents=parents, max_depth=min(num_steps, self.depth_bound))
 
     def first_children(self) -> TokenTree:
         """Return the chain of first children, padded to `depth_bound + 1` nodes, for targets that verify chains only.

@@ -40,7 +40,8 @@ class ChainCache(DynamicCache):
     @property
     def num_written(self) -> int:
         """Number of tokens that every attention layer has seen; unbounded if all layers are recurrent."""
-        counts = [int(layer.get_seq_length()) for layer in self.layers if hasattr(layer, "keys")]
+        attention = [layer for layer in self.layers if hasattr(layer, "keys") and hasattr(layer, "get_seq_length")]
+        counts = [int(layer.get_seq_length()) for layer in attention]
         return min(counts, default=UNBOUNDED)
 
     @property

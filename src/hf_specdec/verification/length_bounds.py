@@ -31,11 +31,14 @@ class LengthBounds:
             the model's own `generate()` reads the text again. The rows of a batch must then be as long as in plain
             decoding, and the step of the token at the bound is a plain one.
         changes_from: Position from which the forward changes with every token (dynamic NTK); None: never.
+        counts_slots: Whether the forward counts a node's slot instead of its depth (Llama 4), so that no node of a
+            tree may stand in a slot beyond a bound.
     """
 
     ends: tuple[int, ...]
     switches: frozenset[int]
-    changes_from: int | None
+    changes_from: int | None = None
+    counts_slots: bool = False
 
     @classmethod
     def of(cls, config: Any) -> LengthBounds:
@@ -51,10 +54,11 @@ class LengthBounds:
                 changes_from = getattr(config, "max_position_embeddings", None)
                 switches.add(changes_from)
         found = {value for value in switches if isinstance(value, int)}
-        if getattr(config, "attn_temperature_tuning", False) and (scale := getattr(config, "floor_scale", None)):
+        scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+        if scale:
             switches.update(range(scale - 1, max(filter(None, tables), default=0), scale))
         ends = sorted({value for value in tables if isinstance(value, int) and value > 0} | found)
-        return cls(tuple(ends), frozenset(found), changes_from)
+        return cls(tuple(ends), frozenset(found), changes_from, counts_slots=bool(scale))
 
     def within(self, num_slots: int) -> LengthBounds:
         """Return the bounds that a text of `num_slots` slots can reach."""

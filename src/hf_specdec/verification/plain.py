@@ -1,11 +1,14 @@
-"""Checks that a model's plain `generate()` continues text in transformers' own decoding loop.
+"""Checks that a model's plain `generate()` continues text in transformers' own decoding loop, and what it computes.
 
-Speculation replaces that loop, so models with another one are refused before the probe.
+Speculation replaces that loop, so models with another one are refused.
 """
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +16,19 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.model import cache_argument, execution_device, text_config
 
 REPLACED_HOOKS = {"_sample": "a decoding loop", "_prepare_cache_for_generation": "a cache"}
 """Methods of `GenerationMixin` that speculation replaces, and what each provides."""
 
-PROMPT_LENGTH = 13
-"""Number of prompt tokens in `check_plain_generate`."""
+PROMPT_LENGTH = 6
+"""Number of prompt tokens in `run_plainly`."""
+PADDING = 2
+"""Left padding of half of its rows, in tokens."""
+NO_TOKEN = 2**31 - 1
+"""A token id that no model emits; as EOS, it lets an answer never end early."""
 
 PLAIN_OPTIONS: Mapping[str, Any] = {
-    "max_length": PROMPT_LENGTH + 2,  # one token from the prefill, one from the cache
     "max_new_tokens": None,
     "min_length": 0,
     "min_new_tokens": None,
@@ -34,8 +40,27 @@ PLAIN_OPTIONS: Mapping[str, Any] = {
     "token_healing": False,
     "cache_implementation": None,
     "disable_compile": True,
+    "eos_token_id": NO_TOKEN,
 }
-"""Options of `check_plain_generate`, which override the model's generation configuration."""
+"""Options of `run_plainly`, which override the model's generation configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRun:
+    """A short plain `generate()` with a fixed answer, which other forwards are compared with.
+
+    Args:
+        prompt, mask: `[B, P]`; the second half of the rows is padded on the left.
+        answer: `[B, T]` tokens. One is the pad token, if there is one: some models skip it when they count positions.
+        logits: `[B, V]` after each token of the answer.
+        cache: The cache, which holds prompt and answer.
+    """
+
+    prompt: Tensor
+    mask: Tensor
+    answer: Tensor
+    logits: tuple[Tensor, ...]
+    cache: Any
 
 
 def refusal(model: Any, reason: str, hint: str = "Use plain generate() with this model.") -> UnsupportedModelError:
@@ -57,35 +82,64 @@ def why_not_transformers_loop(model: GenerationMixin) -> str:
 
 
 @torch.no_grad()
-def check_plain_generate(model: PreTrainedModel) -> None:
-    """Check that the model's own `generate()` continues a text prompt; costs two forwards of one row.
+def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> PlainRun:
+    """Let the model's own `generate()` give fixed answers to short prompts; costs `num_tokens` + 1 forwards.
+
+    Args:
+        model: Any model that passes `gate`, attached or not.
+        num_texts: Prompts without padding, and prompts with padding.
+        num_tokens: T, the length of the answers.
 
     Raises:
         UnsupportedModelError: `generate()` fails on a text prompt, does not return the prompt followed by new tokens,
             or runs another model.
     """
-    prompt = ordinary_tokens(model, PROMPT_LENGTH)[None]
-    forwards: list[None] = []
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    rows, width = 2 * num_texts, PROMPT_LENGTH + num_tokens
+    tokens = ordinary_tokens(model, rows * width).view(rows, width)
+    prompt, answer = tokens.split([PROMPT_LENGTH, num_tokens], dim=-1)
+    pad_token_id = getattr(text_config(model), "pad_token_id", None)
+    if isinstance(pad_token_id, int) and 0 <= pad_token_id < text_config(model).vocab_size:
+        answer[:, 1] = pad_token_id
+    mask, forced = torch.ones_like(prompt), answer.tolist()
+    mask[num_texts:, :PADDING] = 0
+    logits, caches = list[Tensor](), list[Any]()
+    thread = threading.get_ident()
+
+    def note(_module: Any, _inputs: Any, named: dict[str, Any], outputs: Any) -> None:
+        if threading.get_ident() == thread:
+            logits.append(outputs.logits[:, -1].float())
+            caches.append(named.get(cache_argument(model)))
+
+    def next_token(row: int, text: Tensor) -> list[int]:
+        return forced[row][len(text) - PROMPT_LENGTH :][:1] or [0]
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
+    generate: Any = model.generate
+    plain = {"speculative": None} if "speculative" in inspect.signature(generate).parameters else {}
     try:
-        generate: Any = model.generate
-        answer = generate(prompt, attention_mask=torch.ones_like(prompt), **PLAIN_OPTIONS)
+        text = generate(
+            prompt, attention_mask=mask, max_length=width + 1, prefix_allowed_tokens_fn=next_token,
+            **PLAIN_OPTIONS, **plain,
+        )  # fmt: skip
     except Exception as error:
-        text = str(error).strip().partition("\n")[0].rstrip(".")
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise refusal(
             model,
-            f"its plain generate() fails on a text prompt with {type(error).__name__}: {text}",
+            f"its plain generate() fails on a text prompt with {type(error).__name__}: {reason}",
             "Speculation requires a plain generate() that continues text.",
         ) from error
     finally:
         hook.remove()
-    if not forwards:
+    if not logits:
         raise refusal(model, "its generate() runs another model's forward", "Attach that model instead.")
-    if not isinstance(answer, Tensor) or answer.dim() != 2 or answer.shape[1] <= PROMPT_LENGTH:
-        got = f"a tensor {list(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
-        raise refusal(model, f"its generate() returns {got} for a prompt [1, {PROMPT_LENGTH}], not one row of tokens")
-    if not torch.equal(answer[:, :PROMPT_LENGTH].to(prompt.device), prompt):
+    if not isinstance(text, Tensor) or text.dim() != 2 or len(text) != rows or text.shape[1] <= PROMPT_LENGTH:
+        got = f"a tensor {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
+        raise refusal(
+            model, f"its generate() returns {got} for a prompt [{rows}, {PROMPT_LENGTH}], not one row of tokens each"
+        )
+    if not torch.equal(text[:, :width].to(tokens.device), tokens):
         raise refusal(model, "its generate() does not return the prompt followed by new tokens")
+    return PlainRun(prompt, mask, answer, tuple(logits[-num_tokens:]), caches[-1])
 
 
 def ordinary_tokens(model: PreTrainedModel, count: int) -> Tensor:

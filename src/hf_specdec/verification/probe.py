@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+import transformers
+from huggingface_hub import constants
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
-from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.transformers_private import is_stateful, prefill, supports_dynamic_cache, updated_kwargs
+from hf_specdec.atomic import write_text
+from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
+from hf_specdec.records import read_object
+from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.attention import REPLACED, implementation
-from hf_specdec.verification.cache import TreeCache, measured_layout
+from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
 from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.chain_target import ChainTarget
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
-from hf_specdec.verification.memory import CacheLayout
+from hf_specdec.verification.memory import CacheLayout, LayerLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.plain import refusal, why_not_transformers_loop
+from hf_specdec.verification.plain import PlainRun, refusal, run_plainly, why_not_transformers_loop
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.tree_target import TreeTarget
@@ -37,6 +46,8 @@ from hf_specdec.verification.trial_runs import (
     reproducible,
     run_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,36 +131,147 @@ def why_chains_only(model: PreTrainedModel) -> str:
     return f"its layers of type {', '.join(sorted(other))} hold more than keys and values" if other else ""
 
 
-@torch.no_grad()
+TREE, TREE_PATH = (-1, 0, 0, 1), (0, 2)
+"""Parents of the tree that is tried, and the path in it that the plain run has taken; node 1 must not be seen."""
+CHAIN, CHAIN_PATH = (-1, 0, 1, 2), (0, 1, 2)
+"""The same of the chain."""
+TEXTS = 3
+"""Texts that decide in half precision if a first text shows rounding."""
+
+
 def inspect_target(model: PreTrainedModel) -> TargetFacts:
     """Return how a model can verify: after `gate`, try a small tree, then a chain, against plain decoding's logits.
 
-    Costs seven forwards of at most 17 tokens in 2 to 8 rows (eight in 6 to 24 rows if arithmetic is inexact); about as
-    many again without `verification/attention.py` if that fails, and again for a chain. Does not modify the model.
+    Costs a plain `generate()` of two tokens after prompts of six in two rows (three tokens for a chain), the same
+    prompts again, and one forward over four nodes. If arithmetic is inexact and that shows rounding, three times as
+    many texts decide. Does not modify the model. Verdicts on models of transformers itself are kept on disk, see
+    `_kept_file`.
 
     Raises:
-        UnsupportedModelError: The model can verify neither; the message contains the reasons.
+        UnsupportedModelError: The model's plain `generate()` is unsuitable, see `run_plainly`, or the model can verify
+            neither; the message contains the reasons.
     """
     gate(model)
-    config, fingerprint = text_config(model), Fingerprint.of(model)
-    reason = why_chains_only(model)
+    fingerprint = Fingerprint.of(model)
+    file = _kept_file(model, fingerprint)
+    facts = None if file is None else _read_kept(file, model, fingerprint)
+    if facts is None:
+        facts = _try_forwards(model, fingerprint)
+        if file is not None:
+            try:
+                write_text(file, json.dumps(_to_json(facts)))
+            except InvalidConfigError as error:
+                logger.warning("How %s verifies drafts is not kept for the next time: %s", type(model).__name__, error)
+    return facts
+
+
+def _kept_file(model: PreTrainedModel, fingerprint: Fingerprint) -> Path | None:
+    """Return the file, which may not exist, of the verdict on models like this one.
+
+    It is named by class, configuration, dtypes, device, versions and `_own_code`. None if the verdict may depend on
+    more: modules or forwards that are not transformers' or torch's, hooks, adapters, tensors that are not plain ones,
+    several devices.
+    """
+    kinds = {type(module) for module in model.modules()}
+    owners = {str(owner.__module__) for kind in kinds for owner in (kind, kind.forward)}
+    tensors = {(type(tensor), tensor.dtype, tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    devices = {str(device) for _, _, device in tensors}
+    if (
+        not all(owner.startswith(("transformers.", "torch.")) for owner in owners)
+        or any("forward" in vars(module) for module in model.modules())
+        or not all(kind in (Tensor, nn.Parameter, nn.Buffer) for kind, _, _ in tensors)
+        or len(devices) != 1
+        or "meta" in devices
+        or fingerprint.hooks
+        or any(map(any, fingerprint.modes))
+    ):
+        return None
+    facts = [
+        _own_code(), torch.__version__, transformers.__version__, type(model).__module__, type(model).__qualname__,
+        sorted({str(dtype) for _, dtype, _ in tensors}), *devices, attention_name(text_config(model)),
+        multiplies_exactly(execution_device(model)), torch.is_autocast_enabled(model.device.type),
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps([*facts, model.config.to_json_string(use_diff=False)], default=str).encode())
+    return Path(constants.HF_HOME) / "hf-specdec" / "verdicts" / f"{digest.hexdigest()[:40]}.json"
+
+
+@functools.cache
+def _own_code() -> str:
+    """Return a digest of this package's code for forwards: a verdict made with other code is not read."""
+    digest, package = hashlib.sha256(), Path(__file__).parent
+    for file in sorted((*package.glob("*.py"), *package.parent.glob("trees/*.py"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _to_json(facts: TargetFacts) -> dict[str, Any]:
+    layers = None if facts.cache_layout is None else [
+        entry and [entry.num_heads, entry.key_dim, entry.value_dim, *map(str, entry.dtypes or ())]
+        for entry in facts.cache_layout
+    ]  # fmt: skip
+    return {
+        "layers": layers, "chain_only_reason": facts.chain_only_reason, "unpacked_reason": facts.unpacked_reason,
+        "uses_autocast": facts.uses_autocast,
+    }  # fmt: skip
+
+
+def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFacts | None:
+    """Return the kept verdict; None if there is none that can be read."""
+    if not file.is_file():
+        return None
+    try:
+        kept, layers = read_object(file), list[LayerLayout | None]()
+        for entry in kept["layers"] or ():
+            if entry is None:
+                layers.append(None)
+                continue
+            heads, key, value, *names = entry
+            keys, values = (getattr(torch, name.removeprefix("torch.")) for name in names)
+            layers.append(LayerLayout(int(heads), int(key), int(value), model.device, (keys, values)))
+        reasons = str(kept["chain_only_reason"]), fingerprint, str(kept["unpacked_reason"])
+        return TargetFacts(None if kept["layers"] is None else tuple(layers), *reasons, bool(kept["uses_autocast"]))
+    except (InvalidConfigError, LookupError, TypeError, ValueError, AttributeError):
+        return None  # damaged: the model is tried again, and the file written again
+
+
+@torch.no_grad()
+def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFacts:
+    config, device, reason = text_config(model), execution_device(model), why_chains_only(model)
     with reproducible(model):
         autocast = enters_autocast(model)
+        exact = model.dtype in (torch.float32, torch.float64) and multiplies_exactly(device) and not autocast
+        plain = functools.cache(functools.partial(run_plainly, model))
+
+        def attempt(new_target: Callable[[], Target], parents: Sequence[int], path: Sequence[int]) -> Target:
+            run = plain(1, len(path))
+            try:
+                return _probe(new_target(), parents, path, run, None, EXACT if exact else CLOSE)
+            except _CannotVerifyError:
+                if exact:
+                    raise
+            run = plain(TEXTS, len(path))
+            whole = run_whole(model, run.prompt, run.mask, run.answer)
+            rounding = [_distance(again, once) for again, once in zip(whole, run.logits, strict=True)]
+            return _probe(new_target(), parents, path, run, rounding, ROUNDING_FACTOR)
+
+        def new_tree_target(packed: bool) -> Target:
+            cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
+            return TreeTarget(model, cache, uses_packed_attention=packed)
+
         # some layers accept only attention names that they know, so packed attention may fail
         name, unpacked = implementation(config), ""
         if name != REPLACED:
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
-        attempts = (False,) if unpacked else (True, False)
-        for packed in attempts if not reason else ():
-            cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
+        for packed in () if reason else (False,) if unpacked else (True, False):
             try:
-                _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1], autocast)
-                return TargetFacts(measured_layout(cache), "", fingerprint, unpacked, autocast)
+                target = attempt(functools.partial(new_tree_target, packed), TREE, TREE_PATH)
+                assert isinstance(target.cache, TreeCache)
+                return TargetFacts(measured_layout(target.cache), "", fingerprint, unpacked, autocast)
             except _CannotVerifyError as failure:
                 reason = str(failure)
                 unpacked = unpacked or f"with another attention function, {reason}"
         try:
-            _probe(ChainTarget(model, ChainCache(config)), [-1, 0, 1, 2], autocast)
+            attempt(lambda: ChainTarget(model, ChainCache(config)), CHAIN, CHAIN_PATH)
         except _CannotVerifyError as failure:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot verify drafted tokens. As a tree: {reason}. As a chain: {failure}.",
@@ -158,59 +280,70 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     return TargetFacts(None, reason, fingerprint, uses_autocast=autocast)
 
 
-PROBE_TEXTS = 3
-"""Number of prompts without padding and of prompts with left padding, if arithmetic is inexact (else one of each)."""
-PROBE_PADDING = 3
-"""Left padding in tokens."""
+def _probe(
+    target: Target, parents: Sequence[int], path: Sequence[int], plain: PlainRun, rounding: Sequence[Tensor] | None,
+    allowed: float,
+) -> Target:  # fmt: skip
+    """Read the prompt, verify four nodes, commit two; compare logits and keys with the plain run's.
 
+    A chain's next token is then verified as well, because recurrent layers hold no keys to compare.
 
-def _probe(target: Target, parents: list[int], autocast: bool) -> None:
-    """Prefill, verify four nodes, commit the root and its first child, verify one more; compare with plain steps.
+    Args:
+        target: The target to try.
+        parents: Parents of the nodes.
+        path: Nodes with the plain run's tokens; the others get another token.
+        plain: The plain run.
+        rounding: Distances `[B]` of the model's own logits between two ways to compute them; None: not needed.
+        allowed: Largest distance, relative to the logits or as a multiple of `rounding`.
 
-    `autocast`: whether the forward enters autocast, so that float32 weights are not multiplied exactly.
+    Returns:
+        The target.
     """
-    model = target.model
-    device, config = execution_device(model), text_config(model)
-    exact = model.dtype in (torch.float32, torch.float64) and multiplies_exactly(device) and not autocast
-    rows = 2 if exact else 2 * PROBE_TEXTS
-    tokens = ((torch.arange(17 * rows, device=device) * 7 + 3) % config.vocab_size).view(rows, 17)
-    prompt, nodes = tokens.split([13, 4], dim=-1)
-    pad_token_id = getattr(config, "pad_token_id", None)
-    if isinstance(pad_token_id, int) and 0 <= pad_token_id < config.vocab_size:
-        nodes[:, 1] = pad_token_id  # some models skip it when they count positions
-    mask = torch.ones_like(prompt)
-    mask[rows // 2 :, :PROBE_PADDING] = 0
-    tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
+    prompt, answer = plain.prompt, plain.answer
+    nodes = torch.stack([answer[:, path.index(node)] if node in path else prompt[:, 0] for node in range(4)], dim=-1)
+    tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=nodes.device))
+    kept = tuple(path[:2])
+    rows = (kept,) * len(nodes)
+    acceptance = Acceptance(
+        torch.tensor(rows, dtype=torch.long, device=nodes.device), answer[:, :2], answer[:, -1], rows,
+        ((0, 0),) * len(nodes), (3,) * len(nodes),
+    )  # fmt: skip
     try:
-        target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
-        logits = target.verify(tree).logits.float()
-        target.commit(tree, _first_child_kept(nodes))
-        root = TokenTree(nodes[:, 2:3], torch.tensor([-1], dtype=torch.long, device=device))
-        checks = [("after a committed path", [0, 1, 2], target.verify(root).logits[:, 0].float())]
-        for node in range(1, len(parents)):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            checks.append((f"at node {node} of {parents}", path, logits[:, node]))
-        paths = [path for _, path, _ in checks]
-        plain = _along_paths(_decode_plainly, model, prompt, mask, nodes, paths)
-        again = plain if exact else _along_paths(run_whole, model, prompt, mask, nodes, paths)
-        for (place, _, actual), expected, recomputed in zip(checks, plain, again, strict=True):
-            _compare(actual, expected, None if exact else _distance(recomputed, expected), place)
-    except FAILURES as error:
+        target.prefill(prompt, GenerationConfig(), first_inputs(target.model, plain.mask, target.cache))
+        logits = target.verify(tree).logits
+        found = [(index, f"at node {node} of {list(parents)}", logits[:, node]) for index, node in enumerate(path)]
+        target.commit(tree, acceptance)
+        if len(path) > 2:
+            root = TokenTree(answer[:, 2:3], torch.tensor([-1], dtype=torch.long, device=nodes.device))
+            found.append((2, "after a committed path", target.verify(root).logits[:, 0]))
+    except (*FAILURES, UnsupportedModelError) as error:
         raise _CannotVerifyError(f"its forward failed with {type(error).__name__}: {error}") from error
-
-
-def _first_child_kept(tokens: Tensor) -> Acceptance:
-    """Return an acceptance that keeps the root and its first child in every row of a tree's tokens `[B, N]`."""
-    path = torch.tensor([[0, 1]] * len(tokens), dtype=torch.long, device=tokens.device)
-    kept, rows = tokens[:, 1:3], ((0, 1),) * len(tokens)
-    return Acceptance(path, kept, kept[:, 1], rows, rows, (tokens.shape[1] - 1,) * len(tokens))
+    for index, place, actual in found:
+        _compare(actual.float(), plain.logits[index], None if rounding is None else rounding[index], place, allowed)
+    exact, layers = rounding is None and allowed == EXACT, getattr(plain.cache, "layers", ())
+    for number, (ours, theirs) in enumerate(zip(target.cache.layers, layers, strict=False)):
+        if isinstance(ours, TreeLayer) and ours.is_initialized and getattr(theirs, "is_initialized", False):
+            keys = ours.keys[:, :, : ours.end][:, :, -2:].float()
+            distance = _distance(keys.flatten(1), theirs.keys[:, :, -2:].float().flatten(1))
+            if not float(distance.max()) <= (EXACT if exact else KEYS):
+                raise _CannotVerifyError(
+                    f"the keys of layer {number} after a committed path differ from plain decoding's, for example "
+                    "because their positions do"
+                )
+            if not exact:  # rounding adds up from layer to layer
+                break
+    return target
 
 
 EXACT = 3e-5
 """Largest relative distance allowed in float32 and float64 (largest measured, over 168 architectures: 5.6e-6)."""
-ROUNDING_FACTOR = 5
+CLOSE = 4e-3
+"""Relative distance of logits in half precision that decides by itself: one unit in the last place of bfloat16. The
+same products in other shapes often round alike, as on CPUs; a wrong mask or position moved SmolLM2's by 0.05."""
+KEYS = 0.05
+"""Relative distance allowed in half precision for the keys of the first layer (with simulated kernel noise 0.005; one
+position too early 0.23)."""
+ROUNDING_FACTOR = 5.0
 """Largest multiple of the model's own rounding error allowed in half precision.
 
 Largest multiples measured: 1.3 over 18 tiny architectures in bf16 and fp16, 2.6 for SmolLM2-135M in bf16 with
@@ -221,7 +354,7 @@ MAX_TOLERANCE = 1e-1
 """Relative distance allowed between a compiled or captured forward and the model's own in half precision."""
 
 
-def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: str) -> None:
+def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: str, allowed: float) -> None:
     """Raise `_CannotVerifyError` if logits `[B, V]` differ from plain decoding's; the second half of rows is padded.
 
     In half precision, the distance of each row is divided by its rounding error, because some texts, and some places
@@ -231,12 +364,13 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
         actual: Logits to check.
         expected: Logits of plain decoding.
         rounding: Distance `[B]` between the logits of plain decoding and those recomputed by one forward without a
-            cache; None for exact arithmetic.
+            cache; None to compare relative distances.
         place: Where the logits are, for the message.
+        allowed: Largest relative distance, or largest multiple of the rounding error.
     """
-    distance, allowed = _distance(actual, expected), EXACT
+    distance = _distance(actual, expected)
     if rounding is not None:
-        distance, allowed = distance / rounding.clamp(*ROUNDING), float(ROUNDING_FACTOR)
+        distance = distance / rounding.clamp(*ROUNDING)
     for name, rows in zip(("", " in a padded row"), distance.split(len(actual) // 2), strict=True):
         if not float(rows.median()) <= allowed:
             excess = (
@@ -248,34 +382,6 @@ def _compare(actual: Tensor, expected: Tensor, rounding: Tensor | None, place: s
 def _distance(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the distances `[B]` of logits `[B, V]`, relative to the norm of the expected ones."""
     return (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
-
-
-def _along_paths(
-    run: Callable[[PreTrainedModel, Tensor, Tensor, Tensor], list[Tensor]],
-    model: PreTrainedModel, prompt: Tensor, mask: Tensor, nodes: Tensor, paths: list[list[int]],
-) -> list[Tensor]:  # fmt: skip
-    """Return, for each path through the nodes `[B, N]`, the logits `[B, V]` after prompt `[B, P]` and path.
-
-    All paths run in one batch; shorter ones repeat their last node.
-    """
-    width = max(map(len, paths))
-    tokens = torch.cat([nodes[:, [*path, *path[-1:] * (width - len(path))]] for path in paths])
-    logits = run(model, prompt.repeat(len(paths), 1), mask.repeat(len(paths), 1), tokens)
-    return [logits[len(path) - 1].chunk(len(paths))[index] for index, path in enumerate(paths)]
-
-
-def _decode_plainly(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Return, for each of the tokens `[B, T]`, the logits `[B, V]` after it, by the steps of plain `generate()`."""
-    inputs = first_inputs(model, mask, DynamicCache(config=text_config(model)))
-    outputs = prefill(model, prompt, GenerationConfig(), inputs)
-    text, logits = prompt, []
-    for column in tokens.split(1, dim=-1):
-        inputs = updated_kwargs(model, outputs, inputs)
-        text = torch.cat([text, column], dim=-1)
-        step = model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs)
-        outputs = model(**step, return_dict=True)
-        logits.append(outputs.logits[:, -1].float())
-    return logits
 
 
 @torch.no_grad()
