@@ -14,9 +14,15 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTra
 
 from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.errors import UnsupportedModelError
-from hf_specdec.transformers_private import is_stateful, prefill, supports_dynamic_cache, updated_kwargs
+from hf_specdec.transformers_private import (
+    attention_name,
+    is_stateful,
+    prefill,
+    supports_dynamic_cache,
+    updated_kwargs,
+)
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.attention import REPLACED, implementation
+from hf_specdec.verification.attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache, measured_layout
 from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.chain_target import ChainTarget
@@ -100,7 +106,7 @@ def gate(model: Any) -> None:
     for name in ("vocab_size", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
             raise refusal(model, f"its configuration has no integer `{name}`")
-    attention = implementation(config)
+    attention = attention_name(config)
     if attention not in ("sdpa", "eager"):
         reason = f"its attention {attention!r} takes no custom mask"
         raise refusal(model, reason, 'Call model.set_attn_implementation("sdpa") first.')
@@ -135,15 +141,17 @@ def inspect_target(model: PreTrainedModel) -> TargetFacts:
     reason = why_chains_only(model)
     with reproducible(model):
         autocast = enters_autocast(model)
-        # some layers accept only attention names that they know, so packed attention may fail
-        name, unpacked = implementation(config), ""
+        name, unpacked = attention_name(config), ""
         if name != REPLACED:
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         attempts = (False,) if unpacked else (True, False)
         for packed in attempts if not reason else ():
-            cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
+            cache, plain = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0), AttentionContext({})
             try:
-                _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1], autocast)
+                with attending(plain):  # in the plain steps, whose masks are not ours
+                    _probe(TreeTarget(model, cache, uses_packed_attention=packed), [-1, 0, 0, 1], autocast)
+                if not plain.is_asked:
+                    unpacked = unpacked or "its layers do not call transformers' attention function"
                 return TargetFacts(measured_layout(cache), "", fingerprint, unpacked, autocast)
             except _CannotVerifyError as failure:
                 reason = str(failure)
