@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import ctypes
 import functools
@@ -227,6 +228,16 @@ def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
         grow_block(block_outputs(dtype, "rnn", 40, root=1100), growable(Budget(16, 4, 8)))
 
 
+def test_a_hot_token_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
+    """A chain reads only the embeddings of tokens that it drafts after."""
+    outputs = block_outputs(dtype, "rnn", 40)
+    assert outputs.hot_token_ids is not None
+    outputs.hot_token_ids.fill_(2**40)
+    assert grow_block(outputs, growable(Budget(2, 1, 1))).tree.tokens[:, 1].tolist() == [2**40] * 3
+    with pytest.raises(IndexError, match="1100 tokens"):
+        grow_block(outputs, growable(Budget(16, 4, 8)))
+
+
 @pytest.mark.parametrize("budget", [Budget(16, 5, 8), Budget(60, 4, 41)])
 def test_a_tree_larger_than_its_block_is_an_error(dtype: torch.dtype, budget: Budget) -> None:
     with pytest.raises(ValueError, match="need more than 4 slots and 40 tokens"):
@@ -270,6 +281,93 @@ def test_attention_is_exact_and_writes_only_its_slots(dtype: torch.dtype, heads:
         keys, values = (one[1:3, :, :length] for one in wanted)
         visible = torch.ones_like(seen) if mask is None else mask
         assert_right(found, attend_exactly(query, keys, values, visible, scale or dims[0] ** -0.5))
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 21])
+def test_attention_with_little_memory_is_the_same(dtype: torch.dtype, nodes: int) -> None:
+    """Some key heads at a time, and some of their queries."""
+    loaded, found = library.load_library()[1], []
+    query, key, value = (random(2, heads, nodes, 24, dtype=dtype) for heads in (6, 2, 2))
+    stored, mask = random(2, 2, 2, 700, 24, dtype=dtype), torch.rand(2, 1, nodes, 650, device="cpu") < 0.6
+    usual = loaded.limit_scratch(1)
+    for floats in (1, 6 * 26 * 3 * nodes, 6 * 26 * 12 * nodes, usual):
+        loaded.limit_scratch(floats)
+        found.append(operations.attend(query, key, value, *stored.clone(), 650 - nodes, mask, None))
+    assert all(torch.equal(one, found[-1]) for one in found)
+    assert usual == 2**22
+
+
+FAILING_NEW = """#include <cstdlib>
+#include <new>
+static long left = -1;
+extern "C" void fail_after(long count) { __atomic_store_n(&left, count, __ATOMIC_SEQ_CST); }
+void *operator new(size_t size) {
+    const long before = __atomic_load_n(&left, __ATOMIC_SEQ_CST);
+    if (before == 0 || (before > 0 && __atomic_fetch_sub(&left, 1, __ATOMIC_SEQ_CST) <= 0)) throw std::bad_alloc();
+    if (void *found = malloc(size)) return found;
+    throw std::bad_alloc();
+}
+void operator delete(void *given) noexcept { free(given); }
+void operator delete(void *given, size_t) noexcept { free(given); }
+"""
+NO_MEMORY = """import ctypes, dataclasses, torch
+from hf_specdec.cpu import operations, search
+from hf_specdec.errors import CacheCapacityError
+fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
+def failing(function):
+    def call(*given):
+        fail_after(left[0])  # the kernel's allocations, not torch's
+        try:
+            return function(*given)
+        finally:
+            fail_after(-1)
+    return call
+own = operations.functions_for
+functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
+replaced = {number: operations.Functions(**{
+    field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
+}) for number, one in functions.items()}
+operations.functions_for = search.functions_for = replaced.__getitem__
+for number in functions:
+    ones = lambda *shape: torch.ones(*shape, dtype=number)
+    x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
+    keys = torch.zeros(2, 1, 2, 900, 8, dtype=number)
+    calls = {
+        "linear": lambda: operations.linear(x, [weight], [None]),
+        "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
+        "best": lambda: search.best_tokens(ones(3, 5000), 4)[0],
+        "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
+        "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
+    }
+    for name, call in calls.items():
+        for left[0] in range(50):
+            try:
+                result = call()
+            except (MemoryError, CacheCapacityError) as error:
+                seen.setdefault(name, set()).add(type(error).__name__)
+                continue
+            break
+        else:
+            raise AssertionError(name)
+        left[0] = -1
+        assert torch.equal(result, call()), name
+print({name: sorted(kinds) for name, kinds in seen.items()})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> None:
+    """Every allocation of every call fails in turn, in whichever thread; a call that succeeds later is right."""
+    (tmp_path / "new.cpp").write_text(FAILING_NEW)
+    subprocess.run([*library.find_compiler(), "-shared", "-fPIC", "new.cpp", "-o", "new.so"], cwd=tmp_path, check=True)
+    own = {"PYTHONPATH": SOURCE, "LD_PRELOAD": str(tmp_path / "new.so"), "OMP_NUM_THREADS": threads}
+    command = [sys.executable, "-c", NO_MEMORY]
+    done = subprocess.run(command, env={**os.environ, **own}, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = {"linear": "MemoryError", "gated": "MemoryError", "best": "MemoryError"}
+    wanted |= {"joined": "CacheCapacityError", "attend": "CacheCapacityError"}
+    assert ast.literal_eval(done.stdout) == {name: [kind] for name, kind in wanted.items()}
 
 
 @pytest.mark.skipif(not AVAILABLE or not AVAILABLE[0].endswith("bf16"), reason="no instructions for pairs")
