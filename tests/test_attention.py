@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.verification import attention
-from hf_specdec.verification.attention import NAME, AttentionContext, attending, implementation, tree_attention
+from hf_specdec.cpu.library import load_or_none
+from hf_specdec.errors import CacheCapacityError
+from hf_specdec.generation import model_programs
+from hf_specdec.verification import attention, runners
+from hf_specdec.verification.attention import AttentionContext, attending, tree_attention
 from hf_specdec.verification.probe import inspect_target
+from hf_specdec.verification.programs import CaptureError
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
 
@@ -72,34 +77,41 @@ def test_what_is_not_ours_gets_transformers_attention(monkeypatch: pytest.Monkey
     assert not called
 
 
-def test_the_name_is_gone_after_a_forward_and_after_a_failure() -> None:
-    model = zoo.build("llama")
-    seen: list[str] = []
-    forward = AttentionContext({})
-    with attending(model.config, forward):
-        seen.append(model.config._attn_implementation)
-        assert implementation(model.config) == "sdpa"
-        with attending(model.config, forward):  # another thread's, say
-            pass
-    with pytest.raises(RuntimeError), attending(model.config, forward):
+def test_the_context_is_gone_after_a_forward_and_after_a_failure() -> None:
+    forward, seen = AttentionContext({}), []
+    with attending(forward):
+        seen.append(attention._CONTEXT.get())
+        with attending(None):
+            seen.append(attention._CONTEXT.get())
+    with pytest.raises(RuntimeError), attending(forward):
         raise RuntimeError
-    assert seen == [NAME]
-    assert model.config._attn_implementation == "sdpa"
+    assert seen == [forward, forward]
+    assert attention._CONTEXT.get() is None
 
 
 def test_eager_attention_is_left_alone() -> None:
     model = copy.deepcopy(zoo.build("llama"))
     model.set_attn_implementation("eager")
-    with attending(model.config, AttentionContext({})):
-        assert model.config._attn_implementation == "eager"
     assert not inspect_target(model).uses_packed_attention
 
 
 @pytest.mark.parametrize(("name", "packs"), [("llama", True), ("gemma3_text", True), ("falcon", False)])
-def test_a_model_that_compares_the_name_keeps_its_own(name: str, packs: bool) -> None:
+def test_a_model_that_calls_its_own_attention_keeps_it(name: str, packs: bool) -> None:
     facts = inspect_target(zoo.build(name))
     assert facts.supports_trees
     assert facts.uses_packed_attention == packs
+
+
+def test_a_compiled_forward_never_sees_the_context() -> None:
+    """One graph, without breaks, that is not compiled again inside of one of our forwards."""
+    query, key, value, mask = layer_inputs(6, 2, 3, 7, torch.float32)
+    layer, counter = Layer(3), torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda *given: tree_attention(layer, *given)[0], backend=counter, fullgraph=True)
+    wanted = sdpa_attention_forward(layer, query, key, value, mask)[0]
+    assert torch.equal(compiled(query, key, value, mask), wanted)
+    with attending(AttentionContext({"full_attention": mask})):
+        assert torch.equal(compiled(query, key, value, mask), wanted)
+    assert counter.frame_count == 1
 
 
 def test_one_node_behind_a_whole_row_needs_no_mask(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +134,7 @@ def test_one_node_behind_a_whole_row_needs_no_mask(llama: Any, monkeypatch: pyte
 
 
 def test_plain_generation_beside_ours_sees_transformers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that generates plainly while the name is there computes as always, and its fingerprint is the same."""
+    """A thread that generates plainly during our forward computes as always, and its fingerprint is the same."""
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
@@ -130,7 +142,7 @@ def test_plain_generation_beside_ours_sees_transformers_attention(monkeypatch: p
     run = TreeTarget._run
 
     def watch(self: TreeTarget, *args: Any) -> Any:
-        with attending(model.config, AttentionContext({})):
+        with attending(AttentionContext({})):
             thread = threading.Thread(target=lambda: inside.append(model.generate(ids, **options).tolist()))
             thread.start()
             thread.join()
@@ -141,3 +153,60 @@ def test_plain_generation_beside_ours_sees_transformers_attention(monkeypatch: p
     assert inside
     assert all(answer == plain for answer in inside)
     assert len(model._speculation.facts) == 1
+
+
+def test_a_generation_in_another_thread_does_not_disturb_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the middle of the traced forward, with forwards of its own that end before it."""
+    if load_or_none() is None:
+        pytest.skip("no CPU kernels for this machine")
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    ids, traced, answers = prompts(1)[0], runners.ModelForward.__call__, []
+    options = {"max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(ids, **options).tolist()
+
+    def generate() -> None:
+        chosen = {"method": "prompt_lookup", "compile": "none"}
+        answers.append(model.generate(ids, speculative=chosen, **options).tolist())
+
+    def disturbed(self: Any, tokens: Tensor, positions: Tensor, forward: AttentionContext, cache: Any) -> Any:
+        own = AttentionContext.kind
+
+        def kind(self: AttentionContext, mask: Tensor | None) -> str | None:
+            if self is forward and not answers:
+                thread = threading.Thread(target=generate)
+                thread.start()
+                thread.join()
+            return own(self, mask)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AttentionContext, "kind", kind)
+            return traced(self, tokens, positions, forward, cache)
+
+    monkeypatch.setattr(runners.ModelForward, "__call__", disturbed)
+    chosen = {"method": "prompt_lookup", "compile": "kernels"}
+    assert model.generate(ids, speculative=chosen, **options).tolist() == plain
+    assert answers == [plain]
+    assert model._speculation.programs["kernels"].runner is not None
+
+
+@pytest.mark.parametrize(("cause", "is_kept"), [
+    (OSError(28, "No space left on device"), False), (MemoryError(), False), (CacheCapacityError("too long"), False),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False), (RuntimeError("no such operation"), True),
+])  # fmt: skip
+def test_a_failure_that_is_not_the_models_own_is_not_kept(
+    cause: Exception, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    ids, calls = prompts(1)[0], []
+    plain = model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    def fail(*_arguments: Any) -> None:
+        calls.append(1)
+        raise CaptureError("it cannot be traced") from cause
+
+    monkeypatch.setattr(model_programs, "make_runner", fail)
+    for _ in range(2):
+        chosen = {"method": "prompt_lookup", "compile": "kernels"}
+        answer = model.generate(ids, max_new_tokens=4, do_sample=False, speculative=chosen)
+        assert torch.equal(answer, plain)
+    assert len(calls) == (1 if is_kept else 2)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import ctypes
+import functools
+import hashlib
 import itertools
 import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +52,7 @@ SETS, DTYPES = (
     [torch.bfloat16, torch.float32],
 )
 """Instruction sets, threads, and whether instructions for pairs of bfloat16 are used if there are any."""
+SOURCE, COMPILER = str(Path(library.__file__).parents[2]), {"PATH": os.environ["PATH"]}
 GATES = {SILU: silu, GELU_TANH: lambda gate: gelu(gate, approximate="tanh")}
 
 
@@ -85,7 +91,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing loaded, an empty cache, and a quick compiler: it copies the kernels that this machine has."""
     monkeypatch.delenv(VARIABLE, raising=False)
     forget()
-    ready = library.load_library()[1]._name
+    ready = library.path_of(library.load_library()[0], library.find_compiler(), library.cache_directory())
     script(tmp_path / "g++", f'while [ $# -gt 1 ]; do [ "$1" = -o ] && exec /bin/cp {ready} "$2"; shift; done')
     for name, value in {"PATH": tmp_path, "XDG_CACHE_HOME": tmp_path / "cache"}.items():
         monkeypatch.setenv(name, str(value))
@@ -222,6 +228,16 @@ def test_a_root_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
         grow_block(block_outputs(dtype, "rnn", 40, root=1100), growable(Budget(16, 4, 8)))
 
 
+def test_a_hot_token_outside_the_vocabulary_is_an_error(dtype: torch.dtype) -> None:
+    """A chain reads only the embeddings of tokens that it drafts after."""
+    outputs = block_outputs(dtype, "rnn", 40)
+    assert outputs.hot_token_ids is not None
+    outputs.hot_token_ids.fill_(2**40)
+    assert grow_block(outputs, growable(Budget(2, 1, 1))).tree.tokens[:, 1].tolist() == [2**40] * 3
+    with pytest.raises(IndexError, match="1100 tokens"):
+        grow_block(outputs, growable(Budget(16, 4, 8)))
+
+
 @pytest.mark.parametrize("budget", [Budget(16, 5, 8), Budget(60, 4, 41)])
 def test_a_tree_larger_than_its_block_is_an_error(dtype: torch.dtype, budget: Budget) -> None:
     with pytest.raises(ValueError, match="need more than 4 slots and 40 tokens"):
@@ -267,6 +283,93 @@ def test_attention_is_exact_and_writes_only_its_slots(dtype: torch.dtype, heads:
         assert_right(found, attend_exactly(query, keys, values, visible, scale or dims[0] ** -0.5))
 
 
+@pytest.mark.parametrize("nodes", [1, 3, 21])
+def test_attention_with_little_memory_is_the_same(dtype: torch.dtype, nodes: int) -> None:
+    """Some key heads at a time, and some of their queries."""
+    loaded, found = library.load_library()[1], []
+    query, key, value = (random(2, heads, nodes, 24, dtype=dtype) for heads in (6, 2, 2))
+    stored, mask = random(2, 2, 2, 700, 24, dtype=dtype), torch.rand(2, 1, nodes, 650, device="cpu") < 0.6
+    usual = loaded.limit_scratch(1)
+    for floats in (1, 6 * 26 * 3 * nodes, 6 * 26 * 12 * nodes, usual):
+        loaded.limit_scratch(floats)
+        found.append(operations.attend(query, key, value, *stored.clone(), 650 - nodes, mask, None))
+    assert all(torch.equal(one, found[-1]) for one in found)
+    assert usual == 2**22
+
+
+FAILING_NEW = """#include <cstdlib>
+#include <new>
+static long left = -1;
+extern "C" void fail_after(long count) { __atomic_store_n(&left, count, __ATOMIC_SEQ_CST); }
+void *operator new(size_t size) {
+    const long before = __atomic_load_n(&left, __ATOMIC_SEQ_CST);
+    if (before == 0 || (before > 0 && __atomic_fetch_sub(&left, 1, __ATOMIC_SEQ_CST) <= 0)) throw std::bad_alloc();
+    if (void *found = malloc(size)) return found;
+    throw std::bad_alloc();
+}
+void operator delete(void *given) noexcept { free(given); }
+void operator delete(void *given, size_t) noexcept { free(given); }
+"""
+NO_MEMORY = """import ctypes, dataclasses, torch
+from hf_specdec.cpu import operations, search
+from hf_specdec.errors import CacheCapacityError
+fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
+def failing(function):
+    def call(*given):
+        fail_after(left[0])  # the kernel's allocations, not torch's
+        try:
+            return function(*given)
+        finally:
+            fail_after(-1)
+    return call
+own = operations.functions_for
+functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
+replaced = {number: operations.Functions(**{
+    field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
+}) for number, one in functions.items()}
+operations.functions_for = search.functions_for = replaced.__getitem__
+for number in functions:
+    ones = lambda *shape: torch.ones(*shape, dtype=number)
+    x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
+    keys = torch.zeros(2, 1, 2, 900, 8, dtype=number)
+    calls = {
+        "linear": lambda: operations.linear(x, [weight], [None]),
+        "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
+        "best": lambda: search.best_tokens(ones(3, 5000), 4)[0],
+        "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
+        "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
+    }
+    for name, call in calls.items():
+        for left[0] in range(50):
+            try:
+                result = call()
+            except (MemoryError, CacheCapacityError) as error:
+                seen.setdefault(name, set()).add(type(error).__name__)
+                continue
+            break
+        else:
+            raise AssertionError(name)
+        left[0] = -1
+        assert torch.equal(result, call()), name
+print({name: sorted(kinds) for name, kinds in seen.items()})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> None:
+    """Every allocation of every call fails in turn, in whichever thread; a call that succeeds later is right."""
+    (tmp_path / "new.cpp").write_text(FAILING_NEW)
+    subprocess.run([*library.find_compiler(), "-shared", "-fPIC", "new.cpp", "-o", "new.so"], cwd=tmp_path, check=True)
+    own = {"PYTHONPATH": SOURCE, "LD_PRELOAD": str(tmp_path / "new.so"), "OMP_NUM_THREADS": threads}
+    command = [sys.executable, "-c", NO_MEMORY]
+    done = subprocess.run(command, env={**os.environ, **own}, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = {"linear": "MemoryError", "gated": "MemoryError", "best": "MemoryError"}
+    wanted |= {"joined": "CacheCapacityError", "attend": "CacheCapacityError"}
+    assert ast.literal_eval(done.stdout) == {name: [kind] for name, kind in wanted.items()}
+
+
 @pytest.mark.skipif(not AVAILABLE or not AVAILABLE[0].endswith("bf16"), reason="no instructions for pairs")
 @pytest.mark.parametrize("rows", [1, 4, 9])
 def test_products_in_pairs_are_those_of_floats(rows: int, fresh: None) -> None:
@@ -299,8 +402,10 @@ FAILURES: dict[str, Callable[[Any, Path], None]] = {
         lambda patch, path: patch.setenv("PATH", "/nonexistent"),
     "PATH/g++ cannot compile them for BEST (x.cpp:1: error: no such thing).":
         lambda patch, path: script(path / "g++", "echo 'x.cpp: note\nx.cpp:1: error: no such thing' >&2; exit 1"),
-    "PATH/g++ failed (Command '['PATH/g++', '-std=":
-        lambda patch, path: script(path / "g++", '[ "$1" = --version ] || exec /bin/sleep 60'),
+    "PATH/g++ failed (Command '['PATH/g++', '-std=": lambda patch, path: script(path / "g++", "exec /bin/sleep 60"),
+    "PATH/g++ cannot compile them for BEST (exit status 3).": lambda patch, path: script(path / "g++", "exit 3"),
+    "PATH/g++ cannot compile them for BEST (\ufffd error).":
+        lambda patch, path: script(path / "g++", "printf '\\377 error\\n'; exit 1"),
     "they cannot be built or loaded (/": lambda patch, path: script(
         path / "g++", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && exec /bin/cp $0 "$2"; shift; done'),
     "they cannot be built or loaded ([": lambda patch, path: (
@@ -327,22 +432,175 @@ def test_a_failure_is_logged_once(reason: str, tmp_path: Path, monkeypatch: Any,
     assert found[0].startswith(f"CPU kernels are not used: {reason}")
 
 
+def kept_library(patch: pytest.MonkeyPatch) -> Path:
+    """A whole library in the cache that this process has not mapped to memory."""
+    library.load_library()
+    [made] = library.cache_directory().iterdir()
+    shutil.copytree(made.parent, made.parents[1] / "copy" / "hf-specdec")
+    patch.setenv("XDG_CACHE_HOME", str(made.parents[1] / "copy"))
+    forget()
+    return made.parents[1] / "copy" / "hf-specdec" / made.name
+
+
+def no_space(*_arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+FILE_STATES: dict[str, Callable[[Any, Path], Any]] = {
+    "truncated": lambda patch, path: os.truncate(path, path.stat().st_size // 2),
+    "one byte short": lambda patch, path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda patch, path: os.truncate(path, 0),
+    "garbage": lambda patch, path: path.write_bytes(random(9999).numpy().tobytes()),
+    "no functions": lambda patch, path: path.write_bytes(without_functions()),
+    "a FIFO": lambda patch, path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda patch, path: (path.rename(path.with_name("other")), path.symlink_to("other")),
+    "of another user": lambda patch, path: os.chown(path, 12345, 12345),
+    "open to others": lambda patch, path: path.chmod(0o777),
+    "open to the group": lambda patch, path: path.chmod(0o770),
+}
+DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
+    "a directory as library": lambda patch, path: (path.unlink(), path.mkdir()),
+    "a file as parent": lambda patch, path: patch.setenv("XDG_CACHE_HOME", str(path)),
+    "below /proc": lambda patch, path: patch.setenv("XDG_CACHE_HOME", "/proc/self"),
+    "no home": lambda patch, path: (
+        patch.delenv("XDG_CACHE_HOME"), patch.setattr(Path, "home", lambda: Path("~missing").expanduser())),
+    "a linked directory": lambda patch, path: (
+        path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("other")),
+    "a loose link": lambda patch, path: (
+        path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("nowhere")),
+    "a directory of another user": lambda patch, path: os.chown(path.parent, 12345, 12345),
+    "a directory open to others": lambda patch, path: path.parent.chmod(0o777),
+    "read only": lambda patch, path: (path.unlink(), patch.setattr(library, "clear_partials", refuse_writing(path))),
+    "no space to write": lambda patch, path: (path.unlink(), patch.setattr(os, "fsync", once(no_space))),
+    "no space to compile": lambda patch, path: patch.setenv("CXX", full_compiler(path)),
+}  # fmt: skip
+
+
+def refuse_writing(path: Path) -> Callable[..., None]:
+    """The effect of a read-only directory, in which root can write all the same."""
+
+    def refuse(folder: Path, _prefix: str) -> None:
+        if folder == path.parent:
+            raise OSError(30, "Read-only file system", str(folder))
+
+    return refuse
+
+
+def full_compiler(path: Path) -> str:
+    """A compiler for which there is no space beside a library."""
+    ready = path.parents[3] / "g++"
+    text = f'case "$*" in *{path.parent}*) echo "as: /x: No space left on device"; exit 1;; esac; exec {ready} "$@"'
+    script(ready.with_name("cxx"), text)
+    return str(ready.with_name("cxx"))
+
+
+def once(function: Callable[..., None]) -> Callable[..., None]:
+    calls: list[int] = []
+
+    def call(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            function(*arguments)
+
+    return call
+
+
+@functools.cache
+def without_functions() -> bytes:
+    """A whole library, as the package seals it, that lacks its functions."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made.so"
+        subprocess.run(["/usr/bin/env", "cc", "-shared", "-x", "c", "/dev/null", "-o", made], check=True, env=COMPILER)
+        return made.read_bytes() + hashlib.sha256(made.read_bytes()).digest()
+
+
+def assert_kernels_multiply() -> None:
+    x, weight = random(2, 9), random(5, 9)
+    assert_right(operations.linear(x, [weight], [None]), exact_product(x, weight, None))
+
+
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("obstacle", ["a file", "below /proc", "a damaged library", "no home"])
-def test_kernels_that_cannot_be_kept_work(obstacle: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    if obstacle == "a damaged library":
-        best = next(one for one in INSTRUCTION_SETS if one.name == AVAILABLE[0])
-        library.build(best, library.find_compiler(), library.cache_directory()).write_bytes(b"damaged")
-    elif obstacle == "no home":
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: Path("~missing").expanduser())
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "g++") if obstacle == "a file" else "/proc/self")
+@pytest.mark.parametrize("state", FILE_STATES)
+def test_a_library_that_cannot_be_trusted_is_replaced(state: str, monkeypatch: Any, caplog: Any) -> None:
+    path = kept_library(monkeypatch)
+    FILE_STATES[state](monkeypatch, path)
+    assert library.loads_at_once() == (state == "no functions")
+    [found] = messages(caplog)
+    assert found.startswith("The CPU kernels are compiled again: ")
+    assert str(path) in found
+    assert_kernels_multiply()
+    forget()
+    assert [one for one in path.parent.iterdir() if one.name != "other"] == [path]
+    assert path.lstat().st_mode & 0o777 == path.parent.lstat().st_mode & 0o777 == 0o700
+    later = path.parents[2] / "later"  # the dynamic linker knows the old file by its name
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parents[1].rename(later)))
+    assert library.loads_at_once()
+    assert messages(caplog) == [found]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("state", DIRECTORY_STATES)
+def test_kernels_that_cannot_be_kept_work(state: str, monkeypatch: Any, caplog: Any) -> None:
+    path = kept_library(monkeypatch)
+    DIRECTORY_STATES[state](monkeypatch, path)
     [found] = messages(caplog)
     assert found.startswith("Compiled CPU kernels cannot be kept (")
     assert found.endswith("); they are built for this process only.")
-    x, weight = random(2, 9), random(5, 9)
-    assert_right(operations.linear(x, [weight], [None]), exact_product(x, weight, None))
+    assert "()" not in found
+    assert library.load_library()[1]._name != str(path)
+    assert_kernels_multiply()
+    assert not list(path.parents[1].rglob(".build-*"))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_relative_cache_directory_is_ignored(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    library.load_library()
+    assert [one.suffix for one in (tmp_path / "home" / ".cache" / "hf-specdec").iterdir()] == [".so"]
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("state", ["truncated", "no functions", "a FIFO", "of another user"])
+def test_without_a_compiler_a_library_that_cannot_be_trusted_is_not_loaded(
+    state: str, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    path = kept_library(monkeypatch)
+    (tmp_path / "g++").unlink()
+    FILE_STATES[state](monkeypatch, path)
+    [found] = messages(caplog)
+    assert found.startswith("CPU kernels are not used: no C++ compiler was found")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_stopped_compiler_leaves_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """Neither its children nor their files; and leftovers of a process that died are removed."""
+    directory = library.cache_directory()
+    (directory / f".build-old.{2**22 + 1}.partial").mkdir()  # above the largest process id
+    script(tmp_path / "g++", f"(echo $$ > $TMPDIR/cc1.s; exec /bin/sleep 60) & echo $! > {tmp_path}/child; wait")
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT", 0.5)
+    [found] = messages(caplog)
+    assert "timed out" in found
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_process_that_ends_stops_its_compiler(tmp_path: Path) -> None:
+    script(tmp_path / "g++", f"echo $$ > {tmp_path}/child; /bin/sleep 60 & wait")
+    code = (
+        "import time, pathlib\nfrom hf_specdec.cpu import background\nassert not background.are_kernels_ready()\n"
+        f"while not pathlib.Path('{tmp_path}/child').exists(): time.sleep(0.01)"
+    )
+    variables = {**os.environ, "PYTHONPATH": SOURCE}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not list(library.cache_directory().iterdir())
 
 
 @pytest.mark.usefixtures("fresh")
@@ -377,7 +635,7 @@ def test_the_best_instruction_set_is_chosen(features: frozenset[str], machine: s
             choose_instruction_set(features, machine, most)
 
 
-BUILDS = """import library, ctypes
+BUILDS = """import ctypes; from hf_specdec.cpu import library
 floats, number = ctypes.c_float * 4, ctypes.c_long
 x, weight, y = floats(3, 4), floats(1, 1, 1, 1), floats()
 normalize = library.load_library()[1].normalize_32
@@ -389,9 +647,8 @@ IMPORTS = "import hf_specdec.verification.programs, hf_specdec.cpu.library as on
 @pytest.mark.exhaustive
 def test_processes_that_build_at_once_leave_one_library_and_an_import_none(tmp_path: Path) -> None:
     def run(code: str, cache: str) -> subprocess.Popen[str]:
-        variables = {"XDG_CACHE_HOME": str(tmp_path / cache), "PATH": os.environ["PATH"]}
-        where = Path(library.__file__).parent  # `import library` needs no torch
-        return subprocess.Popen([sys.executable, "-c", code], cwd=where, env=variables, text=True, stdout=-1)
+        variables = {"XDG_CACHE_HOME": str(tmp_path / cache), "PATH": os.environ["PATH"], "PYTHONPATH": SOURCE}
+        return subprocess.Popen([sys.executable, "-c", code], env=variables, text=True, stdout=-1)
 
     processes = [run(BUILDS, "one"), run(BUILDS, "one"), run(IMPORTS, "other")]
     assert [one.communicate()[0] for one in processes] == ["[1.2, 1.6, 0.0, 0.0]\n"] * 2 + ["False\n"]
@@ -601,10 +858,9 @@ def test_small_weights_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = library.load_library()[1]._name
-    forget()
+    path = kept_library(monkeypatch)
     (tmp_path / "g++").unlink()
-    assert library.load_library()[1]._name == built
+    assert library.load_library()[1]._name == str(path)
 
 
 @pytest.mark.usefixtures("fresh")

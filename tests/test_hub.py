@@ -182,6 +182,9 @@ def test_frequent_tokens_become_the_draft_vocabulary(folder: Path, tmp_path_fact
         with pytest.raises(error):
             load_head(folder / "whole", hot_tokens=path)
     own = Eagle3Head(Eagle3Config.for_target(model.config, draft_vocab_size=8))
+    for wrong in (torch.arange(89, 97), torch.arange(8) - 1, torch.arange(8).flip(0), torch.arange(7), torch.zeros(8)):
+        with pytest.raises(InvalidConfigError, match=r"ids from 0 to 95|is 8, got 7"):
+            own.set_hot_token_ids(wrong)
     own.set_hot_token_ids(torch.arange(8))
     own.save_pretrained(folder / "three")
     with pytest.raises(InvalidConfigError, match="its own lm_head"):

@@ -1,4 +1,4 @@
-"""Write files atomically (to a temporary file, then renamed), and lock directories against other processes."""
+"""Write files atomically (to a temporary file, then renamed), lock directories, and find the cache directory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ from hf_specdec.errors import InvalidConfigError
 PARTIAL = ".partial"
 """Suffix of the names of unfinished files and directories, which contain the id of the writing process, such as
 `.name.1234.partial`."""
+
+
+def cache_directory() -> Path:
+    """Return the package's cache directory, created if missing: `$XDG_CACHE_HOME/hf-specdec` or `~/.cache/hf-specdec`.
+
+    A relative `$XDG_CACHE_HOME` is ignored, as the XDG specification demands.
+
+    Raises:
+        OSError: It cannot be created.
+        RuntimeError: There is no home directory.
+    """
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "hf-specdec"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 //
 // Queries of all heads that share keys are rows of one product with a chunk of keys, so each key and value is read once
 // for all of them. Threads take pairs of chunk and key head; their outputs, weighted by the sums of exponentials, are
-// added at the end, as in FlashDecoding. Scores and outputs are in float32.
+// added at the end, as in FlashDecoding. Scores and outputs are in float32. Their memory is bounded: long caches are read
+// for some key heads, or some of their queries, at a time.
 
 #pragma once
 
@@ -133,14 +134,23 @@ static inline void hide(float *scores, const uint8_t *seen, long size) {
     }
 }
 
+// Floats of memory for one call; it takes more only if 8 queries of one head need more (16 MB: a million slots).
+static long scratch_limit = 4L << 20;
+
 template <class T>
 static void attend(const Attention &a, const T *query, const T *key, const T *value, T *keys, T *values,
                    const uint8_t *mask, T *y, long threads) {
-    const long group = a.heads / a.shared, rows = group * a.nodes, slots = a.end - a.first, dv = a.value_dim;
-    const long chunks = (slots + CHUNK - 1) / CHUNK, tasks = a.batch * a.shared * chunks;
-    static thread_local std::vector<float> kept;  // reused by the next call
-    if (kept.size() < size_t(tasks * rows * (dv + 2))) kept.resize(tasks * rows * (dv + 2));
-    float *const partial = kept.data();  // of each task and row: output, maximum, sum
+    const long group = a.heads / a.shared, all_rows = group * a.nodes, slots = a.end - a.first, dv = a.value_dim;
+    const long chunks = (slots + CHUNK - 1) / CHUNK, pairs = a.batch * a.shared;  // of row and key head
+    const long per_row = chunks * (dv + 2), per_thread = (a.dim + dv / CHUNK + 1) * CHUNK;
+    if (pairs * all_rows == 0) return;
+    // as many queries, and then pairs, at a time as fit
+    const long fit = std::max(8L, scratch_limit / (per_row + threads * CHUNK)), parts = (all_rows + fit - 1) / fit;
+    const long widest = (all_rows + parts - 1) / parts, room = scratch_limit / (widest * per_row);
+    const long some_pairs = std::min(pairs, parts > 1 ? 1 : std::max(1L, room)), done = some_pairs * widest * per_row;
+    const std::unique_ptr<float[]> memory(new float[done + threads * (widest * CHUNK + per_thread)]);
+    float *const partial = memory.get();  // of each task and row: output, maximum, sum
+    Guard guard;
     for (long b = 0; b < a.batch; b++)
         for (long h = 0; h < a.shared; h++)
             for (long n = 0; n < a.nodes; n++) {
@@ -151,22 +161,23 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                        dv * sizeof(T));
             }
 #pragma omp parallel num_threads(threads)
-    {
-        static thread_local std::vector<float> scores, output;
-        static thread_local std::vector<uint32_t> words;
-        if (scores.size() < size_t(rows * CHUNK)) scores.resize(rows * CHUNK);
+    for (long turn = 0; turn < (pairs + some_pairs - 1) / some_pairs * parts; turn++) {
+        float *const scores = partial + done + omp_get_thread_num() * (widest * CHUNK + per_thread);
+        float *const output = scores + widest * CHUNK;
+        const long first_pair = turn / parts * some_pairs, here = std::min(some_pairs, pairs - first_pair);
+        const long first_row = all_rows * (turn % parts) / parts;
+        const long rows = all_rows * (turn % parts + 1) / parts - first_row;
 #pragma omp for schedule(dynamic)
-        for (long task = 0; task < tasks; task++) {
-            const long b = task / chunks / a.shared, h = task / chunks % a.shared;
+        for (long task = 0; task < here * chunks; task++) guard([&] {
+            const long b = (first_pair + task / chunks) / a.shared, h = (first_pair + task / chunks) % a.shared;
             const long from = a.first + task % chunks * CHUNK, size = std::min(CHUNK, a.end - from);
             const T *k = keys + b * a.cache_stride[0] + h * a.cache_stride[1] + from * a.dim;
             const T *v = values + b * a.value_stride[0] + h * a.value_stride[1] + from * dv;
-            const Rows<Dot<T>> q(query + (b * a.heads + h * group) * a.nodes * a.dim, rows, a.dim);
+            const Rows<Dot<T>> q(query + ((b * a.heads + h * group) * a.nodes + first_row) * a.dim, rows, a.dim);
 #if defined(__AVX512F__)
-            if (rows >= MANY_ROWS && a.dim % Dot<T>::parts == 0) {
-                words.resize(a.dim * CHUNK);
-                score(k, a.dim, size, q, a.scale, words.data(), scores.data());
-            } else
+            if (all_rows >= MANY_ROWS && a.dim % Dot<T>::parts == 0)
+                score(k, a.dim, size, q, a.scale, (uint32_t *)output, scores);
+            else
 #endif
                 span(k, a.dim, 0, size, q, [&](long m, long n, Four z, int some) {
                     store_some(&scores[m * CHUNK + n], z * a.scale, some);
@@ -174,7 +185,8 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             float *result = &partial[task * rows * (dv + 2)];
             for (long m = 0; m < rows; m++) {
                 float *p = &scores[m * CHUNK], most = -INFINITY, sum = 0;
-                const uint8_t *seen = mask ? mask + b * a.mask_stride[0] + m % a.nodes * a.mask_stride[1] : nullptr;
+                const long node = (first_row + m) % a.nodes;
+                const uint8_t *seen = mask ? mask + b * a.mask_stride[0] + node * a.mask_stride[1] : nullptr;
                 if (seen) hide(p, seen + from - a.first, size);
                 for (long n = size; n % LANES; n++) p[n] = -INFINITY;
                 Floats top = floats(p), total = {};
@@ -206,14 +218,14 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
                         result[(m + i) * (dv + 2) + d] = sum;
                     }
             }
-        }
+        });
 #pragma omp for
-        for (long index = 0; index < a.batch * a.shared * rows; index++) {
-            const long m = index % rows, pair = index / rows;  // of row and key head
-            const float *part = &partial[(pair * chunks * rows + m) * (dv + 2)];
+        for (long index = 0; index < here * rows; index++) {
+            const long m = first_row + index % rows, pair = first_pair + index / rows;
+            const float *part = &partial[(index / rows * chunks * rows + index % rows) * (dv + 2)];
             float most = -INFINITY, sum = 0;
             for (long c = 0; c < chunks; c++) most = std::max(most, part[c * rows * (dv + 2) + dv]);
-            output.assign(dv, 0);
+            std::fill(output, output + dv, 0.0f);
             for (long c = 0; c < chunks; c++, part += rows * (dv + 2)) {
                 if (part[dv + 1] == 0) continue;  // it sees nothing; NaN is kept
                 const float weight = std::exp(part[dv] - most);
@@ -228,6 +240,7 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
             for (; d < dv; d++) store(to + d, output[d] * factor);
         }
     }
+    guard.check();
 }
 
 // The same for queries, keys and values side by side in rows `joined` [B, N, (heads + 2 shared) dim], before rotary
@@ -235,12 +248,11 @@ static void attend(const Attention &a, const T *query, const T *key, const T *va
 template <class T>
 static void attend_joined(Attention a, const T *joined, const T *cos, const T *sin, long cos_stride, T *keys, T *values,
                           const uint8_t *mask, T *y, long threads) {
-    static thread_local std::vector<T> rotated;
     const long width = (a.heads + 2 * a.shared) * a.dim, queries = a.batch * a.heads * a.nodes * a.dim;
-    if (rotated.size() < size_t(2 * queries)) rotated.resize(2 * queries);
+    const std::unique_ptr<T[]> rotated(new T[2 * queries]);
     const long strides[3] = {a.nodes * width, a.dim, width};
     const long heads[4] = {a.batch, a.heads, a.nodes, a.dim}, shared[4] = {a.batch, a.shared, a.nodes, a.dim};
-    T *const query = rotated.data(), *const key = query + queries;
+    T *const query = rotated.get(), *const key = query + queries;
     rotate(joined, heads, strides, cos, sin, cos_stride, query);
     rotate(joined + a.heads * a.dim, shared, strides, cos, sin, cos_stride, key);
     for (int i = 0; i < 3; i++) a.new_value_stride[i] = strides[i];

@@ -87,14 +87,16 @@ static long write_best(const BlockTree &b, const std::vector<Candidate> &grown, 
     return kept.size() + 1;
 }
 
-// Score the children of the frontier, add them to the candidates, and make the best of them the next frontier.
+// Score the children of the frontier, add them to the candidates, and make the best of them the next frontier. Returns
+// whether the frontier's tokens are in the vocabulary.
 template <class T>
-static void grow_level(const BlockTree &b, long depth, const T *logits, const T *embeddings, const float *slots,
+static bool grow_level(const BlockTree &b, long depth, const T *logits, const T *embeddings, const float *slots,
                        const float *weights, const T *outputs, const int64_t *hot, Frontier &frontier,
                        std::vector<std::vector<Candidate>> &grown, long threads) {
     const long rank = b.rank, total = b.rows * frontier.count, parts = b.kind == RECURRENT ? 3 * rank : rank;
     std::vector<float> numbers(total * rank), after(b.kind == RECURRENT ? total * rank : 0), embedding(rank);
     for (long i = 0; i < total; i++) {
+        if (frontier.tokens[i] < 0 || frontier.tokens[i] >= b.vocabulary) return false;
         const T *from = embeddings + frontier.tokens[i] * rank;
         for (long j = 0; j < rank; j++) embedding[j] = widen(from[j]);
         mix(b, embedding.data(), frontier.states.data() + i * rank,
@@ -123,9 +125,10 @@ static void grow_level(const BlockTree &b, long depth, const T *logits, const T 
         }
     }
     frontier = std::move(next);
+    return true;
 }
 
-// Grow one tree per row; returns the number of nodes of each, or 0 if a root is not in the vocabulary.
+// Grow one tree per row; returns the number of nodes of each, or 0 if a token that it grows from is not in the vocabulary.
 //
 // Logits [rows, depths, size] are those of the slots; `slots` [rows, depths, ...] and `weights` are explained at `mix`;
 // `embeddings` [vocabulary, rank]; `outputs` [rank, size]; `hot` are the target's ids of the draft vocabulary, or null;
@@ -137,13 +140,11 @@ static long grow_trees(const BlockTree &b, const T *logits, const T *embeddings,
     std::vector<std::vector<Candidate>> grown(b.rows);
     Frontier frontier{1, std::vector<float>(b.rows, 0), {}, {roots, roots + b.rows}, std::vector<long>(b.rows, -1)};
     if (b.kind == RECURRENT) frontier.states.assign(states, states + b.rows * b.rank);
-    for (long row = 0; row < b.rows; row++)
-        if (roots[row] < 0 || roots[row] >= b.vocabulary) return 0;
     for (long depth = 0; depth < b.steps; depth++) {
         float likely = 0;
         for (long row = 0; row < b.rows; row++) likely += std::exp(frontier.scores[row * frontier.count]);
         if (depth && likely < b.least) break;
-        grow_level(b, depth, logits, embeddings, slots, weights, outputs, hot, frontier, grown, threads);
+        if (!grow_level(b, depth, logits, embeddings, slots, weights, outputs, hot, frontier, grown, threads)) return 0;
     }
     long nodes = 0;
     for (long row = 0; row < b.rows; row++)

@@ -71,7 +71,7 @@ def grow_corrected(
         least: See `Budget.min_level_probability`.
 
     Raises:
-        IndexError: A root is not in the vocabulary.
+        IndexError: A root, or a token of `hot`, is not in the vocabulary.
         ValueError: More levels than D, or more children than Vd.
     """
     (batch_size, depths, size), (nodes, steps, width) = logits.shape, sizes
@@ -93,5 +93,8 @@ def grow_corrected(
         tokens.data_ptr(), parents.data_ptr(), edges.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if not count:
-        raise IndexError(f"The vocabulary has {len(packed.embeddings)} tokens; the roots are {roots.tolist()}.")
+        raise IndexError(
+            f"A tree grows from a token that is not among the {len(packed.embeddings)} tokens of the vocabulary; its "
+            f"roots are {roots.tolist()}."
+        )
     return tokens[:, :count], parents[:, :count], edges[:, :count]

@@ -4,41 +4,59 @@
 #include "blocks.h"
 #include "steps.h"
 
+#include <type_traits>
+#include <utility>
+
 // ------------------------------------------------------------------------------------------------ interface
 
+// What a function returns (0 if nothing), or -1 if memory does not suffice: exceptions must not leave the C interface.
+template <class Function> static long status(const Function &function) {
+    try {
+        if constexpr (std::is_void_v<decltype(function())>) {
+            function();
+            return 0;
+        } else
+            return function();
+    } catch (const std::exception &) {
+        return -1;
+    }
+}
+
 #define BOTH(T, bits)                                                                                                  \
-    void multiply_##bits(const T *x, long rows, long k, const T *const *weights, const T *const *biases,               \
+    long multiply_##bits(const T *x, long rows, long k, const T *const *weights, const T *const *biases,               \
                          const long *sizes, long count, long activation, const T *residual, T *y, long threads) {      \
-        multiply(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads);                         \
+        return status([&] { multiply(x, rows, k, weights, biases, sizes, count, activation, residual, y, threads); }); \
     }                                                                                                                  \
-    void normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
+    long normalize_##bits(const T *x, long rows, long k, const void *weight, long wide, float eps, long early, T *y,   \
                           long threads) {                                                                              \
-        normalize(x, rows, k, weight, wide, eps, early, y, threads);                                                   \
+        return status([&] { normalize(x, rows, k, weight, wide, eps, early, y, threads); });                           \
     }                                                                                                                  \
-    void run_##bits(const Step *steps, long count, const void *const *table, long rows, long threads) {                \
-        run<T>(steps, count, table, rows, threads);                                                                    \
+    long run_##bits(const Step *steps, long count, const void *const *table, long rows, long threads) {                \
+        return status([&] { run<T>(steps, count, table, rows, threads); });                                            \
     }                                                                                                                  \
-    void rotate_##bits(const T *x, const long *shape, const long *strides, const T *cos, const T *sin, long stride,    \
+    long rotate_##bits(const T *x, const long *shape, const long *strides, const T *cos, const T *sin, long stride,    \
                        T *y) {                                                                                         \
-        rotate(x, shape, strides, cos, sin, stride, y);                                                                \
+        return status([&] { rotate(x, shape, strides, cos, sin, stride, y); });                                        \
     }                                                                                                                  \
-    void attend_##bits(const Attention *a, const T *query, const T *key, const T *value, T *keys, T *values,           \
+    long attend_##bits(const Attention *a, const T *query, const T *key, const T *value, T *keys, T *values,           \
                        const uint8_t *mask, T *y, long threads) {                                                      \
-        attend(*a, query, key, value, keys, values, mask, y, threads);                                                 \
+        return status([&] { attend(*a, query, key, value, keys, values, mask, y, threads); });                         \
     }                                                                                                                  \
-    void attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,    \
+    long attend_joined_##bits(const Attention *a, const T *joined, const T *cos, const T *sin, long stride, T *keys,   \
                               T *values, const uint8_t *mask, T *y, long threads) {                                    \
-        attend_joined(*a, joined, cos, sin, stride, keys, values, mask, y, threads);                                   \
+        return status([&] { attend_joined(*a, joined, cos, sin, stride, keys, values, mask, y, threads); });           \
     }                                                                                                                  \
-    void best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
+    long best_##bits(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,   \
                      long threads) {                                                                                   \
-        find_best(logits, rows, size, stride, count, log_probs, ids, threads);                                         \
+        return status([&] { find_best(logits, rows, size, stride, count, log_probs, ids, threads); });                 \
     }                                                                                                                  \
     long grow_##bits(const BlockTree *b, const T *logits, const T *embeddings, const float *slots,                     \
                      const float *weights, const T *outputs, const int64_t *hot, const int64_t *roots,                 \
                      const float *states, int64_t *tokens, int64_t *parents, float *edges, long threads) {             \
-        return grow_trees(*b, logits, embeddings, slots, weights, outputs, hot, roots, states, tokens, parents,        \
-                          edges, threads);                                                                             \
+        return status([&] {                                                                                            \
+            return grow_trees(*b, logits, embeddings, slots, weights, outputs, hot, roots, states, tokens, parents,    \
+                              edges, threads);                                                                         \
+        });                                                                                                            \
     }
 extern "C" {
 BOTH(bf16, 16)
@@ -48,10 +66,14 @@ BOTH(float, 32)
 // by a tenth or more (if both are about as fast, noise does not decide). Returns whether they do.
 long choose_pairs(long choice) {
 #if defined(HAS_PAIRS)
-    use_pairs = choice < 0 ? product_seconds(true) < 1.1 * product_seconds(false) : choice;
+    const auto choose = [&] { return choice < 0 ? product_seconds(true) < 1.1 * product_seconds(false) : choice != 0; };
+    use_pairs = status(choose) > 0;
 #endif
     return use_pairs;
 }
+
+// Set how many floats one call of attention keeps at a time, for tests; returns the number before.
+long limit_scratch(long floats) { return std::exchange(scratch_limit, floats); }
 
 // Read `bytes` of memory with all threads, to measure the bandwidth; returns a sum, so that nothing is left out.
 float read_memory(const float *data, long bytes, long threads) {

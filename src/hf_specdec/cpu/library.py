@@ -1,13 +1,17 @@
 """The library of compiled CPU kernels: chosen for the processor, built on first use and kept on disk.
 
 It has a plain C interface and no torch headers, so that it compiles in a few seconds and one file serves all versions
-of torch. The cache directory is `$XDG_CACHE_HOME/hf_specdec` or `~/.cache/hf_specdec`; file names contain a hash of
-source, compiler and options. Nothing is built at import.
+of torch. It is kept in `atomic.cache_directory()`. File names contain a hash of source, compiler and options, and
+files end with a hash of their content: only a whole file that no other user can write to is loaded. Nothing is built
+at import.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
@@ -16,12 +20,16 @@ import platform
 import re
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hf_specdec.atomic import PARTIAL, cache_directory, clear_partials
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +40,12 @@ SOURCES = tuple(
     for name in ("kernels.cpp", "attention.h", "blocks.h", "products.h", "search.h", "steps.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
+FUNCTIONS = tuple(
+    f"{name}_{bits}"
+    for name in ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
+    for bits in (16, 32)
+)
+"""Names of the functions for tensors of bfloat16 and float32, see `operations.functions_for`."""
 MEASURE = -1
 """Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 unless they are slow."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
@@ -64,6 +78,10 @@ INSTRUCTION_SETS = (
 
 class NoKernelsError(Exception):
     """Raised if this machine cannot use the kernels; the message is a clause, such as "no C++ compiler was found"."""
+
+
+class BrokenKernelsError(NoKernelsError):
+    """Raised if a machine that should have kernels cannot compile or load them."""
 
 
 @functools.cache
@@ -122,13 +140,10 @@ def find_compiler() -> list[str]:
     return []
 
 
-def cache_directory() -> Path:
-    """Return the directory in which compiled kernels are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_specdec"
+def build(instructions: InstructionSet, compiler: list[str], directory: Path) -> ctypes.CDLL:
+    """Load the library in a directory, built if it is missing; several processes may build at once.
 
-
-def build(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
-    """Return the compiled library in a directory, built if it is missing; several processes may build at once.
+    A file that is damaged, or that another user may have changed, is replaced, with a warning.
 
     Args:
         instructions: The instruction set.
@@ -137,53 +152,132 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
 
     Raises:
         NoKernelsError: The compiler fails, or there is none and nothing was built before.
-        OSError: The directory cannot be written to.
+        OSError: The directory cannot be written to, or the new library cannot be loaded from it.
     """
     library = path_of(instructions, compiler, directory)
-    if library.exists():
-        return library
-    command = [*compiler, *OPTIONS, *instructions.options]
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        _check_file(library)
+        return _opened(library)
+    except OSError as error:
+        if not compiler or library.is_dir():  # a directory cannot be replaced
+            raise
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("The CPU kernels are compiled again: %s.", error)
     logger.info(
         "Compiling CPU kernels for %s with %s; this takes a few seconds, once.", instructions.name, compiler[0]
     )
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".build-") as working:
-        made, messages = Path(working) / library.name, Path(working) / "messages"
+    clear_partials(directory, ".build-")
+    suffix = f".{os.getpid()}{PARTIAL}"
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".build-", suffix=suffix) as working:
+        made = Path(working) / library.name
+        command = [*compiler, *OPTIONS, *instructions.options, str(SOURCES[0]), "-o", str(made)]
         try:
-            with messages.open("w") as output:  # not a pipe, which would outlive a stopped compiler
-                done = subprocess.run(
-                    [*command, str(SOURCES[0]), "-o", str(made)], stdout=output, stderr=output,
-                    timeout=COMPILE_TIMEOUT, check=False,
-                )  # fmt: skip
+            status, output = _run(command, working)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernelsError(f"{compiler[0]} failed ({error})") from error
-        if done.returncode:
-            text = messages.read_text(errors="replace")
-            line = next((line for line in text.splitlines() if "error" in line), text[:200])
-            raise NoKernelsError(f"{compiler[0]} cannot compile them for {instructions.name} ({line.strip()})")
+            raise BrokenKernelsError(f"{compiler[0]} failed ({error})") from error
+        if os.strerror(errno.ENOSPC) in output:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        if status:
+            line = next((line for line in output.splitlines() if "error" in line), output[:200]).strip()
+            reason = line or f"exit status {status}"
+            raise BrokenKernelsError(f"{compiler[0]} cannot compile them for {instructions.name} ({reason})")
+        with made.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        made.chmod(0o700)
+        opened = _opened(made)  # what crashes here is not kept
         made.replace(library)
-    return library
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return opened
+
+
+def _run(command: list[str], working: str) -> tuple[int, str]:
+    """Run a compiler; return its status and output. It leaves no processes and no files outside of a directory.
+
+    Raises:
+        OSError: It cannot be started.
+        subprocess.TimeoutExpired: It took longer than `COMPILE_TIMEOUT`.
+    """
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": working}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+        process_group=0,
+    )  # fmt: skip
+
+    def stop() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    atexit.register(stop)
+    with process:
+        try:
+            output, _ = process.communicate(timeout=COMPILE_TIMEOUT)
+        except BaseException:
+            stop()
+            raise
+        finally:
+            atexit.unregister(stop)
+    if not threading.main_thread().is_alive():
+        raise SystemExit  # this thread is in the background and the compiler was stopped: the process ends
+    return process.returncode, output.decode(errors="replace")
 
 
 def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
-    """Return where `build` puts the library; without a compiler, the newest that any compiler has built.
+    """Return where `build` puts the library; without a compiler, the newest whole one that any compiler has built.
+
+    Compilers are told apart by path, size and date, so that none is started to ask for its version.
 
     Args:
         instructions, compiler, directory: See `build`.
 
     Raises:
         NoKernelsError: No compiler was found, and no library was built before.
+        OSError: The compiler is not there any more.
     """
     prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
     if compiler:
+        program, status = os.path.realpath(compiler[0]), os.stat(compiler[0])
         command = [*compiler, *OPTIONS, *instructions.options]
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-        return directory / f"{prefix}-{_hash([*command, version])}.so"
-    found = max(directory.glob(f"{prefix}-*.so"), key=lambda path: path.stat().st_mtime, default=None)
-    if found is None:
-        wanted = os.environ.get("CXX") or "g++ or clang++"
-        raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
-    return found
+        return directory / f"{prefix}-{_hash([*command, program, f'{status.st_size} {status.st_mtime_ns}'])}.so"
+    for found in sorted(directory.glob(f"{prefix}-*.so"), key=lambda path: path.lstat().st_mtime, reverse=True):
+        with contextlib.suppress(OSError):
+            _check_file(found)
+            return found
+    wanted = os.environ.get("CXX") or "g++ or clang++"
+    raise NoKernelsError(f"no C++ compiler was found ({wanted}; set CXX to use another one)")
+
+
+def _check_private(path: Path) -> os.stat_result:
+    """Raise OSError if a path is a symbolic link or if another user can write to it; return its status."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} is a symbolic link")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"other users can write to {path}; to change that, run: chmod go-w '{path}'")
+    return status
+
+
+def _check_file(path: Path) -> None:
+    """Raise OSError if a library is not private, not a file or not whole."""
+    if not stat.S_ISREG(_check_private(path).st_mode):
+        raise OSError(f"{path} is not a file")
+    content, size = path.read_bytes(), hashlib.sha256().digest_size
+    if hashlib.sha256(content[:-size]).digest() != content[-size:]:
+        raise OSError(f"{path} is damaged")
+
+
+def _private_cache() -> Path:
+    """Return the cache directory; raise OSError or RuntimeError if it cannot be used."""
+    directory = cache_directory()
+    _check_private(directory)
+    return directory
 
 
 def _hash(texts: Sequence[str]) -> str:
@@ -199,22 +293,23 @@ def openmp_runtimes() -> set[str]:
 def open_library() -> tuple[InstructionSet, ctypes.CDLL]:
     """Return the kernels for this processor, built if necessary.
 
-    If the cache directory cannot be written, they are built for this process only.
+    If the cache directory cannot be used, they are built for this process only, with a warning.
 
     Raises:
         NoKernelsError: There are none for this machine.
     """
     instructions, compiler = _this_machine(), find_compiler()
     try:
-        path = build(instructions, compiler, cache_directory())
-        return instructions, _opened(path)
+        return instructions, build(instructions, compiler, _private_cache())
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        logger.info("Compiled CPU kernels cannot be kept (%s); they are built for this process only.", error)
+        obstacle = str(error)
     try:
-        with tempfile.TemporaryDirectory(prefix="hf_specdec-") as working:  # a loaded library may be deleted
-            return instructions, _opened(build(instructions, compiler, Path(working)))
+        with tempfile.TemporaryDirectory(prefix="hf-specdec-") as working:  # a loaded library may be deleted
+            library = build(instructions, compiler, Path(working))
     except OSError as error:
-        raise NoKernelsError(f"they cannot be built or loaded ({error})") from error
+        raise BrokenKernelsError(f"they cannot be built or loaded ({error})") from error
+    logger.warning("Compiled CPU kernels cannot be kept (%s); they are built for this process only.", obstacle)
+    return instructions, library
 
 
 def _this_machine() -> InstructionSet:
@@ -224,6 +319,9 @@ def _this_machine() -> InstructionSet:
 def _opened(path: Path) -> ctypes.CDLL:
     before = openmp_runtimes()
     library = ctypes.CDLL(str(path))
+    missing = next((name for name in (*FUNCTIONS, "choose_pairs", "read_memory") if not hasattr(library, name)), None)
+    if missing is not None:
+        raise OSError(f"{path} has no function {missing}")
     if before and openmp_runtimes() != before:  # two pools of threads would slow each other down
         raise NoKernelsError(f"torch uses another OpenMP runtime ({', '.join(sorted(before))}) than the compiler")
     library.choose_pairs.argtypes, library.choose_pairs.restype = [ctypes.c_long], ctypes.c_long
@@ -247,7 +345,8 @@ def load_library() -> tuple[InstructionSet, ctypes.CDLL]:
             try:
                 _loaded.append(open_library())
             except NoKernelsError as error:
-                logger.info("CPU kernels are not used: %s.", error)
+                level = logging.WARNING if isinstance(error, BrokenKernelsError) else logging.INFO
+                logger.log(level, "CPU kernels are not used: %s.", error)
                 _loaded.append(str(error))  # an exception would keep the frames of its callers
     known = _loaded[0]
     if isinstance(known, str):
@@ -260,9 +359,10 @@ def loads_at_once() -> bool:
     if _loaded:
         return True
     try:
-        return path_of(_this_machine(), find_compiler(), cache_directory()).exists()
+        _check_file(path_of(_this_machine(), find_compiler(), _private_cache()))
     except (NoKernelsError, OSError, RuntimeError) as error:  # RuntimeError: no home directory
         return isinstance(error, NoKernelsError)
+    return True
 
 
 def load_or_none() -> ctypes.CDLL | None:

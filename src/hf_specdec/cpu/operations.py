@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdec.cpu.library import is_loaded, load_library
+from hf_specdec.errors import CacheCapacityError
 
 DTYPES = {torch.bfloat16: "16", torch.float32: "32"}
 """Supported dtypes, and the suffix of their functions in the library."""
@@ -40,15 +41,20 @@ class _AttentionSizes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """Functions of the library for one dtype."""
+    """Functions of the library for one dtype.
 
-    multiply: Callable[..., None]
-    normalize: Callable[..., None]
-    run: Callable[..., None]
-    rotate: Callable[..., None]
-    attend: Callable[..., None]
-    attend_joined: Callable[..., None]
-    best: Callable[..., None]
+    Raises:
+        CacheCapacityError: Attention needs more memory than there is.
+        MemoryError: Another function does.
+    """
+
+    multiply: Callable[..., int]
+    normalize: Callable[..., int]
+    run: Callable[..., int]
+    rotate: Callable[..., int]
+    attend: Callable[..., int]
+    attend_joined: Callable[..., int]
+    best: Callable[..., int]
     grow: Callable[..., int]
 
 
@@ -73,9 +79,25 @@ def functions_for(dtype: torch.dtype) -> Functions:
     found = {}
     for name, types in arguments.items():
         function = getattr(library, f"{name}_{suffix}")
-        function.argtypes, function.restype = types, _Long if name == "grow" else None
+        function.argtypes, function.restype = types, _Long
+        function.errcheck = _check_attention if name.startswith("attend") else _check
         found[name] = function
     return Functions(**found)
+
+
+def _check(status: int, _function: Any, _arguments: Any) -> int:
+    if status < 0:
+        raise MemoryError("The CPU kernels need more memory than there is.")
+    return status
+
+
+def _check_attention(status: int, _function: Any, _arguments: Any) -> int:
+    if status < 0:
+        raise CacheCapacityError(
+            "Attention over the key-value cache needs more memory than there is.",
+            "Use a shorter prompt, a smaller max_new_tokens or fewer rows.",
+        )
+    return status
 
 
 def can_multiply(x: Any, weight: Any, bias: Any) -> bool:

@@ -179,8 +179,10 @@ static inline void share(const bf16 *x, long rows, long k, const bf16 *const *we
 template <class T>
 static void multiply(const T *x, long rows, long k, const T *const *weights, const T *const *biases, const long *sizes,
                      long count, long activation, const T *residual, T *y, long threads) {
+    Guard guard;
 #pragma omp parallel num_threads(threads)
-    share(x, rows, k, weights, biases, sizes, count, activation, residual, y);
+    guard([&] { share(x, rows, k, weights, biases, sizes, count, activation, residual, y); });
+    guard.check();
 }
 
 // The shortest time of a product of bfloat16 from the processor's cache, with or without `Pairs`.

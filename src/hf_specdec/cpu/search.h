@@ -58,10 +58,14 @@ template <class T> static void find_best_of_row(const T *z, long size, long coun
 template <class T>
 static void find_best(const T *logits, long rows, long size, long stride, long count, float *log_probs, int64_t *ids,
                       long threads) {
+    Guard guard;
 #pragma omp parallel for num_threads(threads) if (rows > 1)
     for (long row = 0; row < rows; row++)
-        find_best_of_row(logits + row * stride, size, count, log_probs ? log_probs + row * count : nullptr,
-                         ids + row * count);
+        guard([&] {
+            find_best_of_row(logits + row * stride, size, count, log_probs ? log_probs + row * count : nullptr,
+                             ids + row * count);
+        });
+    guard.check();
 }
 
 // Write the logits of `ROWS` rows: to the logits `from` of a row, add its `rank` numbers times the weights.
@@ -97,8 +101,9 @@ static void find_best_corrected(const T *logits, const T *weights, const float *
                                 long size, long stride, long rank, long count, float *log_probs, int64_t *ids,
                                 long threads) {
     const long share = std::min(4L, (rows + threads - 1) / threads), parts = (rows + share - 1) / share;
+    Guard guard;
 #pragma omp parallel for num_threads(threads) if (parts > 1)
-    for (long part = 0; part < parts; part++) {
+    for (long part = 0; part < parts; part++) guard([&] {
         const long first = part * share, here = std::min(share, rows - first);
         std::vector<float> sums(here * size);
         const T *from[4] = {};
@@ -111,5 +116,6 @@ static void find_best_corrected(const T *logits, const T *weights, const float *
         for (long row = 0; row < here; row++)
             find_best_of_row(sums.data() + row * size, size, count, log_probs + (first + row) * count,
                              ids + (first + row) * count);
-    }
+    });
+    guard.check();
 }

@@ -56,6 +56,7 @@ struct Step {
 template <class T>
 static void run(const Step *steps, long count, const void *const *table, long rows, long threads) {
     const auto at = [&](long place) { return place < 0 ? nullptr : (const T *)table[place]; };
+    Guard guard;
 #pragma omp parallel num_threads(threads)
     for (const Step *step = steps; step < steps + count; step++) {
         T *const y = (T *)at(step->y);
@@ -66,9 +67,12 @@ static void run(const Step *steps, long count, const void *const *table, long ro
         } else {
             const T *weights[MAX_WEIGHTS], *biases[MAX_WEIGHTS];
             for (long i = 0; i < step->count; i++) weights[i] = at(step->weights[i]), biases[i] = at(step->biases[i]);
-            share(at(step->x), rows, step->k, weights, biases, step->sizes, step->count, step->activation,
-                  at(step->residual), y);
+            guard([&] {
+                share(at(step->x), rows, step->k, weights, biases, step->sizes, step->count, step->activation,
+                      at(step->residual), y);
+            });
         }
 #pragma omp barrier
     }
+    guard.check();
 }

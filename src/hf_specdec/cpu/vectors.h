@@ -8,9 +8,13 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,6 +31,22 @@
 #else
 #error "no kernels for this instruction set"
 #endif
+
+// Runs the parts of a parallel region, which an exception must not leave; `check`, called after the region, throws if
+// memory did not suffice in any of them.
+struct Guard {
+    std::atomic<bool> failed{false};
+    template <class Part> void operator()(const Part &part) noexcept {
+        try {
+            part();
+        } catch (const std::exception &) {
+            failed = true;
+        }
+    }
+    void check() const {
+        if (failed) throw std::bad_alloc();
+    }
+};
 
 typedef uint16_t bf16;
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from hf_specdec.atomic import move_into, staging_directory
+from hf_specdec.atomic import cache_directory, move_into, staging_directory
 from hf_specdec.checkpoints.files import read_json
 from hf_specdec.checkpoints.layouts import is_head_config
 from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
@@ -52,12 +51,10 @@ def packaged_model() -> Path | None:
     if not weights:
         return None
     version = importlib.metadata.version(PACKAGE)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "hf-specdec" / f"smollm2-135m-instruct-{version}"
+    folder = cache_directory() / f"smollm2-135m-instruct-{version}"
     if not (folder / "config.json").exists():
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointFormatError("Reading the packaged model needs the package gguf.", f"Run: {INSTALL}")
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # several processes may need the model at the same time
             if not (folder / "config.json").exists():
                 _convert(weights[0], folder)

@@ -57,7 +57,8 @@ def current_program(
             `"cuda_graph"`, otherwise as info.
 
     Returns:
-        None if the model cannot be compiled or captured, which is logged once; its own forward is used then.
+        None if the model cannot be compiled or captured, which is logged once; its own forward is used then. After a
+        failure that does not last, such as too little memory, the next call tries again.
     """
     state, built_from = state_of(model), (facts.fingerprint, WeightsVersion.of(model))
     with COMPILING:
@@ -68,8 +69,19 @@ def current_program(
         if known is not None and known.serves(layers):
             return known.runner
         layers |= {layer for drafter in state.drafters.values() for layer in drafter.needs.feature_layers}
-        state.programs[mode] = KeptProgram(built_from, layers, _build(model, facts, layers, mode, requested))
-        return state.programs[mode].runner
+        try:
+            runner = _build(model, facts, layers, mode)
+        except CaptureError as error:
+            name, how = type(model).__name__, "captured" if mode == "cuda_graph" else "compiled"
+            level = (
+                logging.WARNING if requested or mode == "cuda_graph" else logging.INFO
+            )  # without graphs a GPU idles
+            logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
+            if not error.is_lasting:
+                return None
+            runner = None
+        state.programs[mode] = KeptProgram(built_from, layers, runner)
+        return runner
 
 
 def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False) -> bool:
@@ -139,25 +151,19 @@ def _compiled_part(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMode
                     other = drafter.compiled(model, mode)
             except CaptureError as error:
                 logger.warning("%r is not compiled: %s. Its own forward is used.", drafter, error)
+                if not error.is_lasting:
+                    return drafter
                 other = drafter
             known = kept[mode] = built_from, None if other is drafter else other  # a value must not keep its key alive
         return known[1] or drafter
 
 
-def _build(
-    model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode, requested: bool
-) -> Runner | None:
+def _build(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[int], mode: ExecutionMode) -> Runner:
     name, begin = type(model).__name__, time.perf_counter()
     if mode == "inductor":
         logger.info("Compiling the forward of %s; this takes up to a minute, once per process.", name)
-    try:
-        with without_autocast(execution_device(model)):
-            runner = make_runner(model, facts, layers, mode)
-    except CaptureError as error:
-        how = "captured" if mode == "cuda_graph" else "compiled"
-        level = logging.WARNING if requested or mode == "cuda_graph" else logging.INFO  # without graphs a GPU idles
-        logger.log(level, "%s is not %s: %s. Its own forward is used.", name, how, error)
-        return None
+    with without_autocast(execution_device(model)):
+        runner = make_runner(model, facts, layers, mode)
     if mode != "cuda_graph":
         logger.info("Made a program of the forward of %s (%s) in %.0f s.", name, mode, time.perf_counter() - begin)
     return runner

@@ -49,8 +49,24 @@ class HotTokens:
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def set_hot_token_ids(self, token_ids: Tensor) -> None:
-        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order."""
-        self.d2t = token_ids.to(self.d2t) - torch.arange(len(token_ids), device=self.d2t.device)
+        """Set the draft vocabulary, given distinct target ids `[Vd]` in ascending order.
+
+        Raises:
+            InvalidConfigError: The ids are not that; Vd is the config's `draft_vocab_size`.
+        """
+        ids = self._checked(token_ids)
+        if len(ids) != self.config.draft_vocab_size:
+            raise InvalidConfigError(
+                f"The head's `draft_vocab_size` is {self.config.draft_vocab_size}, got {len(ids)} hot tokens.",
+                "Give as many, or create the head with another `draft_vocab_size`.",
+            )
+        self.d2t = ids.to(self.d2t) - torch.arange(len(ids), device=self.d2t.device)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        size = self.config.vocab_size or 2**31  # unknown until the head is loaded for a target
+        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] <= ids[:-1]).any()):
+            raise InvalidConfigError(f"Hot tokens must be one or more distinct, ascending ids from 0 to {size - 1}.")
+        return ids
 
     def use_hot_tokens(self, token_ids: Tensor) -> None:
         """Restrict a head that shares the target's lm_head to these tokens, and set the config's `draft_vocab_size`.
@@ -66,10 +82,7 @@ class HotTokens:
                 "This head has its own lm_head, which determines its draft vocabulary.",
                 "Hot tokens can be set only for heads that share the target's lm_head.",
             )
-        ids = token_ids.to(torch.long).flatten().sort().values
-        size = self.config.vocab_size or 2**31  # unknown until the head is loaded for a target
-        if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= size or bool((ids[1:] == ids[:-1]).any()):
-            raise InvalidConfigError(f"Hot tokens must be one or more distinct ids from 0 to {size - 1}.")
+        ids = self._checked(token_ids.to(torch.long).flatten().sort().values)
         self.config.draft_vocab_size = len(ids)
         self._make_hot_tokens()
         self.set_hot_token_ids(ids)

@@ -3,8 +3,8 @@
 transformers' `sdpa` repeats keys and values for every query head of a group, and converts a bool mask to an additive
 one in every layer. Here the query heads that share keys are packed into the rows of one attention over the cache
 (`verification/kernels.py`), and the additive mask is built once per forward. The function is registered with
-transformers under the name `NAME`, which a model's configuration has only while one of our forwards runs; any other
-forward that reads the name gets transformers' `sdpa`.
+transformers in place of `sdpa`, and calls that one except in our own forwards, which a context variable marks. So no
+model or configuration changes, and forwards of other threads are not affected.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from hf_specdec.transformers_private import attention_name, set_attention_name
 from hf_specdec.verification.kernels import attend, packed_mask
 
-NAME = "hf_specdec"
-"""Name of the attention function in transformers' registry."""
 REPLACED = "sdpa"
 """The only attention implementation that is replaced: its mask format and its rounding are known."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
@@ -43,17 +39,21 @@ class AttentionContext:
         masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
         all_seen: Layer types whose mask is True everywhere.
         attend: Called by the layers instead of `self.attend`; used to trace a forward for compilation.
+
+    Attributes:
+        is_asked: Whether a layer has called transformers' attention function in this context.
     """
 
     def __init__(
         self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: Attend | None = None
     ) -> None:
         self.masks, self._all_seen = masks, all_seen
-        self._attend = attend
+        self._attend, self.is_asked = attend, False
         self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
 
     def kind(self, mask: Tensor | None) -> str | None:
         """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
+        self.is_asked = True
         return next((name for name, known in self.masks.items() if known is mask), None)
 
     def mask(self, kind: str) -> Tensor | None:
@@ -102,13 +102,13 @@ def tree_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute a layer's attention, with transformers' interface.
 
-    Calls transformers' `sdpa` outside of `attending`, for masks that are not in the context, with dropout, and if one
-    of `UNSUPPORTED_ARGUMENTS` is given.
+    Calls transformers' `sdpa` outside of `attending`, in code that torch.compile compiles, for masks that are not in
+    the context, with dropout, and if one of `UNSUPPORTED_ARGUMENTS` is given.
 
     Returns:
         Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
     """
-    context = _CONTEXT.get()
+    context = None if torch.compiler.is_compiling() else _CONTEXT.get()
     kind = None if context is None else context.kind(attention_mask)
     unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
     if context is None or kind is None or unsupported:
@@ -118,36 +118,23 @@ def tree_attention(
 
 @functools.cache
 def register() -> None:
-    """Register the attention function and its mask format (that of `sdpa`) with transformers, once per process."""
-    AttentionInterface.register(NAME, tree_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def implementation(config: Any) -> str:
-    """Return the attention implementation that the user set, even while `attending` has replaced it."""
-    name = attention_name(config)
-    return REPLACED if name == NAME else name
+    """Register the attention function with transformers, once per process."""
+    AttentionInterface.register(REPLACED, tree_attention)
 
 
 @contextmanager
-def attending(config: Any, context: AttentionContext | None) -> Iterator[None]:
-    """Use this file's attention in one forward of this thread.
-
-    `NAME` is written to the text configuration, and `REPLACED` is written back afterwards. If several threads are in
-    this block, a layer may read either name; both give the same results, except for rounding.
+def attending(context: AttentionContext | None) -> Iterator[None]:
+    """Use this file's attention in the forwards of this thread, in models whose attention is `REPLACED`.
 
     Args:
-        config: The model's text configuration; nothing changes if its attention is not `REPLACED`.
         context: Masks of the forward; None changes nothing.
     """
-    if context is None or implementation(config) != REPLACED:
+    if context is None:
         yield
         return
     register()
     token = _CONTEXT.set(context)
-    set_attention_name(config, NAME)
     try:
         yield
     finally:
-        set_attention_name(config, REPLACED)
         _CONTEXT.reset(token)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specdec.verification.attention import implementation
+from hf_specdec.transformers_private import attention_name
 from hf_specdec.verification.model import text_config
 
 HARMLESS_HOOKS = (
@@ -75,7 +75,7 @@ class Fingerprint:
             weights.append(tuple([(type(p), p.dtype, p.device) for p in module._parameters.values() if p is not None]))
             stack.extend([(child, part) for child, part in module._modules.items() if part is not None])
         config = text_config(model)
-        settings = [implementation(config), *(str(getattr(config, field, None)) for field in MASK_FIELDS)]
+        settings = [attention_name(config), *(str(getattr(config, field, None)) for field in MASK_FIELDS)]
         return cls(
             modules=tuple(modules),
             forwards=(*forwards, *classes.items()),

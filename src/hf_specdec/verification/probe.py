@@ -25,7 +25,7 @@ from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.records import read_object
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.attention import REPLACED, implementation
+from hf_specdec.verification.attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
 from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.chain_target import ChainTarget
@@ -111,7 +111,7 @@ def gate(model: Any) -> None:
     for name in ("vocab_size", "num_hidden_layers"):
         if not isinstance(getattr(config, name, None), int):
             raise refusal(model, f"its configuration has no integer `{name}`")
-    attention = implementation(config)
+    attention = attention_name(config)
     if attention not in ("sdpa", "eager"):
         reason = f"its attention {attention!r} takes no custom mask"
         raise refusal(model, reason, 'Call model.set_attn_implementation("sdpa") first.')
@@ -240,7 +240,12 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
     with reproducible(model):
         autocast = enters_autocast(model)
         exact = model.dtype in (torch.float32, torch.float64) and multiplies_exactly(device) and not autocast
-        plain = functools.cache(functools.partial(run_plainly, model))
+        plain_attention = AttentionContext({})  # notes whether layers call transformers' attention function
+
+        @functools.cache
+        def plain(num_texts: int, num_tokens: int) -> PlainRun:
+            with attending(plain_attention):
+                return run_plainly(model, num_texts, num_tokens)
 
         def attempt(new_target: Callable[[], Target], parents: Sequence[int], path: Sequence[int]) -> Target:
             run = plain(1, len(path))
@@ -258,14 +263,15 @@ def _try_forwards(model: PreTrainedModel, fingerprint: Fingerprint) -> TargetFac
             cache = TreeCache([None] * config.num_hidden_layers, capacity=32, reserve=0)
             return TreeTarget(model, cache, uses_packed_attention=packed)
 
-        # some layers accept only attention names that they know, so packed attention may fail
-        name, unpacked = implementation(config), ""
+        name, unpacked = attention_name(config), ""
         if name != REPLACED:
             unpacked = f"its attention is {name!r}, not {REPLACED!r}"
         for packed in () if reason else (False,) if unpacked else (True, False):
             try:
                 target = attempt(functools.partial(new_tree_target, packed), TREE, TREE_PATH)
                 assert isinstance(target.cache, TreeCache)
+                if not plain_attention.is_asked:
+                    unpacked = unpacked or "its layers do not call transformers' attention function"
                 return TargetFacts(measured_layout(target.cache), "", fingerprint, unpacked, autocast)
             except _CannotVerifyError as failure:
                 reason = str(failure)

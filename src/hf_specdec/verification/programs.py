@@ -21,6 +21,7 @@ from hf_specdec.cpu.library import NoKernelsError, load_library, load_or_none
 from hf_specdec.cpu.measuring import PRODUCT_TOLERANCE, measure_widest, product_error
 from hf_specdec.cpu.operations import DTYPES
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
+from hf_specdec.errors import CacheCapacityError
 from hf_specdec.verification.graph_backends import ACCELERATOR_OPTIONS
 from hf_specdec.verification.memory import persistent_tensors
 
@@ -54,6 +55,13 @@ class CaptureError(Exception):
 
     The message is a clause such as "it has forward hooks".
     """
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether another attempt would fail as well; False if memory or disk space did not suffice."""
+        cause = self.__cause__
+        lacking = isinstance(cause, OSError | MemoryError | torch.OutOfMemoryError | CacheCapacityError)
+        return not lacking and "allocate memory" not in str(cause)  # torch's message on a CPU
 
 
 def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -21,7 +21,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.cpu.operations import rotary
-from hf_specdec.verification.attention import AttentionContext, attending, implementation
+from hf_specdec.transformers_private import attention_name
+from hf_specdec.verification.attention import AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.cpu_attention import append_and_attend, append_and_attend_joined
 from hf_specdec.verification.features import FeatureTap
@@ -109,7 +110,7 @@ class ModelForward(Runner):
         """See `Runner`."""
         model, masks = self._model(), forward.masks
         assert model is not None
-        with attending(text_config(model), forward), FeatureTap(model, self._order) as tap:
+        with attending(forward), FeatureTap(model, self._order) as tap:
             outputs = model(
                 input_ids=tokens,
                 attention_mask=dict(masks) if len(masks) > 1 else next(iter(masks.values())),
@@ -320,8 +321,8 @@ def _verify_step(model: PreTrainedModel, layers: Sequence[int]) -> Callable[[Ten
         CaptureError: See `CompiledForward.of`.
     """
     config, device = text_config(model), execution_device(model)
-    if implementation(config) != "sdpa":
-        raise CaptureError(f"its attention is {implementation(config)!r}, not 'sdpa'")
+    if attention_name(config) != "sdpa":
+        raise CaptureError(f"its attention is {attention_name(config)!r}, not 'sdpa'")
     _define_target_attention()
     operation = torch.ops.hf_specdec.tree_attention.default
     cache_layers = [_TracedLayer() for _ in range(config.num_hidden_layers)]

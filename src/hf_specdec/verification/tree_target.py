@@ -192,7 +192,7 @@ class TreeTarget(Target):
         ancestors = tree.ancestor_mask()
         masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, padding, dtype), known)
         node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
-        with attending(text_config(self.model), attention_of(masks, inputs) if self._uses_packed else None):
+        with attending(attention_of(masks, inputs) if self._uses_packed else None):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
