@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import logging
-import math
 import os
 import platform
 import shutil
@@ -864,30 +863,27 @@ def test_without_a_compiler_earlier_kernels_are_used(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("waiting_call", [False, True])
-def test_auto_does_not_wait_for_a_compiler(
-    waiting_call: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls go on without kernels until the compiler has finished; `warmup()` waits, and so do calls in the end."""
+@pytest.mark.parametrize("how", ["later calls", "warmup"])
+def test_auto_does_not_wait_for_a_compiler(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go on without kernels until the compiler has finished; only `warmup()` waits."""
     (tmp_path / "g++").rename(tmp_path / "cxx")
     script(
         tmp_path / "g++", f'[ "$1" = --version ] || until [ -e {tmp_path}/go ]; do :; done; exec {tmp_path}/cxx "$@"'
     )
-    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)
+    monkeypatch.setattr(model_programs, "COMPILED_FROM_SECONDS", 0.0)
+    monkeypatch.setattr(model_programs, "MAX_SHARE", 1e9)
     model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     ids = torch.arange(9)[None]
     options = {"max_new_tokens": 4, "do_sample": False, "speculative": "auto"}
-    monkeypatch.setattr(model_programs, "WAITS_FROM_BYTES", math.inf)
-    for _ in range(2):
+    for _ in range(3):
         model.generate(ids, **options)
         assert not model._speculation.programs
         assert not library.is_loaded()
     (tmp_path / "go").touch()
-    if waiting_call:
-        monkeypatch.setattr(model_programs, "WAITS_FROM_BYTES", 0)
-        model.generate(ids, **options)
-    else:
+    if how == "warmup":
         model.warmup("auto")
+    background.wait_for_kernels()
+    model.generate(ids, **options)
     assert library.is_loaded()
     assert model._speculation.programs
     background.wait_for_kernels()

@@ -238,7 +238,7 @@ class CountsItsCalls(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return hidden * (1 if self.calls < 10 else 2)
+        return hidden * (1 if self.calls < 3 else 2)
 
 
 @pytest.mark.parametrize(("module", "reason"), [
@@ -299,39 +299,52 @@ def test_the_page_is_true(compiled: Any) -> None:
     assert compiled.last_speculation.forwards == "kernels"
 
 
-def test_auto_makes_a_program_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three forwards are expected of a call that asks for 12 tokens; those of earlier calls are counted."""
+@pytest.fixture
+def cheap_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is made in the second call: whatever it takes is little beside a call."""
     library.load_library()
+    monkeypatch.setattr(model_programs, "COMPILED_FROM_SECONDS", 0.0)
+    monkeypatch.setattr(model_programs, "MAX_SHARE", 1e9)
+
+
+def test_auto_makes_a_program_once_it_takes_a_small_share_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are estimated from measured steps; a first call has none."""
+    library.load_library()
+    monkeypatch.setattr(model_programs, "COMPILED_FROM_SECONDS", 0.0)
     model = speculative_model()
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 20 * size)
-    forwards = 0
-    while forwards + 3 < 20:
-        assert not model._speculation.programs
-        assert answers(model, 1, "auto") == answers(model, 1, None)
-        forwards += model.last_speculation.num_target_forwards
+    state = model._speculation
+    assert not model_programs.kernels_pay(model, 10**9)
+    assert answers(model, 1, "auto") == answers(model, 1, None)
+    assert not state.programs
+    assert 0 < state.step_seconds < state.eager_seconds
+    making = model_programs.TRACED_LAYER_SECONDS * 4 + model_programs.TRIAL_STEPS * state.step_seconds
+    expected = model_programs.EXPECTED_FORWARDS * 100 * state.step_seconds
+    monkeypatch.setattr(state, "eager_seconds", 0.9 * making / model_programs.MAX_SHARE - expected)
+    assert not model_programs.kernels_pay(model, 100)
+    assert model_programs.kernels_pay(model, 2000)
+    state.kernels_have_paid = False
+    monkeypatch.setattr(state, "eager_seconds", 2 * making / model_programs.MAX_SHARE)
     assert answers(model, 1, {"method": "auto", "compile": "none"}) == answers(model, 1, None)
-    assert not model._speculation.programs
+    assert not state.programs
+    known = state.eager_seconds
     assert answers(model, 1, "auto") == answers(model, 1, None)
-    assert isinstance(model._speculation.programs["kernels"].runner, CompiledForward)
-    known = model._speculation.eager_forwards
-    assert answers(model, 1, "auto") == answers(model, 1, None)
-    assert model._speculation.eager_forwards == known
+    assert isinstance(state.programs["kernels"].runner, CompiledForward)
+    assert state.eager_seconds == known
 
 
-@pytest.mark.parametrize("begin", ["a long call", "warmup"])
+@pytest.mark.usefixtures("cheap_programs")
+@pytest.mark.parametrize("begin", ["two calls", "warmup"])
 def test_short_calls_after_the_program_was_made_use_it(begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They alone would not pay for it."""
-    library.load_library()
     model = speculative_model()
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 20 * size)
     ids, mask = prompts(1)
     options = {"attention_mask": mask, "do_sample": False, "speculative": "auto"}
     if begin == "warmup":
         model.warmup("auto")
     else:
-        model.generate(ids, max_new_tokens=80, **options)
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=8, **options)
+    monkeypatch.setattr(model_programs, "MAX_SHARE", 0.0)
     runner = model._speculation.programs["kernels"].runner
     calls = []
     monkeypatch.setattr(type(runner), "__call__", lambda *_, **__: calls.append(1) or pytest.fail("called"))
@@ -342,9 +355,11 @@ def test_short_calls_after_the_program_was_made_use_it(begin: str, monkeypatch: 
 
 @pytest.mark.usefixtures("no_kernels")
 def test_auto_without_kernels_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_programs, "PAYS_FROM_BYTES", 0)
+    monkeypatch.setattr(model_programs, "COMPILED_FROM_SECONDS", 0.0)
+    monkeypatch.setattr(model_programs, "MAX_SHARE", 1e9)
     model = speculative_model()
-    assert answers(model, 1, "auto") == answers(model, 1, None)
+    for _ in range(2):
+        assert answers(model, 1, "auto") == answers(model, 1, None)
     assert not model._speculation.programs
 
 

@@ -17,7 +17,7 @@ from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.compiling import make_runner
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.programs import (
     CaptureError,
@@ -30,11 +30,14 @@ from hf_specdec.verification.runners import Runner, WeightsVersion
 
 logger = logging.getLogger(__name__)
 
-PAYS_FROM_BYTES = 20 * 10**9
-"""Bytes of weights read by eager forwards (in 2 to 5 s on two cores) from which a program with CPU kernels pays."""
-
-WAITS_FROM_BYTES = 3 * PAYS_FROM_BYTES
-"""Bytes from which a call waits for the compiler: while generation keeps all cores busy, the compiler gets no time."""
+MAX_SHARE = 0.05
+"""Share of the seconds of all calls so far, this one included, that making a program with CPU kernels may take."""
+COMPILED_FROM_SECONDS = 2.0
+"""Seconds of calls from which the kernels are compiled in the background."""
+TRACED_LAYER_SECONDS = 0.12
+"""Seconds to trace and rewrite a decoder layer (30 layers in 2.9 to 4 s on two server cores, single-threaded)."""
+TRIAL_STEPS = 10
+"""Plain steps that testing a program costs: a prompt of 26 tokens, trees of 14 and 4, each twice."""
 
 EXPECTED_FORWARDS = 0.25
 """Forwards per requested token: drafts are accepted, and answers end before the maximum number of new tokens."""
@@ -85,27 +88,29 @@ def current_program(
 
 
 def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False) -> bool:
-    """Whether a program with the CPU kernels saves more time in this and later calls than it takes to make.
+    """Whether to use the CPU kernels, and to make a program with them if there is none.
 
-    An eager forward reads all weights, at a few gigabytes per second; making a program takes a few seconds. So it pays
-    once the forwards of earlier calls, and those expected of this one, read `PAYS_FROM_BYTES`. The kernels themselves
-    are compiled once per machine, in the background: until they are ready, calls go on without them, up to
-    `WAITS_FROM_BYTES`.
+    Making one takes some seconds, which are estimated from the measured seconds of eager steps. It is made once they
+    are at most `MAX_SHARE` of the seconds of earlier calls and of those expected of this one: never in a first call,
+    whose steps have not been measured. The kernels themselves are compiled once per machine, in the background: until
+    they are ready, calls go on without them.
 
     Args:
         model: An attached model.
         new_tokens: Maximum number of new tokens of this call.
-        waits: Whether the caller wants the kernels now, and waits for a compiler.
+        waits: Whether the caller wants the kernels now, and waits for tracing and for a compiler.
     """
     state, device = state_of(model), execution_device(model)
     if not supports_kernels(device, model.dtype):
         return False
-    if state.kernels_have_paid:
-        return has_kernels(device, model.dtype)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    read = weights * (state.eager_forwards + EXPECTED_FORWARDS * new_tokens)
-    may_wait = waits or read >= WAITS_FROM_BYTES
-    if (waits or read >= PAYS_FROM_BYTES) and (may_wait or are_kernels_ready()):
+    if state.kernels_have_paid or waits:
+        state.kernels_have_paid = has_kernels(device, model.dtype)
+        return state.kernels_have_paid
+    if state.step_seconds is None:
+        return False
+    calling = state.eager_seconds + EXPECTED_FORWARDS * new_tokens * state.step_seconds
+    making = TRACED_LAYER_SECONDS * text_config(model).num_hidden_layers + TRIAL_STEPS * state.step_seconds
+    if calling >= COMPILED_FROM_SECONDS and are_kernels_ready() and making <= MAX_SHARE * calling:
         state.kernels_have_paid = has_kernels(device, model.dtype)
     return state.kernels_have_paid
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.acceptance.paths import Acceptance
@@ -13,16 +11,17 @@ from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graph_forward import GraphForward
-from hf_specdec.verification.model import cache_argument, execution_device, text_config
+from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import EXACT, MAX_TOLERANCE, TargetFacts
 from hf_specdec.verification.programs import CaptureError, ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, ModelForward, Runner
-from hf_specdec.verification.trial_runs import is_random
+from hf_specdec.verification.tree_target import TreeTarget
+from hf_specdec.verification.trial_runs import first_inputs, is_random
 
-TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1,), (-1, 0))
-"""Parents of the trees that both forwards verify in turn; after each, its root and first child (if any) are kept."""
+TEST_TREES = ((-1, 0, 0, 1, 2, 2, 3), (-1, 0))
+"""Parents of the trees that both forwards verify in turn; after each, its root and first child are kept."""
 TEST_PROMPT_LENGTH = 13
-"""Number of prompt tokens before the trees; with two rows, the second starts with two padding tokens."""
+"""Number of prompt tokens before the trees; the second of two rows starts with two padding tokens."""
 
 
 @torch.no_grad()
@@ -46,8 +45,7 @@ def make_runner(model: PreTrainedModel, facts: TargetFacts, layers: frozenset[in
     if device.type in GRAPH_BACKENDS:
         runner = GraphForward(runner, GRAPH_BACKENDS[device.type](device))
     try:
-        for rows in (1, 2):
-            _check(model, facts, runner, rows)
+        _check(model, facts, runner)
     except CaptureError:
         raise
     except Exception as error:  # model code raises various types, and memory may not suffice for both forwards
@@ -91,48 +89,40 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner, rows: int) -> None:
-    """Check that the runner's outputs match those of the model's own forward.
-
-    Both verify `TEST_TREES` after a prompt; with two rows, one of them is padded.
+def _check(model: PreTrainedModel, facts: TargetFacts, runner: Runner) -> None:
+    """Check that the runner's outputs match those of the model's own forward, for `TEST_TREES` after a prompt.
 
     Raises:
         CaptureError: The median relative distance of logits or hidden states exceeds the tolerance for the dtype.
     """
     tolerance = EXACT if model.dtype in (torch.float32, torch.float64) else MAX_TOLERANCE
-    outputs = [_verified(model, facts, used, rows, runner.layers) for used in (None, runner)]
-    for expected, actual in zip(*outputs, strict=True):
-        distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
-        if not float(distance.median()) <= tolerance:
-            raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
-
-
-def _verified(
-    model: PreTrainedModel, facts: TargetFacts, runner: Runner | None, rows: int, layers: frozenset[int]
-) -> list[Tensor]:
-    """Return the logits `[B, N, V]` of each tree, each followed by hidden states `[B, N, len(layers) * D]` if any."""
-    device, vocab_size = execution_device(model), int(text_config(model).vocab_size)
+    device, vocab_size, rows = execution_device(model), int(text_config(model).vocab_size), 2
     widest = max(map(len, TEST_TREES))
-    target = facts.new_target(model, TEST_PROMPT_LENGTH + widest + 2 * len(TEST_TREES), widest, runner=runner)
-    tokens = ((torch.arange(rows * (TEST_PROMPT_LENGTH + widest), device=device) * 7 + 3) % vocab_size).view(rows, -1)
+    size = TEST_PROMPT_LENGTH + widest
+    target = facts.new_target(model, size + 2 * len(TEST_TREES), widest, runner=runner)
+    assert isinstance(target, TreeTarget)
+    tokens = ((torch.arange(rows * size, device=device) * 7 + 3) % vocab_size).view(rows, size)
     prompt = tokens[:, :TEST_PROMPT_LENGTH]
     mask = torch.ones_like(prompt)
     mask[1:, :2] = 0
-    inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": True, cache_argument(model): target.cache}
-    inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    outputs: list[Tensor] = []
-    with target.tapped(sorted(layers)), decode_optimizations(model):
-        target.prefill(prompt, GenerationConfig(), inputs)
+    order = sorted(runner.layers)
+    with target.tapped(order), decode_optimizations(model):
+        target.prefill(prompt, GenerationConfig(), first_inputs(model, mask, target.cache))
         for parents in TEST_TREES:
             nodes = tokens[:, TEST_PROMPT_LENGTH : TEST_PROMPT_LENGTH + len(parents)]
             tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=device))
-            verification = target.verify(tree)
-            outputs.append(verification.logits.float())
-            if verification.features is not None:
-                outputs.append(verification.features.of(sorted(layers)).float())
-            kept = min(2, len(parents))
-            path = torch.arange(kept, device=device).expand(rows, -1)
-            host = (tuple(range(kept)),) * rows
-            drafted = (len(parents) - 1,) * rows
-            target.commit(tree, Acceptance(path, nodes[:, :kept], nodes[:, kept - 1], host, host, drafted))
-    return outputs
+            outputs = []
+            for used in (None, runner):
+                target.runner = used
+                verification = target.verify(tree)
+                states = () if verification.features is None else (verification.features.of(order).float(),)
+                outputs.append((verification.logits.float(), *states))
+                if used is None:
+                    target.rollback(len(parents))
+            for expected, actual in zip(*outputs, strict=True):
+                distance = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-6)
+                if not float(distance.median()) <= tolerance:
+                    raise CaptureError(f"it differs from the model's own forward by {float(distance.median()):.1e}")
+            path = torch.arange(2, device=device).expand(rows, -1)
+            host, drafted = ((0, 1),) * rows, (len(parents) - 1,) * rows
+            target.commit(tree, Acceptance(path, nodes[:, :2], nodes[:, 1], host, host, drafted))

@@ -54,7 +54,7 @@ class TreeTarget(Target):
         runner: Runner | None = None,
     ) -> None:
         super().__init__(model, outputs)
-        self.cache, self._uses_packed, self._runner = cache, uses_packed_attention, runner
+        self.cache, self._uses_packed, self.runner = cache, uses_packed_attention, runner
         self._logged_unused = False  # whether it was logged that the runner is not used
         self._cache_argument = cache_argument(model)
         self._mask_layout = MaskLayout.of(text_config(model))
@@ -98,7 +98,7 @@ class TreeTarget(Target):
         """See `Target`; the last rows of the cache move to the places of those left out."""
         cache, before = self.cache, self.cache.active
         held = range(self.num_rows) if before is None else before.rows
-        count = len(active) if self._runner is None else min(self._runner.num_rows(len(active)), len(held))
+        count = len(active) if self.runner is None else min(self.runner.num_rows(len(active)), len(held))
         if count >= len(held) or any(isinstance(value, Tensor) for value in self._inputs.values()):
             return
         fillers = [row for row in held if row not in active][: count - len(active)]
@@ -127,8 +127,8 @@ class TreeTarget(Target):
 
     def close(self) -> None:
         """See `Target`."""
-        if self._runner is not None:
-            self._runner.release(self.cache)
+        if self.runner is not None:
+            self.runner.release(self.cache)
 
     def equalize_row_lengths(self, new_tokens: Sequence[Sequence[int]], pad_token_id: int) -> None:
         """See `Target`."""
@@ -183,8 +183,8 @@ class TreeTarget(Target):
         all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
         layout, dtype = self._mask_layout, self.model.dtype
         inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen)
-        if self._runner is not None and self._can_use(self._runner, tree.num_nodes, known):
-            logits, states = self._runner.verify(inputs, cache)
+        if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
+            logits, states = self.runner.verify(inputs, cache)
             if self._tap is not None:
                 self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
