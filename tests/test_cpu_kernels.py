@@ -311,7 +311,7 @@ void operator delete(void *given) noexcept { free(given); }
 void operator delete(void *given, size_t) noexcept { free(given); }
 """
 NO_MEMORY = """import ctypes, dataclasses, torch
-from hf_specdec.cpu import operations, search
+from hf_specdec.cpu import chains, growing, operations, search
 from hf_specdec.errors import CacheCapacityError
 fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
 def failing(function):
@@ -327,20 +327,27 @@ functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
 replaced = {number: operations.Functions(**{
     field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
 }) for number, one in functions.items()}
-operations.functions_for = search.functions_for = replaced.__getitem__
+for module in (chains, growing, operations, search):
+    module.functions_for = replaced.__getitem__
+steps = [chains.Step(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
 for number in functions:
     ones = lambda *shape: torch.ones(*shape, dtype=number)
     x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
     keys = torch.zeros(2, 1, 2, 900, 8, dtype=number)
+    wide = [torch.ones(shape) for shape in ((10, 15), (15, 9), (15,))]
+    packed = growing.PackedMarkov("rnn", ones(700, 5), ones(5, 700), *wide)
+    block = torch.zeros(2, dtype=torch.long), ones(2, 3, 9), ones(2, 3, 700), ones(2, 1, 5), None, (16, 3, 4), 0.0
     calls = {
+        "grow": lambda: growing.grow_corrected(packed, *block)[0],
         "linear": lambda: operations.linear(x, [weight], [None]),
         "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
+        "run": lambda: chains.make_chain(steps, 2, [1])(ones(9, 33), ones(33, 33)),
         "best": lambda: search.best_tokens(ones(3, 5000), 4)[0],
         "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
         "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
     }
     for name, call in calls.items():
-        for left[0] in range(50):
+        for left[0] in range(500):
             try:
                 result = call()
             except (MemoryError, CacheCapacityError) as error:
@@ -365,7 +372,7 @@ def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> No
     command = [sys.executable, "-c", NO_MEMORY]
     done = subprocess.run(command, env={**os.environ, **own}, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    wanted = {"linear": "MemoryError", "gated": "MemoryError", "best": "MemoryError"}
+    wanted = dict.fromkeys(("run", "grow", "linear", "gated", "best"), "MemoryError")
     wanted |= {"joined": "CacheCapacityError", "attend": "CacheCapacityError"}
     assert ast.literal_eval(done.stdout) == {name: [kind] for name, kind in wanted.items()}
 
