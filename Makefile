@@ -88,7 +88,7 @@ fuzz: $(VENV)/.installed
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/.installed
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		XDG_CACHE_HOME="$$(mktemp -d)" CXX="env -u LD_PRELOAD g++ $(SANITIZE)" OMP_NUM_THREADS=1 \
+		XDG_CACHE_HOME="$(abspath $(VENV))/sanitize" CXX="env -u LD_PRELOAD g++ $(SANITIZE)" OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n 0 -q tests/test_cpu_kernels.py -k torch
 
 FILES ?=

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -310,7 +310,7 @@ void operator delete(void *given) noexcept { free(given); }
 void operator delete(void *given, size_t) noexcept { free(given); }
 """
 NO_MEMORY = """import ctypes, dataclasses, torch
-from hf_specdec.cpu import operations, search
+from hf_specdec.cpu import chains, growing, operations, search
 from hf_specdec.errors import CacheCapacityError
 fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
 def failing(function):
@@ -326,20 +326,27 @@ functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
 replaced = {number: operations.Functions(**{
     field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
 }) for number, one in functions.items()}
-operations.functions_for = search.functions_for = replaced.__getitem__
+for module in (chains, growing, operations, search):
+    module.functions_for = replaced.__getitem__
+steps = [chains.Step(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
 for number in functions:
     ones = lambda *shape: torch.ones(*shape, dtype=number)
     x, weight, joined = ones(5, 33), ones(40, 33), ones(1, 3, 8 * 8)
     keys = torch.zeros(2, 1, 2, 900, 8, dtype=number)
+    wide = [torch.ones(shape) for shape in ((10, 15), (15, 9), (15,))]
+    packed = growing.PackedMarkov("rnn", ones(700, 5), ones(5, 700), *wide)
+    block = torch.zeros(2, dtype=torch.long), ones(2, 3, 9), ones(2, 3, 700), ones(2, 1, 5), None, (16, 3, 4), 0.0
     calls = {
+        "grow": lambda: growing.grow_corrected(packed, *block)[0],
         "linear": lambda: operations.linear(x, [weight], [None]),
         "gated": lambda: operations.linear(x, [weight, weight], [None, None], operations.SILU),
+        "run": lambda: chains.make_chain(steps, 2, [1])(ones(9, 33), ones(33, 33)),
         "best": lambda: search.best_tokens(ones(3, 5000), 4)[0],
         "joined": lambda: operations.attend_joined(joined, *ones(2, 1, 3, 8), 2, *keys, 800, None, None),
         "attend": lambda: operations.attend(*ones(3, 1, 2, 3, 8), *keys, 800, None, None),
     }
     for name, call in calls.items():
-        for left[0] in range(50):
+        for left[0] in range(500):
             try:
                 result = call()
             except (MemoryError, CacheCapacityError) as error:
@@ -364,7 +371,7 @@ def test_a_kernel_without_memory_is_an_error(tmp_path: Path, threads: str) -> No
     command = [sys.executable, "-c", NO_MEMORY]
     done = subprocess.run(command, env={**os.environ, **own}, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    wanted = {"linear": "MemoryError", "gated": "MemoryError", "best": "MemoryError"}
+    wanted = dict.fromkeys(("run", "grow", "linear", "gated", "best"), "MemoryError")
     wanted |= {"joined": "CacheCapacityError", "attend": "CacheCapacityError"}
     assert ast.literal_eval(done.stdout) == {name: [kind] for name, kind in wanted.items()}
 
@@ -467,7 +474,7 @@ DIRECTORY_STATES: dict[str, Callable[[Any, Path], Any]] = {
         path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("other")),
     "a loose link": lambda patch, path: (
         path.parent.rename(path.parents[1] / "other"), path.parent.symlink_to("nowhere")),
-    "a directory of another user": lambda patch, path: os.chown(path.parent, 12345, 12345),
+    "a directory of another user": lambda patch, path: patch.setattr(os, "geteuid", lambda: 12345),
     "a directory open to others": lambda patch, path: path.parent.chmod(0o777),
     "read only": lambda patch, path: (path.unlink(), patch.setattr(library, "clear_partials", refuse_writing(path))),
     "no space to write": lambda patch, path: (path.unlink(), patch.setattr(os, "fsync", once(no_space))),
@@ -518,8 +525,14 @@ def assert_kernels_multiply() -> None:
     assert_right(operations.linear(x, [weight], [None]), exact_product(x, weight, None))
 
 
+def as_root(states: Iterable[str]) -> list[Any]:
+    """Of which some need root, who may give files away."""
+    skip = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+    return [pytest.param(one, marks=[skip] if one == "of another user" else []) for one in states]
+
+
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("state", FILE_STATES)
+@pytest.mark.parametrize("state", as_root(FILE_STATES))
 def test_a_library_that_cannot_be_trusted_is_replaced(state: str, monkeypatch: Any, caplog: Any) -> None:
     path = kept_library(monkeypatch)
     FILE_STATES[state](monkeypatch, path)
@@ -562,7 +575,7 @@ def test_a_relative_cache_directory_is_ignored(tmp_path: Path, monkeypatch: Any)
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("state", ["truncated", "no functions", "a FIFO", "of another user"])
+@pytest.mark.parametrize("state", as_root(["truncated", "no functions", "a FIFO", "of another user"]))
 def test_without_a_compiler_a_library_that_cannot_be_trusted_is_not_loaded(
     state: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
@@ -571,6 +584,21 @@ def test_without_a_compiler_a_library_that_cannot_be_trusted_is_not_loaded(
     FILE_STATES[state](monkeypatch, path)
     [found] = messages(caplog)
     assert found.startswith("CPU kernels are not used: no C++ compiler was found")
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("compiler", ["exec /bin/sleep 60", "kill -9 $$", "printf '\\377'; exit 1", 'echo > "$2"'])
+def test_answers_are_right_without_kernels(compiler: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    script(tmp_path / "g++", f'while [ "$1" != -o ]; do shift; done; {compiler}')
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT", 0.5)
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
+    ids, options = torch.arange(9)[None], {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(ids, **options)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, speculative={"method": "auto", "compile": "kernels"}, **options), plain)
+    [found, used] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert found.startswith("CPU kernels are not used: ")
+    assert "the CPU kernels cannot be used" in used
 
 
 @pytest.mark.usefixtures("fresh")

@@ -175,8 +175,8 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
             status, output = _run(command, working)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BrokenKernelsError(f"{compiler[0]} failed ({error})") from error
-        if os.strerror(errno.ENOSPC) in output:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        if "No space left on device" in output:
+            raise OSError(errno.ENOSPC, "No space left on device", str(directory))
         if status:
             line = next((line for line in output.splitlines() if "error" in line), output[:200]).strip()
             reason = line or f"exit status {status}"
@@ -209,7 +209,10 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
         process_group=0,
     )  # fmt: skip
 
+    is_stopped = threading.Event()
+
     def stop() -> None:
+        is_stopped.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -222,8 +225,8 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
             raise
         finally:
             atexit.unregister(stop)
-    if not threading.main_thread().is_alive():
-        raise SystemExit  # this thread is in the background and the compiler was stopped: the process ends
+    if is_stopped.is_set():
+        raise SystemExit  # this thread is in the background, and the process ends
     return process.returncode, output.decode(errors="replace")
 
 
