@@ -7,7 +7,7 @@
 # make newest the fast tests with the newest releases of every dependency, in an environment of their own
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
-# make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
+# make fuzz   random options, changes to a model, and lengths around its limits, plain against speculative (COUNT of each)
 # make bench  the tables of docs/benchmarks/results.md again, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
 VENV ?= .venv
@@ -82,6 +82,7 @@ COUNT ?= 3000
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --count $(COUNT)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_changes.py --count $(COUNT)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_lengths.py --count $(COUNT)
 
 FILES ?=
 SAMPLE ?= 40
