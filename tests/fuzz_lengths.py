@@ -3,8 +3,8 @@
     python tests/fuzz_lengths.py --count 2000 [--seed 0] [--models phi3 gpt2 ...]
 
 A case takes a model of `lengths.py` and lets prompt and answer end below, at or beyond one of its limits: one prompt
-or a padded batch, with or without a cache that plain `generate()` has filled, in chunks, greedy or sampled. Both calls
-start from the same state of the model. A case ends *equal* (ids, caches if they are returned or handed in, and the
+or a padded batch, with or without a cache that plain `generate()` has filled, in chunks, greedy or sampled. Each call
+has a fresh copy of the model. A case ends *equal* (ids, caches if they are returned or handed in, and the
 length that dynamic frequencies are left at), *refused* or *invalid* as in `fuzz.py`; a refusal is counted for its
 model. Anything else fails.
 """
@@ -30,7 +30,7 @@ import zoo
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.verification.model import CACHE_FIELD
 
-NAMES = tuple(lengths.LIMITED)
+NAMES = tuple(name for name, limited in lengths.LIMITED.items() if limited.architecture in zoo.CONFIG_MAPPING)
 METHODS = ("prompt_lookup", "token_recycling", "auto")
 TOLERANCE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}
 """Caches: rounding stays below 1e-4, a wrong position or frequency is above 1e-2."""
@@ -38,7 +38,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}
 
 @functools.cache
 def attached(name: str) -> Any:
-    """The model with the mixin."""
+    """The model with the mixin, before its first call. Every case runs a copy: nothing learned before can matter."""
     return SpeculativeGenerationMixin.attach(copy.deepcopy(lengths.build(name)))
 
 
@@ -68,7 +68,7 @@ def case(number: int, names: tuple[str, ...] = NAMES) -> Case:
     limit = rng.choice(limited.limits)
     generator = torch.Generator().manual_seed(number)
     batch = rng.choice([1, 1, 1, 2, 3])
-    length = max(4, limit + rng.choice([-24, -12, -7, -4, -2, -1, 0, *([] if limited.ends else [1, 2, 5, 13])]))
+    length = max(4, limit + rng.choice([-24, -9, -5, -3, -1, 0, *([] if limited.ends else [1, 6])]))
     period = rng.choice([2, 3, 5, 7, length])
     ids = torch.randint(3, zoo.VOCAB_SIZE, (batch, period), generator=generator)
     ids = ids.repeat(1, -(-length // period))[:, :length]
@@ -82,7 +82,7 @@ def case(number: int, names: tuple[str, ...] = NAMES) -> Case:
         for row in range(batch):
             mask[row, : min(rng.choice([0, 0, 1, 3, 9, prompt // 2, prompt - 2]), prompt - 2)] = 0
         ids = ids.masked_fill(mask == 0, 0)
-    new = rng.choice([1, 3, 8, 14, 25, 40])
+    new = rng.choice([1, 7, 14, 25, 40])
     if limited.ends and rng.random() < 0.9:  # plain never reads its last token
         new = rng.choice([limit + 1 - length, max(1, limit - length), max(1, min(new, limit + 1 - length))])
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": batch == 1 and rng.random() < 0.3}
@@ -100,8 +100,7 @@ def case(number: int, names: tuple[str, ...] = NAMES) -> Case:
 
 def run(made: Case, speculative: Any) -> tuple[Any, Any, list[int]]:
     """One call: its output, the cache handed in, and the lengths that the model's frequencies were left at."""
-    model = attached(made.model)
-    lengths.settle(model)
+    model = copy.deepcopy(attached(made.model))
     ids, mask, options = made.ids, made.mask, dict(made.options)
     cache = None
     prompt, answered = made.turn

@@ -149,12 +149,6 @@ def build(name: str) -> Any:
     return model
 
 
-def settle(model: Any) -> None:
-    """Put frequencies that were grown by an earlier call back to their start: a text below every limit does that."""
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
-
-
 def grown(model: Any) -> list[int]:
     """The lengths that the model's frequencies were made for, which the next call starts from."""
     return [
