@@ -87,7 +87,7 @@ def case(number: int, names: tuple[str, ...] = NAMES) -> Case:
         new = rng.choice([limit + 1 - length, max(1, limit - length), max(1, min(new, limit + 1 - length))])
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": batch == 1 and rng.random() < 0.3}
     if rng.random() < 0.3:  # rows that end early leave the batch
-        options["eos_token_id"] = rng.sample(range(3, zoo.VOCAB_SIZE), rng.choice([2, 6, 12]))
+        options["eos_token_id"] = rng.sample(range(3, zoo.VOCAB_SIZE), rng.choice([2, 9, 20]))
     if rng.random() < 0.2:
         options["prefill_chunk_size"] = rng.choice([7, 16, 33, limit])
     if rng.random() < 0.3:
