@@ -7,7 +7,7 @@
 # make newest the fast tests with the newest releases of every dependency, in an environment of their own
 # make bounds the fast tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make mutants plant bugs in FILES (default: the core) and print those that no test notices; by hand, it takes long
-# make fuzz   random combinations of options, and of changes to a model, plain against speculative (COUNT of each)
+# make fuzz   random options, changes to a model, and lengths around its limits, plain against speculative (COUNT of each)
 # make sanitize  the tests of the CPU kernels with kernels that are compiled with the address and undefined behaviour sanitizers
 # make bench  the tables of docs/benchmarks/results.md again, into RESULTS; make peers  what its comparison with others needs
 PYTHON ?= python3
@@ -83,6 +83,7 @@ COUNT ?= 3000
 fuzz: $(VENV)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --count $(COUNT)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_changes.py --count $(COUNT)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz_lengths.py --count $(COUNT)
 
 # GCC's sanitizers: Python itself is not compiled with them, so their libraries are loaded first; torch leaks on purpose
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

@@ -436,7 +436,7 @@ def _comparable(made: Case) -> bool:
     return bool({"logits_processor", "stopping_criteria"} & set(made.fresh) or outputs)
 
 
-def compare(plain: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
+def compare(plain: Any, ours: Any, mask: torch.Tensor | None = None, tolerance: dict[str, Any] = TOLERANCE) -> None:
     """Every part of the two outputs."""
     if isinstance(plain, torch.Tensor):
         assert isinstance(ours, torch.Tensor)
@@ -450,11 +450,11 @@ def compare(plain: Any, ours: Any, mask: torch.Tensor | None = None) -> None:
         assert len(wanted) == len(got), f"{name}: {len(wanted)} tensors, got {len(got)}"
         for index, (left, right) in enumerate(zip(wanted, got, strict=True)):
             assert left.shape == right.shape, f"{name}[{index}]: {tuple(left.shape)}, got {tuple(right.shape)}"
-            torch.testing.assert_close(right, left, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
-    compare_caches(plain[CACHE_FIELD], ours[CACHE_FIELD], mask)
+            torch.testing.assert_close(right, left, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    compare_caches(plain[CACHE_FIELD], ours[CACHE_FIELD], mask, tolerance)
 
 
-def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None) -> None:
+def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None, tolerance: dict[str, Any] = TOLERANCE) -> None:
     """Type, length and content; what stands in the slots of padding is seen by nobody."""
     if plain is None or ours is None:
         assert plain is ours
@@ -472,7 +472,7 @@ def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None) -> None:
             for name in ("keys", "values"):
                 wanted, got = getattr(left, name), getattr(right, name)
                 shown = seen[:, None, length - wanted.shape[2] :, None] if wanted.shape[2] <= length else 1
-                torch.testing.assert_close(got * shown, wanted * shown, **TOLERANCE)
+                torch.testing.assert_close(got * shown, wanted * shown, **tolerance)
 
 
 def _flat(values: Any) -> list[torch.Tensor]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import drafters
+import lengths
 import zoo
-from hf_specdec import SpeculativeGenerationMixin
+from hf_specdec import SpeculativeGenerationMixin, UnsupportedGenerationError
 from hf_specdec.verification.active_rows import drop_order
 from hf_specdec.verification.tree_target import TreeTarget
 from models import prompts
@@ -137,3 +138,25 @@ def test_rows_do_not_leave_shortly_before_the_end(model: Any) -> None:
 )  # fmt: skip
 def test_the_last_rows_fill_the_gaps(count: int, active: list[int], order: list[int]) -> None:
     assert drop_order(count, active) == order
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic", "phimoe"])
+def test_a_row_that_has_ended_counts_for_the_frequencies_of_the_others(name: str) -> None:
+    """In plain, the frequencies follow the longest row, also after its end: the short row switches with it."""
+    model: Any = SpeculativeGenerationMixin.attach(copy.deepcopy(lengths.build(name)))
+    ids = torch.randint(3, zoo.VOCAB_SIZE, (2, 50), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    plain: Any = copy.deepcopy(lengths.build(name))
+    long, short = plain.generate(ids, **options, max_new_tokens=40)[:, 50:].tolist()
+    end = next(token for token in long[2:12] if token not in short[:15])  # the long row ends before the limit
+    options |= {"max_new_tokens": 40, "eos_token_id": end}
+    expected = copy.deepcopy(lengths.build(name)).generate(ids, **options)
+    assert expected.shape[1] > lengths.LIMIT + 2
+    try:
+        got = model.generate(ids, **options, speculative={"method": "prompt_lookup", "num_draft_tokens": 1})
+    except UnsupportedGenerationError:
+        return
+    assert got.tolist() == expected.tolist()

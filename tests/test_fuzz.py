@@ -6,6 +6,7 @@ import pytest
 
 import fuzz
 import fuzz_changes
+import fuzz_lengths
 
 BATCH = 40
 
@@ -40,3 +41,18 @@ def test_changes_between_calls_are_seen(first: int) -> None:
     outcomes = [outcome for number in range(first, first + 15) for outcome in fuzz_changes.check(number)]
     assert outcomes.count("equal") > len(outcomes) / 3
     assert "refused" in outcomes
+
+
+TWICE = 2 * len(fuzz_lengths.NAMES)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n * TWICE, marks=pytest.mark.exhaustive) for n in range(1, 6))])
+def test_lengths_around_every_limit_are_equal_or_refused(first: int) -> None:
+    outcomes = []
+    for number in range(first, first + TWICE):
+        case = fuzz_lengths.case(number)
+        try:
+            outcomes.append(fuzz_lengths.check(case))
+        except Exception as error:
+            raise AssertionError(f"case {number}: {case}") from error
+    assert outcomes.count("equal") > TWICE / 2

@@ -201,15 +201,20 @@ def settable(config_class: type, name: str) -> bool:
     return not isinstance(attribute, property) or attribute.fset is not None
 
 
-@functools.cache
-def build(name: str) -> PreTrainedModel:
-    """The tiny model of one architecture, float32, in eval mode; the same weights in every test."""
-    torch.manual_seed(sum(map(ord, name)))
+def config_of(name: str, changes: dict[str, Any] | None = None) -> Any:
+    """The configuration of the tiny model of one architecture, with other values for some fields."""
     config_class = CONFIG_MAPPING[name.removesuffix("_alibi")]
     fields = {**_SIZES, **CORE[name]} if name in CORE else fields_of(config_class, OVERRIDES.get(name, {}))
     for missing in WITHOUT.get(name, ("head_dim",) if name.startswith("falcon") else ()):
         fields.pop(missing, None)
-    return decisive(AutoModelForCausalLM.from_config(config_class(**fields), dtype=torch.float32).eval())
+    return config_class(**{**fields, **(changes or {})})
+
+
+@functools.cache
+def build(name: str) -> PreTrainedModel:
+    """The tiny model of one architecture, float32, in eval mode; the same weights in every test."""
+    torch.manual_seed(sum(map(ord, name)))
+    return decisive(AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32).eval())
 
 
 def shallow(name: str, num_layers: int) -> Any:
