@@ -136,7 +136,7 @@ def _step(
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
     # no row may emit deeper drafts, and no draft crosses a bound of the model's forward
-    reach = target.reach
+    reach = target.reach(range(len(transcript.finished)) if transcript.lockstep else transcript.active_rows)
     deepest, widest = min(transcript.num_remaining - 1, reach), reach + 1 if target.bounds.counts_slots else None
     budget = call.controller.next().no_deeper(deepest, widest) if deepest > 0 else PLAIN_STEP
     upcoming = budget.no_deeper(deepest - 1, widest)

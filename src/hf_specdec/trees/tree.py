@@ -82,6 +82,8 @@ class TokenTree:
     def with_repeated(self, token: int, rows: Tensor) -> TokenTree:
         """Return the tree with the drafts of some rows replaced by a chain of one repeated token, e.g. padding.
 
+        The chain is as deep as the tree may be; further nodes are on no path.
+
         Args:
             token: The token to repeat.
             rows: `[B]` bool, the rows to replace.
@@ -92,8 +94,9 @@ class TokenTree:
         drafted = rows[:, None] & (nodes > 0)
         return TokenTree(
             torch.where(drafted, token, self.tokens),
-            torch.where(rows[:, None], nodes - 1, self.parents),
+            torch.where(rows[:, None], torch.where(nodes <= self.depth_bound, nodes - 1, ROOT_PARENT), self.parents),
             self.draft_probs,
+            max_depth=self.max_depth,
         )
 
     def no_deeper(self, num_steps: int) -> TokenTree:

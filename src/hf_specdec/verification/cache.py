@@ -291,8 +291,10 @@ class TreeCache(Cache):
     def replace(self, cache: Cache) -> None:
         """Replace all tokens by those of a transformers cache; those beyond the committed ones are not committed.
 
-        A cache passed by the user stays as it is, as in plain `generate()`.
+        A cache passed by the user gets the tokens committed so far, and no more, as in plain `generate()`.
         """
+        if self._adopted is not None:
+            self.hand_back(None)
         committed, self._adopted = self.lengths, None
         self.reset()
         self._copy(cache, seen_tokens(cache))

@@ -20,6 +20,7 @@ from hf_specdec.verification.graphs import (
     KeptMemory,
     width_for,
 )
+from hf_specdec.verification.length_bounds import UNBOUNDED
 from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
 from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows, persistent_tensors
 from hf_specdec.verification.runners import Runner
@@ -104,10 +105,12 @@ class _Verification(CapturableStep):
         self._inner, self._layout, device = inner, inputs.layout, inputs.lengths.device
         self.layers: list[int] = []  # layers of the returned hidden states, in the order of the outputs
         self._num_nodes = width  # of the tree in the buffers
-        self._constants: tuple[object, object] = (None, None)  # padding and positions in the buffers
+        # padding, positions and ceiling in the buffers
+        self._constants: tuple[object, object, int | None] = (None, None, None)
         with persistent_tensors():
             self._tokens, self._parents = torch.zeros(2, rows, width, dtype=torch.long, device=device).unbind()
             self._lengths, self._left, self._offsets = torch.zeros(3, rows, dtype=torch.long, device=device).unbind()
+            self._ceiling = torch.full((), UNBOUNDED, dtype=torch.long, device=device)
             self._slots = torch.zeros(width, dtype=torch.long, device=device)
             self._valid = torch.ones(rows, bucket, dtype=torch.bool, device=device)
         self._cache = Cache(layers=[BucketLayer(layer, self._slots, bucket) for layer in layers])
@@ -121,10 +124,12 @@ class _Verification(CapturableStep):
             self._parents[:, num_nodes:] = ROOT_PARENT
         self._num_nodes = num_nodes
         self._lengths.copy_(inputs.lengths)
-        constants = inputs.padding, inputs.positions
-        if self._constants[0] is not constants[0] or self._constants[1] is not constants[1]:
-            self._fill_constants(*constants)
-            self._constants = constants
+        padding, positions, ceiling = self._constants
+        if padding is not inputs.padding or positions is not inputs.positions:
+            self._fill_constants(inputs.padding, inputs.positions)
+        if ceiling != inputs.ceiling:
+            self._ceiling.fill_(UNBOUNDED if inputs.ceiling is None else inputs.ceiling)
+        self._constants = inputs.padding, inputs.positions, inputs.ceiling
 
     def _fill_constants(self, padding: PromptPadding | None, positions: Positions) -> None:
         self._valid.fill_(True)
@@ -140,7 +145,7 @@ class _Verification(CapturableStep):
         self._slots.copy_(lengths.amax() + torch.arange(width, device=lengths.device))
         ancestors = TokenTree(self._tokens, self._parents).ancestor_mask()
         masks = bucket_masks(self._layout, ancestors, lengths, self._slots, self._valid, self._left)
-        positions = (self._offsets + lengths)[:, None] + ancestors.sum(-1) - 1
+        positions = ((self._offsets + lengths)[:, None] + ancestors.sum(-1) - 1).clamp(max=self._ceiling)
         logits, states = self._inner(self._tokens, positions, AttentionContext(masks), self._cache)
         self.layers = list(states)
         return [logits, *states.values()]

@@ -53,10 +53,10 @@ class LengthBounds:
             elif "dynamic" in kind:
                 changes_from = getattr(config, "max_position_embeddings", None)
                 switches.add(changes_from)
-        found = {value for value in switches if isinstance(value, int)}
         scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
         if scale:
             switches.update(range(scale - 1, max(filter(None, tables), default=0), scale))
+        found = {value for value in switches if isinstance(value, int)}
         ends = sorted({value for value in tables if isinstance(value, int) and value > 0} | found)
         return cls(tuple(ends), frozenset(found), changes_from, counts_slots=bool(scale))
 

@@ -129,17 +129,19 @@ class Positions:
             return cls(torch.tensor([num_slots - 1], dtype=torch.long, device=device), num_slots)
         return cls(prompt_ids[..., -1], num_slots)
 
-    def of_nodes(self, depths: Tensor, lengths: Tensor) -> Tensor:
+    def of_nodes(self, depths: Tensor, lengths: Tensor, ceiling: int | None = None) -> Tensor:
         """Return the positions `[..., B, N]` of nodes.
 
         Args:
             depths: `[B or 1, N]` depth of each node.
             lengths: `[B]` committed slots of each row.
+            ceiling: Largest position, which only rows that have ended would exceed; None: no limit.
 
         Example: a prompt of 5 slots, 2 of them padding, ends at position 2; depths [0, 1, 1, 2] give [3, 4, 4, 5].
         """
         grown = lengths[:, None] - self.num_slots + 1
-        return self.last.to(depths.device)[..., None] + grown + depths
+        positions = self.last.to(depths.device)[..., None] + grown + depths
+        return positions if ceiling is None else positions.clamp(max=ceiling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class TreeInputs:
     layout: MaskLayout
     dtype: torch.dtype  # of additive masks
     all_seen: bool  # whether the tree is a single node that attends to every slot
+    ceiling: int | None = None  # see `Positions.of_nodes`
 
 
 def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) -> Tensor:

@@ -64,7 +64,7 @@ class Runner(ABC):
         tree = inputs.tree
         ancestors = tree.ancestor_mask()
         masks = tree_masks(inputs.layout, ancestors, inputs.lengths, inputs.start, inputs.padding, inputs.dtype)
-        positions = inputs.positions.of_nodes(ancestors.sum(-1) - 1, inputs.lengths)
+        positions = inputs.positions.of_nodes(ancestors.sum(-1) - 1, inputs.lengths, inputs.ceiling)
         return self(tree.tokens, positions.expand(tree.tokens.shape), attention_of(masks, inputs), cache)
 
     def new_cache(self, layout: CacheLayout, capacity: int, reserve: int | None) -> TreeCache:

@@ -82,7 +82,9 @@ class Target(ABC):
         self.padding: PromptPadding | None = None
         self.positions = Positions.of(None, 0, execution_device(model))
         self.bounds = LengthBounds.of(text_config(model))
-        self._offsets: tuple[Positions, set[int]] | None = None  # of `_root_positions`, with what they were read from
+        self._offsets: list[list[int]] | None = None
+        self._highest: int | None = None  # largest position of a root, see `reach`
+        self._origin = self
         self._tap: FeatureTap | None = None
         self._inputs: dict[str, Any] = {}  # additional inputs of every verify forward; tensors have one column
         self._prompt_kwargs: dict[str, Any] = {}
@@ -99,17 +101,33 @@ class Target(ABC):
     def capacity(self) -> int | None:
         """Number of allocated slots per row; None if the cache grows with every token."""
 
-    @property
-    def reach(self) -> int:
-        """Depth of the deepest draft that crosses none of the model's `bounds` in any row."""
-        return self.bounds.reach(self._root_positions()) if self.bounds.ends else UNBOUNDED
+    def reach(self, rows: Sequence[int]) -> int:
+        """Return the depth of the deepest draft that crosses none of the model's `bounds`; note the largest position.
 
-    def _root_positions(self) -> set[int]:
-        """Return slots and positions of the roots: models compare either with a bound."""
-        if self._offsets is None or self._offsets[0] is not self.positions:
-            last = (self.positions.last + 1 - self.positions.num_slots).flatten().tolist()
-            self._offsets = self.positions, {0, *last}
-        return {length + offset for length in set(self.cache.lengths) for offset in self._offsets[1]}
+        Reads the device once in a call, and only if a bound is ahead.
+
+        Args:
+            rows: Rows of the batch that have not ended.
+        """
+        if not self.bounds.ends:
+            return UNBOUNDED
+        if self._offsets is None:  # of positions from slots; several sections if the prompt has images
+            last = (self.positions.last + 1 - self.positions.num_slots).reshape(-1, self.positions.last.shape[-1])
+            self._offsets = last.T.tolist()
+        lengths, positions = self._row_lengths(), set[int]()
+        for row in rows:
+            positions.update(lengths[row] + offset for offset in self._offsets[row % len(self._offsets)])
+        self._highest = max(positions, default=0)
+        return self.bounds.reach({*positions, *(lengths[row] for row in rows)})
+
+    def _row_lengths(self) -> Mapping[int, int]:
+        """Return the committed slots of the rows of the batch that the cache holds."""
+        return dict(enumerate(self.cache.lengths))
+
+    def _ceiling(self, tree: TokenTree) -> int | None:
+        """Return the largest position of a tree in rows that have not ended; None if no bound is ahead."""
+        highest = self._origin._highest
+        return None if highest is None else highest + tree.depth_bound
 
     @property
     def num_rows(self) -> int:
@@ -167,7 +185,7 @@ class Target(ABC):
     def with_model(self, model: PreTrainedModel) -> Target:
         """Return a copy of this target that shares its cache and drafts with `model`, a part of the target model."""
         other = copy.copy(self)
-        other.model, other._outputs, other.is_draft_view = model, {}, True
+        other.model, other._outputs, other.is_draft_view, other._origin = model, {}, True, self
         return other
 
     def close(self) -> None:  # noqa: B027  (optional to override)

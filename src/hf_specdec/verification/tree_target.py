@@ -108,6 +108,10 @@ class TreeTarget(Target):
         num_rows = len(held) if before is None else before.num_rows
         cache.keep_rows(ActiveRows.of(rows, num_rows, self.padding, self.positions, device), order)
 
+    def _row_lengths(self) -> Mapping[int, int]:
+        active = self.cache.active
+        return super()._row_lengths() if active is None else dict(zip(active.rows, self.cache.lengths, strict=True))
+
     @property
     def active_share(self) -> float:
         """See `Target`."""
@@ -143,13 +147,17 @@ class TreeTarget(Target):
             padded = [[*row, *[pad_token_id] * (size - len(row))] for row in chunks]
             tokens = torch.tensor(padded, dtype=torch.long, device=execution_device(self.model))
             nodes = torch.arange(size, device=tokens.device)
-            self.verify(TokenTree(tokens, nodes + ROOT_PARENT))
             counts = torch.tensor([len(row) for row in chunks], dtype=torch.long, device=tokens.device)[:, None]
+            if self._highest is not None:  # the last position of the longest row, whose last token enters no cache
+                last = max(cache.lengths) - self.positions.num_slots + int(self.positions.last.max())
+                self._highest = last + 1 - size
+            # nodes beyond a row's chunk are on no path: as a longer chain they could exceed the model's positions
+            self.verify(TokenTree(tokens, torch.where(nodes < counts, nodes + ROOT_PARENT, ROOT_PARENT)))
             cache.commit(torch.where(nodes < counts, nodes, -1), [range(len(row)) for row in chunks])
             missing = [row[size:] for row in missing]
 
     def _run(self, tree: TokenTree, known: int = 0) -> Any:
-        if self.text is not None and self.cache.start in self.bounds.switches:
+        if self.text is not None and self.cache.start in self.bounds.switches and not self.is_draft_view:
             return self._step_plainly(self.text())
         active = self.cache.active
         if active is None:
@@ -160,7 +168,7 @@ class TreeTarget(Target):
     def _step_plainly(self, text: Tensor) -> Any:
         """Make the step of plain `generate()` after the text `[B, L]`: the model may read all of it again (Phi-3)."""
         num_new = text.shape[1] - self._prompt_length
-        inputs = updated_kwargs(self.model, {}, self._prompt_kwargs, num_new)
+        inputs = updated_kwargs(self.model, {}, dict(self._prompt_kwargs), num_new)
         inputs = self.model.prepare_inputs_for_generation(text, next_sequence_length=1, **inputs)
         committed = self.cache.start
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
@@ -182,7 +190,8 @@ class TreeTarget(Target):
         lengths = cache.lengths_on(tree.tokens.device, len(tree.tokens))
         all_seen = tree.num_nodes == 1 and padding is None and len(set(cache.lengths)) <= 1
         layout, dtype = self._mask_layout, self.model.dtype
-        inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen)
+        ceiling = self._ceiling(tree)
+        inputs = TreeInputs(tree, lengths, cache.start, padding, positions, layout, dtype, all_seen, ceiling)
         if self.runner is not None and self._can_use(self.runner, tree.num_nodes, known):
             logits, states = self.runner.verify(inputs, cache)
             if self._tap is not None:
@@ -191,7 +200,7 @@ class TreeTarget(Target):
             return CausalLMOutputWithPast(logits=logits)
         ancestors = tree.ancestor_mask()
         masks = last_queries(tree_masks(layout, ancestors, lengths, cache.start, padding, dtype), known)
-        node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths)
+        node_positions = positions.of_nodes((ancestors.sum(-1) - 1)[:, known:], lengths, ceiling)
         with attending(attention_of(masks, inputs) if self._uses_packed else None):
             outputs = self.model(
                 input_ids=tokens,
