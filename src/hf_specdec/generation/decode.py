@@ -135,9 +135,12 @@ def _step(
     next draft before the host reads this step, see `acceptance/pipelining.py`.
     """
     target, generated, begun = call.target, list(transcript.num_generated), stats.stage_seconds
-    # no row may emit deeper drafts, and no draft crosses a bound of the model's forward
+    # no draft crosses a bound of the model's forward; on a CPU, where every node costs time, none is deeper than rows
+    # may still emit (elsewhere another depth is another graph)
     reach = target.reach(range(len(transcript.finished)) if transcript.lockstep else transcript.active_rows)
-    deepest, widest = min(transcript.num_remaining - 1, reach), reach + 1 if target.bounds.counts_slots else None
+    left = transcript.num_remaining - 1
+    deepest = min(left, reach) if left < 1 or roots.device.type == "cpu" else reach
+    widest = reach + 1 if target.bounds.counts_slots else None
     budget = call.controller.next().no_deeper(deepest, widest) if deepest > 0 else PLAIN_STEP
     upcoming = budget.no_deeper(deepest - 1, widest)
     before = one_time_work()

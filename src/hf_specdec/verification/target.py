@@ -84,7 +84,7 @@ class Target(ABC):
         self.bounds = LengthBounds.of(text_config(model))
         self._offsets: list[list[int]] | None = None
         self._highest: int | None = None  # largest position of a root, see `reach`
-        self._origin = self
+        self._whole: Target | None = None  # of a draft view, the target that it is a part of
         self._tap: FeatureTap | None = None
         self._inputs: dict[str, Any] = {}  # additional inputs of every verify forward; tensors have one column
         self._prompt_kwargs: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class Target(ABC):
 
     def _ceiling(self, tree: TokenTree) -> int | None:
         """Return the largest position of a tree in rows that have not ended; None if no bound is ahead."""
-        highest = self._origin._highest
+        highest = (self._whole or self)._highest
         return None if highest is None else highest + tree.depth_bound
 
     @property
@@ -185,7 +185,7 @@ class Target(ABC):
     def with_model(self, model: PreTrainedModel) -> Target:
         """Return a copy of this target that shares its cache and drafts with `model`, a part of the target model."""
         other = copy.copy(self)
-        other.model, other._outputs, other.is_draft_view, other._origin = model, {}, True, self
+        other.model, other._outputs, other.is_draft_view, other._whole = model, {}, True, self
         return other
 
     def close(self) -> None:  # noqa: B027  (optional to override)
