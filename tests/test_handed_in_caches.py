@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,33 @@ def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str) -> None
                 ), (seed, size)
     finally:
         SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), lambda config: DynamicCache()],
+                         ids=["of the config", "without layers"])  # fmt: skip
+def test_layers_that_share_a_cache(name: str, make: Callable[[Any], DynamicCache]) -> None:
+    """Handed in empty, then filled by plain and by speculative calls in turns, and returned."""
+    config = copy.deepcopy(zoo.build(name).config)
+    config.num_kv_shared_layers = 2
+    torch.manual_seed(0)
+    model: Any = SpeculativeGenerationMixin.attach(zoo.decisive(type(zoo.build(name))(config).eval()))
+    caches, ids = [make(config), make(config), None, None], [IDS] * 4
+    options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
+    for turn in range(4):
+        for which, cache in enumerate(caches):
+            options["attention_mask"] = torch.ones_like(ids[which])
+            method = "prompt_lookup" if which % 2 and turn != 1 else None
+            output = model.generate(ids[which], **{CACHE_FIELD: cache}, speculative=method, **options)
+            caches[which] = output[CACHE_FIELD]
+            ids[which] = torch.cat([output.sequences, IDS[:, :3]], dim=-1)
+        assert all(torch.equal(ids[0], others) for others in ids), turn
+        assert [cache.get_seq_length() for cache in caches] == [ids[0].shape[1] - 4] * 4
+        for one, two in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert type(one) is type(two)
+            if one.keys is not None:
+                torch.testing.assert_close(one.keys, two.keys)
+                torch.testing.assert_close(one.values, two.values)
 
 
 def test_a_cache_goes_by_the_same_name_with_every_transformers(llama: Any) -> None:

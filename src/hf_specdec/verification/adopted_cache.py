@@ -34,6 +34,11 @@ def seen_tokens(cache: Any) -> int:
     return int(cache.get_seq_length())
 
 
+def filled_layers(cache: Cache) -> dict[int, Any]:
+    """Return the layers that have keys and values, by index; a `DummyLayer` never has any."""
+    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+
+
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
     """Check that a transformers cache matches the model's cache layout and the batch size.
 
@@ -45,7 +50,7 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
     Raises:
         UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
     """
-    filled = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
+    filled = filled_layers(cache)
     expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
     length, in_layer = seen_tokens(cache), dict[int, int]()
     if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
