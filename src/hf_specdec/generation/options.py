@@ -23,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
@@ -233,7 +234,8 @@ def check_cache(
         )
     if isinstance(cache, StaticCache):
         _check_attentions(config)
-    slots = min(layer.max_cache_len for layer in cache.layers) if isinstance(cache, StaticCache) else None
+    # other static layers hold a window, or nothing
+    slots = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
     if slots is not None and slots < max_cache_length:
         raise CacheCapacityError(
             f"The cache passed as `{CACHE_FIELD}` has {slots} slots; prompt and answer need {max_cache_length}.",
