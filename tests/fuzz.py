@@ -460,8 +460,7 @@ def compare_caches(plain: Any, ours: Any, mask: torch.Tensor | None, tolerance: 
         assert plain is ours
         return
     assert int(plain.get_seq_length()) == int(ours.get_seq_length()), "caches differ in length"
-    if type(plain) is not type(ours):
-        return  # cache_implementation="static" returns our dynamic one
+    assert type(plain) is type(ours)
     length = int(plain.get_seq_length())
     for left, right in zip(plain.layers, ours.layers, strict=True):
         if getattr(left, "is_initialized", False):

@@ -737,6 +737,8 @@ def block_examples() -> dict[str, Example]:
             {**random_tensors({**two, **rows}), "d2t": frequent["d2t"]}, draft_block),
         "jetspec": Example(
             "jetspec", zlab_fields(FULL, FULL, nested={"causal_head": True}), random_tensors(two), draft_block),
+        "jetspec, both ways": Example(
+            "jetspec", zlab_fields(FULL, FULL, nested={"causal_head": False}), random_tensors(two), draft_block),
         "jetspec, windows": Example(
             "jetspec", zlab_fields(FULL, SLIDES, window=4, nested={"causal_head": True}), random_tensors(two),
             draft_block),

@@ -47,7 +47,7 @@ def made_target(folder: Path) -> Path:
     ("script", "repository", "whole_context", "count"),
     [
         ("dflash_heads.py", "dflash", False, 9),
-        ("jetspec_heads.py", "jetspec", True, 5),
+        ("jetspec_heads.py", "jetspec", True, 6),
         ("dspark_heads.py", "deepspec", False, 8),
     ],
 )

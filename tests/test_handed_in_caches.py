@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,71 @@ def test_windows_of_a_cache_are_kept_while_the_prompt_is_read(name: str) -> None
                 ), (seed, size)
     finally:
         SpeculativeGenerationMixin.detach(model)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("make", [lambda config: DynamicCache(config=config), lambda config: DynamicCache()],
+                         ids=["of the config", "without layers"])  # fmt: skip
+def test_layers_that_share_a_cache(name: str, make: Callable[[Any], DynamicCache]) -> None:
+    """Handed in empty, then filled by plain and by speculative calls in turns, and returned."""
+    config = copy.deepcopy(zoo.build(name).config)
+    config.num_kv_shared_layers = 2
+    torch.manual_seed(0)
+    model: Any = SpeculativeGenerationMixin.attach(zoo.decisive(type(zoo.build(name))(config).eval()))
+    caches, ids = [make(config), make(config), None, None], [IDS] * 4
+    options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
+    for turn in range(4):
+        for which, cache in enumerate(caches):
+            options["attention_mask"] = torch.ones_like(ids[which])
+            method = "prompt_lookup" if which % 2 and turn != 1 else None
+            output = model.generate(ids[which], **{CACHE_FIELD: cache}, speculative=method, **options)
+            caches[which] = output[CACHE_FIELD]
+            ids[which] = torch.cat([output.sequences, IDS[:, :3]], dim=-1)
+        assert all(torch.equal(ids[0], others) for others in ids), turn
+        assert [cache.get_seq_length() for cache in caches] == [ids[0].shape[1] - 4] * 4
+        for one, two in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert type(one) is type(two)
+            if one.keys is not None:
+                torch.testing.assert_close(one.keys, two.keys)
+                torch.testing.assert_close(one.values, two.values)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_a_static_cache_is_returned_as_plain_returns_it(name: str) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(zoo.build(name))
+    options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
+    made = {**options, "cache_implementation": "static", "max_cache_len": 40}
+    passed = [StaticCache(config=model.config, max_cache_len=40) for _ in range(2)]
+    outputs = [
+        *(model.generate(IDS, speculative=method, **made) for method in (None, "prompt_lookup")),
+        *(model.generate(IDS, speculative=method, **{CACHE_FIELD: cache}, **options)
+          for method, cache in zip((None, "prompt_lookup"), passed, strict=True)),
+    ]  # fmt: skip
+    caches = [output[CACHE_FIELD] for output in outputs]
+    assert caches[3] is passed[1]
+    text = torch.cat([outputs[0].sequences, IDS[:, :3]], dim=-1)
+    options["attention_mask"] = torch.ones_like(text)
+    continued = [model.generate(text, **{CACHE_FIELD: cache}, **options).sequences for cache in caches]
+    for output, cache, answer in zip(outputs[1:], caches[1:], continued[1:], strict=True):
+        assert torch.equal(output.sequences, outputs[0].sequences)
+        assert [(type(layer), layer.max_cache_len) for layer in cache.layers] == [
+            (type(layer), layer.max_cache_len) for layer in caches[0].layers
+        ]
+        assert torch.equal(answer, continued[0])
+        for one, two in zip(caches[0].layers, cache.layers, strict=True):
+            torch.testing.assert_close(one.keys, two.keys)
+            torch.testing.assert_close(one.values, two.values)
+    SpeculativeGenerationMixin.detach(model)
+
+
+def test_a_static_window_that_is_filled_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SpeculativeGenerationMixin.attach(zoo.build("mistral"))
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    text = model.generate(IDS, **{CACHE_FIELD: cache}, **OPTIONS)
+    monkeypatch.setattr(TreeTarget, "prefill", None)
+    with pytest.raises(UnsupportedGenerationError, match="has layers of StaticSlidingWindowLayer"):
+        model.generate(text, **{CACHE_FIELD: cache}, speculative="prompt_lookup", max_new_tokens=3)
+    SpeculativeGenerationMixin.detach(model)
 
 
 def test_a_cache_goes_by_the_same_name_with_every_transformers(llama: Any) -> None:

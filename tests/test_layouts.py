@@ -35,6 +35,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.heads.compiled import CompiledDraftLayer
+from hf_specdec.verification.features import LAST
 from hf_specdec.verification.programs import Program
 from layouts import Example, Target
 from reference import window_of
@@ -164,6 +165,7 @@ def test_kept_in_our_own_layout(name: str, tmp_path: Path) -> None:
         ("dflash of vLLM, cut vocabulary", "dflash"),
         ("dflash of vLLM, cut vocabulary", "speculators"),
         ("jetspec", "dflash"),
+        ("jetspec, both ways", "dflash"),
         ("jetspec, windows", "dflash"),
         ("speculators dflash", "dflash"),
         ("speculators dflash, windows, cut vocabulary", "speculators"),
@@ -693,12 +695,13 @@ def test_configs_of_block_heads_that_do_not_fit(
 
 def test_the_last_layer_is_normed_in_z_labs_code_only(tmp_path: Path) -> None:
     read = {}
-    for name in ("dflash", "jetspec"):
+    for name in ("dflash", "jetspec", "jetspec, both ways"):
         example = EXAMPLES[name]
         config = changed(example.config, "dflash_config.target_layer_ids", [-1, 31])
         read[name] = load_head(Example("", config, example.tensors, example.draft).write(tmp_path / name)).config
-    assert read["dflash"].aux_hidden_state_layer_ids == [0, -1]
-    assert read["jetspec"].aux_hidden_state_layer_ids == [0, 32]
+    layers = {name: (config.aux_hidden_state_layer_ids, config.all_children) for name, config in read.items()}
+    jetspec = [0, 32], True
+    assert layers == {"dflash": ([0, LAST], False), "jetspec": jetspec, "jetspec, both ways": jetspec}
 
 
 def test_unnamed_layers_of_a_block_head_are_those_of_the_target(tmp_path: Path) -> None:

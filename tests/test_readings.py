@@ -282,9 +282,37 @@ def test_chat_models_answer_questions_and_others_sample(sure_llama: Any, tmp_pat
         assert torch.equal(text.token_ids, sure_llama.generate(ids, do_sample=False, max_new_tokens=48))
 
 
-def test_equally_bad_readings_leave_the_documented_one(llama: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(reading_trial, "_accepted_tokens", lambda *args: 0.5)
-    assert llama.load_drafter(write(llama, tmp_path, norm_output=True)).head.reading == Reading(True, 1)
+@pytest.mark.parametrize(
+    ("gains", "replaced"),
+    [
+        ((0, 0, 0, 0, 0, 0), False),
+        ((0.4, -0.2, 0.3, -0.1, 0.3, -0.2), False),  # 8 % more on average, but from noise
+        ((0.02, 0.03, 0.02, 0.03, 0.02, 0.03), False),  # certain and too small
+        ((0.1, 0.3, 0.1, 0.2, 0.1, 0.2), True),
+    ],
+)
+def test_a_gain_must_exceed_the_spread_over_texts(
+    gains: tuple[float, ...], replaced: bool, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, left = (Reading(True, 1), Reading(False, 1)), iter(gains)
+    monkeypatch.setattr(reading_trial, "_accepted_tokens", lambda m, head, *args: (
+        1.0 if head.config.norm_output else 1.0 + next(left)
+    ))  # fmt: skip
+    head = llama.load_drafter(write(llama, tmp_path, norm_output=True), reading={"layer_offset": 1}).head
+    assert head.reading == readings[replaced]
+
+
+def test_heads_that_draft_nothing_keep_the_documented_reading(tmp_path: Path) -> None:
+    model = SpeculativeGenerationMixin.attach(ambiguous_heads.tiny_target(0))
+    for seed in (0, 3, 6):  # another reading of these accepts 6 %, 9 % and 22 % more of almost nothing, in every text
+        torch.manual_seed(seed)
+        head = Eagle3Head(Eagle3Config.for_target(model.config, eagle_aux_hidden_state_layer_ids=[1, 2, 5]))
+        with torch.no_grad():
+            for parameter in head.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(5)
+        folder = ambiguous_heads.stored(head, Reading(True, 1), [1, 2, 5], tmp_path / str(seed))
+        assert model.load_drafter(folder).head.reading == Reading(True, 1)
 
 
 def test_the_measure_is_the_expected_number_of_accepted_tokens(llama: Any) -> None:

@@ -129,6 +129,24 @@ def test_prefix_tuning_is_refused() -> None:
         wrapped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, speculative="prompt_lookup")
 
 
+@pytest.mark.parametrize("name", ["adapter_names", "alora_offsets"])
+def test_adapters_by_row_are_refused_by_name(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    ids, mask = prompts(2)
+    fields = {} if name == "adapter_names" else {"alora_invocation_tokens": ids[0, -2:].tolist()}
+    wrapped = peft.get_peft_model(fresh(), adapted(target_modules=["q_proj"], **fields))
+    wrapped.add_adapter("second", adapted(target_modules=["up_proj"]))
+    base = with_head(SpeculativeGenerationMixin.attach(wrapped.eval()).get_base_model())
+    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    by_row = {"adapter_names": ["default", "second"]} if name == "adapter_names" else {}
+    plain = wrapped.generate(**call, **by_row)
+    with pytest.raises(UnsupportedGenerationError, match=name):
+        wrapped.generate(**call, **by_row, speculative="eagle")
+    assert torch.equal(plain, wrapped.generate(**call, **by_row))
+    wrapped.set_adapter("second")  # nothing of the refused call is left
+    assert_equal(wrapped, base, methods=("eagle",))
+
+
 # ------------------------------------------------------------------------------------------------- where weights lie
 
 

@@ -41,6 +41,13 @@ VARIANTS = {
     "causal": {"layers": 2, "block": 8, "ids": [0, 2], "causal": True, "shift": False},
     "causal_shift": {"layers": 2, "block": 8, "ids": [0, 2], "causal": True, "shift": True},
     "last": {"layers": 1, "block": 4, "ids": [0, target.config.num_hidden_layers - 1], "causal": True, "shift": False},
+    "last, both ways": {
+        "layers": 1,
+        "block": 4,
+        "ids": [0, target.config.num_hidden_layers - 1],
+        "causal": False,
+        "shift": False,
+    },
 }
 
 

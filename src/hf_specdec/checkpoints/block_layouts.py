@@ -47,7 +47,7 @@ ZLAB = Layout(
 JETSPEC = replace(
     ZLAB,
     name="jetspec",
-    matches=lambda fields, names: ZLAB.matches(fields, names) and bool(lookup(fields, "dflash_config.causal_head")),
+    matches=lambda fields, names: lookup(fields, "dflash_config.causal_head") is not None,  # false, too
     writers="JetSpec",
     fixed={"all_children": True},
 )

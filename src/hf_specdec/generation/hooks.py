@@ -94,6 +94,11 @@ class GenerationHooks:
         reserve = RESERVED_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in plan.layer_outputs.items() if asked}
         target = plan.facts.new_target(model, limit or needed, reserve, wanted, plan.runner)
+        if generation_config.cache_implementation == "static" and generation_config.return_dict_in_generate:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            given = model_kwargs.get(name)  # an empty cache, to which the tokens are copied at the end
         if given is not None:
             target.adopt(given)
         model_kwargs[name] = target.cache

@@ -106,11 +106,13 @@ class SpeculativeGenerationMixin(GenerationHooks):
         keep their meaning. With `speculative`, these are refused (reasons: docs/generate.md in the clone):
 
         * modes: beam search, contrastive search, `custom_generate`;
-        * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or sliding static;
-          attentions over a static cache; a cache or attentions with a model that verifies chains only;
+        * caches: `use_cache=False`; a `cache_implementation` or cache that is offloaded, quantised or hybrid; a filled
+          static cache with sliding windows; attentions over a static cache; a cache or attentions with a model that
+          verifies chains only;
         * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
           history is used; other tensors; an empty prompt, or one on another device; an unused `assistant_model`;
-        * models: FlashAttention; PEFT prefix tuning; gradient checkpointing in training; `synced_gpus` if recurrent;
+        * models: FlashAttention; PEFT prefix tuning, `adapter_names`, aLoRA; gradient checkpointing in training;
+          `synced_gpus` if recurrent;
         * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts
           that are not sampled; `"block"`, `"typical"`, `"nucleus"` with processors that are custom or read all rows;
         * forwards: `compile="kernels"` unless the model is on a CPU, `"cuda_graph"` unless it is on a GPU.

@@ -24,6 +24,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
@@ -61,6 +62,9 @@ prefixes may be evaluated and discarded."""
 
 CHUNKS_CONTINUE_CACHES = Version(transformers.__version__) >= Version("5.23")
 """Whether transformers' chunked prefill can continue a cache that already holds part of the prompt."""
+
+ROW_ARGUMENTS = frozenset({"adapter_names", "alora_offsets"})
+"""Arguments that PEFT takes off before `generate()` and passes to layers by hooks, with one value for each row."""
 
 KEPT_PREFIX_RULES = ("auto", "greedy", "rejection")
 """Acceptance rules that call stateful processors only with emitted text, once per token and in order."""
@@ -235,7 +239,8 @@ def check_cache(
         )
     if isinstance(cache, StaticCache):
         _check_attentions(config)
-    slots = min(layer.max_cache_len for layer in cache.layers) if isinstance(cache, StaticCache) else None
+    # other static layers hold a window, or nothing
+    slots = min((layer.max_cache_len for layer in cache.layers if type(layer) is StaticLayer), default=None)
     if slots is not None and slots < max_cache_length:
         raise CacheCapacityError(
             f"The cache passed as `{CACHE_FIELD}` has {slots} slots; prompt and answer need {max_cache_length}.",
@@ -245,13 +250,25 @@ def check_cache(
 
 
 def check_adapter(model: PreTrainedModel) -> None:
-    """Refuse PEFT adapters that pass a learned prefix as a filled cache (prefix tuning, cartridges)."""
+    """Refuse PEFT adapters that pass a learned prefix as a filled cache (prefix tuning, cartridges) or vary by row."""
     wrapper = getattr(model.prepare_inputs_for_generation, "__self__", None)  # the PEFT model, for prompt learning
     kind = getattr(getattr(wrapper, "active_peft_config", None), "peft_type", None)
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise UnsupportedGenerationError(
             f"`speculative` does not support {str(kind.value).lower().replace('_', ' ')}, which fills the KV cache.",
             "Use LoRA or prompt tuning, or disable the adapter.",
+        )
+    by_row: set[str] = set()
+    for hooks in [module._forward_pre_hooks for module in model.modules() if module._forward_pre_hooks]:
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, functools.partial) and ROW_ARGUMENTS & hook.keywords.keys():
+                by_row |= ROW_ARGUMENTS & hook.keywords.keys()
+                del hooks[number]  # PEFT leaves them behind after an error, for all later calls
+    if by_row:
+        raise UnsupportedGenerationError(
+            f"`speculative` does not support PEFT's `{'`, `'.join(sorted(by_row))}`: layers are set up for the rows of"
+            " this call, and speculation's forwards have others.",
+            "Call generate() once for each adapter, after set_adapter(), or omit `speculative`.",
         )
 
 

@@ -14,24 +14,38 @@ from hf_specdec.verification.model import CACHE_FIELD
 ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
 """transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
 
+WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
+"""transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
+
 
 def seen_tokens(cache: Any) -> int:
     """Return the number of tokens in a transformers cache.
 
     Raises:
         UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
-            of classes that are not in `ADOPTED_LAYERS`.
+            of classes that are not in `ADOPTED_LAYERS`, or with a filled layer of `WRITTEN_LAYERS`.
     """
-    known = type(cache) in (DynamicCache, StaticCache)
-    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS if known else set()
-    if not known or unsupported or cache.offloading:
+    if type(cache) not in (DynamicCache, StaticCache):
         raise UnsupportedGenerationError(
-            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache, or a StaticCache without sliding windows; "
-            f"got {type(cache).__name__}{' with ' + ', '.join(sorted(unsupported)) if unsupported else ''}"
-            f"{', offloaded' if known and cache.offloading else ''}.",
+            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache or StaticCache, got {type(cache).__name__}.",
             f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
         )
-    return int(cache.get_seq_length())
+    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS
+    length = 0 if unsupported - WRITTEN_LAYERS else int(cache.get_seq_length())
+    if not length:
+        unsupported -= WRITTEN_LAYERS
+    if unsupported or cache.offloading:
+        raise UnsupportedGenerationError(
+            f"`speculative` cannot read a {type(cache).__name__} that "
+            f"{'has layers of ' + ', '.join(sorted(unsupported)) if unsupported else 'is offloaded'}.",
+            f"Omit `speculative` or `{CACHE_FIELD}`; most models can continue a DynamicCache that is not offloaded.",
+        )
+    return length
+
+
+def filled_layers(cache: Cache) -> dict[int, Any]:
+    """Return the layers that have keys and values, by index; a `DummyLayer` never has any."""
+    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
 
 
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
@@ -45,7 +59,7 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
     Raises:
         UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
     """
-    filled = {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "is_initialized", False)}
+    filled = filled_layers(cache)
     expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
     length, in_layer = seen_tokens(cache), dict[int, int]()
     if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.verification.active_rows import ActiveRows
-from hf_specdec.verification.adopted_cache import seen_tokens
+from hf_specdec.verification.adopted_cache import filled_layers, seen_tokens
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
 
 
@@ -301,17 +301,17 @@ class TreeCache(Cache):
         self.lengths = committed
 
     def _copy(self, cache: Cache, length: int) -> None:
-        for layer, source in zip(self.layers, cache.layers, strict=False):
-            if length and getattr(source, "is_initialized", False):
-                keys, values = source.keys[:, :, :length], source.values[:, :, :length]
-                if not layer.is_initialized:
-                    layer.lazy_initialization(keys, values)
-                layer.reserve_slots(length)
-                first = length - keys.shape[2]  # a sliding layer holds only its window; masks hide the slots before
-                for states, copied in ((layer.keys, keys), (layer.values, values)):
-                    states[:, :, :first] = 0
-                    states[:, :, first:length] = copied
-                self.lengths, self._lengths = [length] * keys.shape[0], None
+        for index, source in filled_layers(cache).items() if length else ():
+            layer: TreeLayer = self.layers[index]
+            keys, values = source.keys[:, :, :length], source.values[:, :, :length]
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+            layer.reserve_slots(length)
+            first = length - keys.shape[2]  # a sliding layer holds only its window; masks hide the slots before
+            for states, copied in ((layer.keys, keys), (layer.values, values)):
+                states[:, :, :first] = 0
+                states[:, :, first:length] = copied
+            self.lengths, self._lengths = [length] * keys.shape[0], None
 
     def hand_back(self, config: object) -> Cache:
         """Return the committed tokens as a transformers cache: the adopted one, or a new `DynamicCache`.
