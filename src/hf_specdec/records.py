@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,8 +110,16 @@ def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass
     return fields
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
+def _refuse(error: InvalidConfigError) -> None:
+    raise error
+
+
+def read_records(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[int, Fields]]:
     """Yield the line number, counted from 1, and the object of each non-empty line of a `.jsonl` or `.jsonl.gz` file.
+
+    Args:
+        path: The file.
+        refuse: Called with the error of a line that is not a JSON object; if it returns, the line is skipped.
 
     Raises:
         InvalidConfigError: A line is not a JSON object, or `read_lines` rejects the file.
@@ -122,14 +130,20 @@ def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
         except (ValueError, RecursionError) as failure:
             is_text = isinstance(failure, json.JSONDecodeError) and not failure.pos
             reason = f"it begins with {shortened(line.strip()[:40])}" if is_text else _reason(failure)
-            raise InvalidConfigError(f"{path}, line {number} is not JSON: {reason}.") from failure
-        if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, not a JSON object.")
-        yield number, row
+            refuse(InvalidConfigError(f"{path}, line {number} is not JSON: {reason}."))
+            continue
+        if isinstance(row, dict):
+            yield number, row
+        else:
+            refuse(InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, not a JSON object."))
 
 
-def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
+def read_list(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[str, Fields]]:
     """Yield location ("row 1" or "line 1") and value of each object in a file with a JSON list or one object per line.
+
+    Args:
+        path: The file.
+        refuse: Called with the error of a row that is not a JSON object; if it returns, the row is skipped.
 
     Raises:
         InvalidConfigError: The file cannot be read, has other contents, or has a list of more than `MAX_LIST_BYTES`.
@@ -139,7 +153,7 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
         file.seek(0)
         text = file.read(MAX_LIST_BYTES + 1) if is_list else b""
     if not is_list:
-        yield from ((f"line {number}", row) for number, row in read_records(path))
+        yield from ((f"line {number}", row) for number, row in read_records(path, refuse))
         return
     if len(text) > MAX_LIST_BYTES:
         raise InvalidConfigError(
@@ -151,9 +165,10 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
     except (ValueError, RecursionError) as failure:
         raise InvalidConfigError(f"{path} is not JSON: {_reason(failure)}.") from failure
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, not a JSON object.")
-        yield f"row {number}", row
+        if isinstance(row, dict):
+            yield f"row {number}", row
+        else:
+            refuse(InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, not a JSON object."))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
