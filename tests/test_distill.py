@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
 from hf_specdec import InvalidConfigError
+from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.training import (
     Conversation,
     DistillConfig,
@@ -200,6 +203,127 @@ def test_conversations_of_every_kind(tmp_path: Path) -> None:
     assert found[2] == Conversation.of([USER, 5, END, ASSISTANT], [6, 7, END])
     with pytest.raises(InvalidConfigError, match="messages"):
         read_conversations(path)
+
+
+SHOWS_ALL = (
+    "{% for tool in tools or [] %}w80 {{ tool.name }} {% endfor %}"
+    "{% for m in messages %}{{ {'user': 'w90', 'assistant': 'w91', 'system': 'w93', 'tool': 'w94'}[m.role] }} "
+    "{% if m.reasoning_content %}w81 {{ m.reasoning_content }} {% endif %}{{ m.content }} "
+    "{% for call in m.tool_calls or [] %}w82 {{ call.function.name }} {{ call.function.arguments.where }} {% endfor %}"
+    "w92\n{% endfor %}{% if add_generation_prompt %}w91{% endif %}"
+)
+"""A chat template that shows tools, tool calls and reasoning."""
+ASKED, CALL = {"role": "user", "content": "w05"}, {"function": {"name": "w07", "arguments": {"where": "w08"}}}
+TEXT_CALL = {"function": {"name": "w07", "arguments": '{"where": "w08"}'}}
+ANSWERED, CALLED = [91, 6, 92], [91, 82, 7, 8, 92]
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "ignoring"),
+    [
+        ({"messages": [ASKED, {"role": "model", "content": "w06"}]}, [90, 5, 92, *ANSWERED], None),
+        ({"conversations": [{"from": "human", "value": "w05"}, {"from": "gpt", "value": "w06"}]},
+         [90, 5, 92, *ANSWERED], None),
+        ({"system": "w09", "messages": [ASKED, {"role": "assistant", "content": "w06"}]},
+         [93, 9, 92, 90, 5, 92, *ANSWERED], None),
+        ({"messages": [ASKED, {"role": "assistant", "content": "w06", "reasoning_content": "w08", "x": None}]},
+         [90, 5, 92, 91, 81, 8, 6, 92], "reasoning_content"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "w06"}], "tools": [{"name": "w07"}]},
+         [80, 7, 90, 5, 92, *ANSWERED], "tools"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "w06"}], "tools": '[{"name": "w07"}]'},
+         [80, 7, 90, 5, 92, *ANSWERED], "tools"),
+        *(({"messages": [ASKED, {"role": "assistant", **said, "tool_calls": [call]}]}, [90, 5, 92, *CALLED],
+           "tool_calls") for said in ({"content": ""}, {"content": None}, {}) for call in (CALL, TEXT_CALL)),
+    ],
+)  # fmt: skip
+def test_messages_reach_the_template_whole_or_are_refused(
+    row: dict[str, Any], whole: list[int], ignoring: str | None, tmp_path: Path
+) -> None:
+    """Read alike by a template that shows all fields, and from parquet; refused by name by one that shows content."""
+    path, wrapped = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    path.write_text(json.dumps(row))
+    datasets.Dataset.from_list([row]).to_parquet(wrapped)
+    for source in (path, wrapped):
+        (found,) = read_conversations(source, tokenizer=chat_tokenizer(SHOWS_ALL))
+        assert found == Conversation(tuple(whole), tuple(place > whole.index(91) for place in range(len(whole))))
+    if ignoring is not None:
+        with pytest.raises(InvalidConfigError, match=f"line 1: The chat template .*`{ignoring}`"):
+            read_conversations(path, tokenizer=chat_tokenizer())
+    asks_with_tools = ignoring in ("tools", "tool_calls")
+    with pytest.raises(InvalidConfigError, match="line 1 has tools") if asks_with_tools else nullcontext():
+        assert read_prompts(path) == [Prompt(("w05",), "rows.jsonl", row.get("system", ""))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"messages": [ASKED, {"role": "assistant", "content": ""}]}, "empty message of the assistant"),
+        ({"conversations": [{"from": "human", "value": "w05"}, {"from": "gpt", "value": None}]}, "empty message"),
+        ({"messages": [ASKED, {"role": "bot", "content": "w06"}]}, "role 'bot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "w05"}]}]}, "Expected one of .* text"),
+        ({"messages": [{"role": "system", "content": "w06"}, ASKED], "system": "w07"}, "begins with another"),
+        ({"messages": [ASKED], "images": ["a.png"]}, "`images` beside `messages`"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, "not JSON"),
+    ],
+)
+def test_rows_that_both_commands_refuse(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(fields))
+    for read in (read_prompts, lambda path: read_conversations(path, tokenizer=chat_tokenizer(SHOWS_ALL))):
+        with pytest.raises(InvalidConfigError, match=f"line 1.*{reason}"):
+            read(tmp_path / "rows.jsonl")
+
+
+def test_an_answer_that_the_template_shortens_is_refused(tmp_path: Path) -> None:
+    template = SHOWS_ALL.replace("m.content", "m.content.split('w06')[-1]")
+    talk = [ASKED, {"role": "assistant", "content": "w06 w07"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
+    with pytest.raises(InvalidConfigError, match="leaves out or changes `content` of an answer: 'w06 w07'"):
+        read_conversations(tmp_path / "rows.jsonl", tokenizer=chat_tokenizer(template))
+
+
+@pytest.mark.slow
+def test_labels_end_with_the_end_token(small_model_path: Path, tmp_path: Path) -> None:
+    """The template of the packaged model adds a line break, which no model writes."""
+    tokenizer = load_tokenizer(str(small_model_path))
+    talk = [{"role": role, "content": "Hi!"} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
+    (found,) = read_conversations(tmp_path / "rows.jsonl", tokenizer=tokenizer)
+    labels = [token for token, answer in zip(found.input_ids, found.loss_mask, strict=True) if answer]
+    assert tokenizer.decode(labels) == "Hi!<|im_end|>Hi!<|im_end|>"
+
+
+def test_few_bad_rows_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = json.dumps({"messages": [ASKED, {"role": "assistant", "content": "w06"}]})
+    bad = '{"messages": [{"role": "user", "content": ""}]}'
+    for text in (bad, "{", "[1]"):
+        for read in (read_prompts, lambda path: read_conversations(path, tokenizer=chat_tokenizer())):
+            path.write_text("\n".join([*[row] * 50, text, *[row] * 49]))
+            assert len(read(path)) == 99
+            assert "1 of 100 rows are skipped: " in caplog.text
+            assert "line 51" in caplog.text
+            caplog.clear()
+            path.write_text("\n".join([*[row] * 50, text, *[row] * 48]))
+            with pytest.raises(InvalidConfigError, match=r"line 51.*Up to 1% of the rows are skipped; 1 "):
+                read(path)
+            path.write_text("\n".join([text] * 11 + [row] * 2000))
+            with pytest.raises(InvalidConfigError, match="11 cannot be read"):
+                read(path)
+
+
+def test_prompts_with_a_system_message(talker: Any, tmp_path: Path) -> None:
+    config = DistillConfig(max_new_tokens=4, temperatures=(0.0,))
+    prompts = [Prompt(("w05",), "mine", "w09"), Prompt(("w05",), "mine")]
+    tokenizer = chat_tokenizer(SHOWS_ALL)
+    with_system, without = rows_of(distill(talker, tokenizer, prompts, tmp_path / "out", config, progress=False))
+    assert with_system["input_ids"][:7] == [93, 9, 92, 90, 5, 92, 91]
+    assert without["input_ids"][:4] == [90, 5, 92, 91]
+    assert with_system["messages"][0] == {"role": "system", "content": "w09"}
+    with pytest.raises(InvalidConfigError, match="need a chat template"):
+        distill(talker, chat_tokenizer(None), prompts, tmp_path / "none", config)
+    with pytest.raises(InvalidConfigError, match="The chat template rejects these messages"):
+        distill(talker, chat_tokenizer("{{ raise_exception('no system') }}"), prompts, tmp_path / "no", config)
 
 
 # ------------------------------------------------------------------------------------------------------ processes

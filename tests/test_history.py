@@ -349,11 +349,28 @@ def test_damaged_files_are_refused_and_add_nothing(lines: list[Any], tmp_path: P
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("no json\n")
-    for name in ("text.jsonl", "missing.jsonl"):
+    for name in ("text.jsonl", "missing.jsonl", "x" * 300):
         with pytest.raises(InvalidConfigError):
             AnswerHistory().load(tmp_path / name)
-    with pytest.raises(InvalidConfigError):
-        AnswerHistory().save(tmp_path)
+    for name in ("", "x" * 300):
+        with pytest.raises(InvalidConfigError):
+            AnswerHistory().save(tmp_path / name)
+    for use in (AnswerHistory().save, AnswerHistory().load, AnswerHistory().clear):
+        with pytest.raises(InvalidConfigError):
+            use(5)  # type: ignore[arg-type]
+
+
+def test_no_more_of_a_file_is_read_than_fits(tmp_path: Path) -> None:
+    """From the end, whose answers were used last; the damaged line before them is never reached."""
+    path = tmp_path / "history.jsonl"
+    rows = [json.dumps({"key": f"named:{number}", "tokens": [number] * (number % 7 + 1)}) for number in range(90)]
+    path.write_text("\n".join([json.dumps(HEADER), "damaged" * 10**6, *rows]) + "\n")
+    history = AnswerHistory(max_tokens=30, vocab_size=90)
+    history.load(path)
+    assert history.names == [str(number) for number in range(83, 90)]
+    assert history.num_tokens == 28
+    with pytest.raises(InvalidConfigError, match="Line 91 from the end"):
+        AnswerHistory(vocab_size=90).load(path)
 
 
 def test_keys() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -499,11 +500,73 @@ def test_other_checkpoints_are_refused_as_heads_are(fields: dict[str, Any], mess
 
 def test_weights_that_cannot_be_read(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(CheckpointFormatError, match="cannot be loaded"):
+    with pytest.raises(CheckpointFormatError, match="cannot be read"):
         attached("llama").load_drafter(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointFormatError, match="cannot be loaded"):
+    with pytest.raises(CheckpointFormatError, match="There are no weights"):
         attached("llama").load_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, "`num_hidden_layers` is 1000000, expected at most 512"),
+        ({"num_hidden_layers": 500}, "its config describes"),
+        ({"hidden_size": 2**40}, "`hidden_size` is"),
+        ({"head_dim": 2**30}, "`head_dim` is"),
+        ({"vocab_size": 2**30}, "its config describes"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "`rope_theta` is"),
+        ({"intermediate_size": 8}, "missing or have wrong shapes: model.layers.0.mlp"),
+        ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 10**9]]}, "`attention_types` is"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is a quantised assistant"),
+    ],
+)
+def test_a_config_is_not_believed(fields: dict[str, Any], message: str, folder: Path) -> None:
+    edit(folder, **fields)
+    with pytest.raises(CheckpointFormatError, match=message):
+        attached("llama").load_drafter(folder)
+
+
+def test_files_are_read_like_those_of_a_head(folder: Path, tmp_path: Path) -> None:
+    """By our readers: from any file inside the directory, with all tensors, finite, and without running a pickle."""
+    weights, bin_file = folder / "model.safetensors", folder / "pytorch_model.bin"
+    model, tensors = attached("llama"), load_file(weights)
+
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointFormatError, match=message):
+            model.load_drafter(folder, name="refused")
+
+    outside = weights.rename(tmp_path / "outside.safetensors")
+    weights.symlink_to(outside)
+    refused("link to a file outside its directory")
+    weights.unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../outside.safetensors")}))
+    refused("expected a weight file in its directory")
+    index.unlink()
+    bin_file.write_bytes(pickle.dumps(Running(str(tmp_path / "ran"))))
+    refused("cannot be read as tensors")
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, bin_file)
+    drafter = model.load_drafter(folder)
+    assert all(torch.equal(drafter.assistant.state_dict()[name], tensor) for name, tensor in tensors.items())
+    assert torch.equal(generate(model), generate(model, speculative="pard"))
+    bin_file.unlink()
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name} | {
+        "more": torch.zeros(10**5)}, weights)  # fmt: skip
+    refused("tensors are missing or have wrong shapes")
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] * float("nan")}, weights)
+    refused("not finite")
+
+
+class Running:
+    """A pickle that creates a file when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
 
 
 def test_the_config_survives_transformers(folder: Path) -> None:

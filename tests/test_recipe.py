@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from datasets import load_dataset
 
 from benchmark_script import run_script, script
+from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.training import read_conversations, read_prompts
 
 RECIPE = Path(__file__).parents[1] / "heads" / "recipe"
+SHIPPED = RECIPE.parent / "data" / "answers.parquet"
 
 
 @pytest.fixture
@@ -38,8 +41,14 @@ def test_prompts_of_every_kind_and_none_of_a_benchmark(
                     "--add", tmp_path / "more.jsonl")  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     kinds = {row["source"] for row in rows}
-    assert kinds == {"mine", "writing", "explaining", "comparing", "roleplay", "coding", "listing", "math", "question",
-                     "translation", "rewriting", "summary", "rag", "extraction"}  # fmt: skip
+    origins = {"guide": "The old stone house", "novel": "A yellow wooden boat", "buch": "Das alte Haus am Ufer"}
+    assert {kind.split("/")[0] for kind in kinds} == {
+        "mine", "writing", "explaining", "comparing", "roleplay", "coding", "listing", "math", "question",
+        "translation", "rewriting", "summary", "rag", "extraction"}  # fmt: skip
+    for row in rows:  # a text's origin is in the source
+        assert [name for name, words in origins.items() if words in row["turns"][0]] in (
+            [], row["source"].split("/")[1:]), row  # fmt: skip
+    assert {"summary/guide", "rag/novel", "translation/buch", "translation"} <= kinds
     said = [row["turns"][0] for row in rows]
     assert len(set(said)) == len(said)
     assert not any("{" in text for text in said)
@@ -90,10 +99,57 @@ def test_answers_are_packed_once_and_without_text(
     (tmp_path / "two.jsonl").write_text(json.dumps(rows[0]))
     out = tmp_path / "packed" / "answers.parquet"
     run_script("pack_answers", RECIPE, monkeypatch, out, tmp_path / "one.jsonl", tmp_path / "two.jsonl")
-    assert "| all | 2 | 5 | 8 |" in capsys.readouterr().out
+    assert "| all |  | 2 | 5 | 8 |" in capsys.readouterr().out
     table = load_dataset("parquet", data_files=str(out), split="train")
-    assert set(table.column_names) == {"source", "temperature", "input_ids", "loss_mask"}
+    assert set(table.column_names) == {"source", "licence", "temperature", "input_ids", "loss_mask"}
     assert [talk.input_ids for talk in read_conversations(out)] == [(5, 6, 7, 8, 9), (1, 2, 3)]
+
+
+def test_only_what_can_be_shipped_is_packed_to_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ["writing", "rag/answers", "gsm8k-train", "translation", "translation/debian-handbook",
+               "summary/anarchism", "wiki-passage", "rag/other", "mine", "self-instruct-user"]  # fmt: skip
+    rows = [
+        {"source": source, "temperature": 0.0, "prompt_ids": [number, *[5] * long], "response_ids": [7]}
+        for number, (source, long) in enumerate([*((source, 50) for source in sources), ("self-instruct-seed", 100)])
+    ]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    module = run_script(
+        "pack_answers", RECIPE, monkeypatch, tmp_path / "out.parquet", tmp_path / "all.jsonl", "--ship"
+    )
+    table = load_dataset("parquet", data_files=str(tmp_path / "out.parquet"), split="train")
+    assert table["source"] == [*sources[:4], "self-instruct-user"]
+    assert set(table["licence"]) == set(module.SHIPPED)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHIPPED.exists(), reason="the answers are not in the source distribution")
+def test_the_shipped_texts_are_ours(small_model_path: Path, tmp_path: Path) -> None:
+    """Licences as the script gives them; sentences and passages come from word lists or from answers in the file."""
+    pack, make = script("pack_answers", RECIPE), script("make_prompts", RECIPE)
+    tokenizer, german = load_tokenizer(str(small_model_path)), make.LISTS["german"]
+    built = {f"Translate German to English: {subject} {verb.format(o=o)}{end}." for subject in german["subjects"]
+             for verb in german["verbs"] for o in german["objects"] for end in german["ends"]}  # fmt: skip
+    rows = load_dataset("parquet", data_files=str(SHIPPED), split="train", cache_dir=str(tmp_path)).to_list()
+    texts = tokenizer.batch_decode([row["input_ids"] for row in rows])
+    answers = [" ".join(answer.removesuffix("<|im_end|>").split())
+               for row, text in zip(rows, texts, strict=True) if "/" not in row["source"]
+               for answer in re.findall(r"<\|im_start\|>assistant\n(.*?)(?:<\|im_end\|>|$)", text, re.S)]  # fmt: skip
+    known = {run for answer in answers for run in runs_of(make.words_of(answer))}
+    for row, text in zip(rows, texts, strict=True):
+        assert pack.can_ship(row)
+        assert row["licence"] == pack.LICENCES[row["source"].split("/")[-1]]
+        prompt = text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        if row["source"] == "translation":
+            assert prompt in built
+        elif row["source"] in ("translation/answers", "rewriting/answers"):
+            assert any(prompt.split(": ", 1)[1] in answer for answer in answers), prompt
+        elif "/" in row["source"]:
+            runs = runs_of(make.words_of(prompt))
+            assert sum(run in known for run in runs) >= 0.8 * len(runs), prompt
+
+
+def runs_of(words: list[str]) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + 8]) for start in range(len(words) - 7)]
 
 
 def test_openings_are_cut_and_chosen_at_random(

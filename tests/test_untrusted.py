@@ -42,7 +42,10 @@ from hf_specdec import (
 )
 from hf_specdec.checkpoints.files import read_json, shard_names
 from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
+from hf_specdec.drafters.answer_history import AnswerHistory
+from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
+from hf_specdec.training import Conversation, capture_features
 from test_cli import run
 from test_distill import CLI
 
@@ -509,6 +512,34 @@ def test_what_dead_processes_left_is_cleared(tmp_path: Path) -> None:
 def limited(size: int) -> None:
     """No file of this process may grow larger: as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.parametrize("saver", ["head", "export", "table", "features", "history"])
+def test_a_full_disk_is_an_error_of_the_package(saver: str, tmp_path: Path) -> None:
+    """Out of every saver, with nothing left behind; in a process whose files may not grow beyond 1,500 bytes."""
+    model = zoo.build("llama")
+    head, table, history = EagleHead(EagleConfig.for_target(model.config)), TokenRecyclingDrafter(), AnswerHistory()
+    table.bind(model)
+    history.add(range(2000))
+    folder = tmp_path / "out"
+    save = {
+        "head": lambda: head.save_pretrained(folder), "table": lambda: table.save(folder),
+        "export": lambda: export_head(head, folder, "eagle"),
+        "features": lambda: capture_features(model, [Conversation.of([3] * 200, [4])], folder),
+        "history": lambda: history.save(folder),
+    }[saver]  # fmt: skip
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limited(1500)
+        try:
+            save()
+        except InvalidConfigError as error:
+            os._exit(0 if "cannot be written" in str(error) and not list(tmp_path.rglob("*.partial")) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 TRAIN = ["train", "eagle", "--data", "TALKS", "--output", "OUT", "--model", "MODEL", "--max-steps", "2"]

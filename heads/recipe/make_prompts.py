@@ -5,7 +5,8 @@
 
 The word lists are in `prompt_lists.json`. `--texts` (repeatable) is a file with rows of `text` and `language`, or the
 output of `hf-specdec distill`, whose answers are used as texts. `--add` includes existing prompts (rows of `prompt`)
-unchanged. Output rows have `source` and `turns`; `--turns 2` adds a second turn to suitable conversations. `--seed`
+unchanged. Output rows have `source`, followed by the origin of the text if the prompt has one (`summary/anarchism`),
+and `turns`; `--turns 2` adds a second turn to suitable conversations. `--seed`
 changes the random selection. `--avoid` is a file of benchmark questions: prompts that equal a question, or share eight
 consecutive words with one, are left out and counted.
 """
@@ -37,13 +38,17 @@ class Maker:
         self.draw, self.texts, self.found = draw, texts, {}
 
     def add(self, source, candidates, count, follow_ups=()):
-        """Add up to `count` new candidates, with a second turn if `follow_ups` are given."""
-        fresh = [text for text in dict.fromkeys(candidates) if text not in self.found]
+        """Add up to `count` new candidates, with a second turn if `follow_ups` are given.
+
+        Candidates are prompts, or pairs of a prompt and the origin of its text.
+        """
+        origins = dict(each if isinstance(each, tuple) else (each, None) for each in candidates)
+        fresh = [text for text in origins if text not in self.found]
         for text in self.draw.sample(fresh, min(count, len(fresh))):
             turns = [text]
             if follow_ups:
                 turns.append(self.draw.choice(follow_ups).replace("{tone}", self.pick("tones")))
-            self.found[text] = (source, turns)
+            self.found[text] = (f"{source}/{origins[text]}" if origins[text] else source, turns)
 
     def pick(self, name):
         """Draw an entry of a word list."""
@@ -109,32 +114,36 @@ class Maker:
         for language, name in TRANSLATE.items():
             texts = self.sentences(language)
             count = round({"de": 1000, "fr": 250}[language] * scale)
-            self.add("translation", [f"Translate {name} to English: {text}" for text in texts], count)
+            self.add("translation", [
+                (f"Translate {name} to English: {text}", origin) for text, origin in texts
+            ], count)  # fmt: skip
         texts = self.sentences("en")
         for name, count in (("German", 350), ("French", 150), ("Spanish", 100)):
-            self.add("translation", [f"Translate English to {name}: {text}" for text in texts], round(count * scale))
+            self.add("translation", [
+                (f"Translate English to {name}: {text}", origin) for text, origin in texts
+            ], round(count * scale))  # fmt: skip
         self.add("rewriting", [
-            f"{self.draw.choice(('Rewrite this sentence', 'Say this', 'Put this'))} {self.pick('tones')}: {text}"
-            for text in texts
+            (f"{self.draw.choice(('Rewrite this sentence', 'Say this', 'Put this'))} {self.pick('tones')}: {text}",
+             origin)
+            for text, origin in texts
         ], round(300 * scale))  # fmt: skip
 
     def readings(self, scale):
         """Add summaries, questions and extraction tasks about passages of one paragraph to a few pages."""
         longest = (900, 1800, 3600, 6000)
-        sources = [
-            [passage(texts, place, longest[place % 4]) for place in range(len(texts))]
-            for texts in self.texts.get("en", {}).values()
-        ]  # fmt: skip
-        passages = self.in_turn(sources)
+        passages = self.in_turn({
+            origin: [passage(texts, place, longest[place % 4]) for place in range(len(texts))]
+            for origin, texts in self.texts.get("en", {}).items()
+        })  # fmt: skip
         summaries = (
             "Summarize: {x}", "Summarize: {x}", "Summarize: {x}",
             "Summarize the following text in two sentences:\n\n{x}",
             "{x}\n\nWhat are the main points of this text?", "Give this text a title: {x}",
         )  # fmt: skip
-        prompts = [self.draw.choice(summaries).replace("{x}", text) for text in passages]
+        prompts = [(self.draw.choice(summaries).replace("{x}", text), origin) for text, origin in passages]
         self.add("summary", prompts, round(900 * scale))
         prompts = []
-        for text in passages[::-1]:
+        for text, origin in passages[::-1]:
             words = re.findall(r"[A-Za-z][a-z]{5,}", text)
             if not words:
                 continue
@@ -143,25 +152,31 @@ class Maker:
                 f"what does the text say about {subject}?", f"why is {subject} important here?",
                 f"who or what is {subject}?", f"{self.draw.choice(LISTS['questions_of_reading'])}",
             ))  # fmt: skip
-            prompts.append(self.draw.choice((
+            prompts.append((self.draw.choice((
                 f"{text}\n\nAnswer the question: {question}", f"Given the text below, {question}\n\n{text}",
                 f"Context: {text}\n\nQuestion: {question}\nAnswer:",
-            )))  # fmt: skip
+            )), origin))  # fmt: skip
         self.add("rag", prompts, round(1000 * scale))
-        short = [text for text in passages if len(text) < 1000]
+        short = [(text, origin) for text, origin in passages if len(text) < 1000]
         forms = ("Extract the names and terms from this text as a list: {x}", "Which facts does this text state? {x}",
                  "Write three questions that this text answers: {x}")  # fmt: skip
-        self.add("extraction", [self.draw.choice(forms).replace("{x}", text) for text in short], round(150 * scale))
+        prompts = [(self.draw.choice(forms).replace("{x}", text), origin) for text, origin in short]
+        self.add("extraction", prompts, round(150 * scale))
 
     def sentences(self, language):
-        """Return sentences of a language, alternating between its sources."""
-        sources = self.texts.get(language, {}).values()
-        return self.in_turn([[one for text in texts for one in sentences(text)] for texts in sources])
+        """Return sentences of a language with their origins, alternating between these."""
+        origins = self.texts.get(language, {})
+        return self.in_turn({
+            origin: [one for text in texts for one in sentences(text)] for origin, texts in origins.items()
+        })  # fmt: skip
 
-    def in_turn(self, sources):
-        """Alternate between sources in random order, until the shortest is used up, so that no source dominates."""
-        drawn = [self.draw.sample(source, len(source)) for source in sources if source]
-        return [text for texts in zip(*drawn, strict=False) for text in texts]
+    def in_turn(self, origins):
+        """Alternate between origins in random order, until the shortest is used up, so that none dominates."""
+        drawn = [
+            [(text, origin) for text in self.draw.sample(texts, len(texts))]
+            for origin, texts in origins.items() if texts
+        ]  # fmt: skip
+        return [pair for pairs in zip(*drawn, strict=False) for pair in pairs]
 
 
 def passage(texts, place, longest):

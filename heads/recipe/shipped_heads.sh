@@ -3,9 +3,10 @@
 #
 #   heads/recipe/shipped_heads.sh WORK [ANSWERS]
 #
-# ANSWERS: output of `pack_answers.py`, by default the answers in heads/data. Runs and captured features are stored in
-# WORK (about 40 GB), the heads in WORK/eagle3, WORK/medusa and WORK/dflash. The environment's `accelerate` must be on
-# PATH.
+# ANSWERS: output of `pack_answers.py`. The shipped heads were trained on all answers, which `shipped_answers.sh` makes
+# again; the default are the two thirds of them in heads/data, which can be shipped. Runs and captured features are
+# stored in WORK (about 40 GB), the heads in WORK/eagle3, WORK/medusa and WORK/dflash. The environment's `accelerate`
+# must be on PATH.
 set -eu
 WORK=$1
 HERE=$(cd "$(dirname "$0")/../.." && pwd)

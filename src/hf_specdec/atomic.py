@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 
 PARTIAL = ".partial"
 """Suffix of the names of unfinished files and directories, which contain the id of the writing process, such as
@@ -45,8 +46,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         path: The file; its directory is created if missing.
 
     Raises:
-        InvalidConfigError: The file cannot be written; raised before the block if possible. Replaces every OSError of
-            the block.
+        InvalidConfigError: The file cannot be written; raised before the block if possible. Replaces the errors of the
+            block that a full disk causes: OSError, SafetensorError, and torch's RuntimeError.
     """
     with _writing(path):
         if path.is_dir():
@@ -65,13 +66,20 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Convert an OSError of the block, or a NUL byte in a name, to an `InvalidConfigError` that names `path`."""
+    """Convert errors of writing, also of a name with a NUL byte, to an `InvalidConfigError` that names `path`."""
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        if isinstance(error, OSError) or "null" in str(error):
-            raise InvalidConfigError(f"{str(path)!r} cannot be written: {error}.", "Give another path.") from error
+    except SpeculativeDecodingError:
         raise
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        others = TORCH_WRITER if isinstance(error, RuntimeError) else "null"  # ValueError: a NUL byte in the name
+        if not isinstance(error, OSError | SafetensorError) and others not in str(error):
+            raise
+        raise InvalidConfigError(f"{str(path)!r} cannot be written: {error}.", "Give another path.") from error
+
+
+TORCH_WRITER = "inline_container.cc"
+"""C++ file that torch names in the RuntimeErrors that it raises if a file cannot be written."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -90,7 +98,8 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         folder: Final directory of the files (see `move_into`); its parent is created if missing.
 
     Raises:
-        InvalidConfigError: `folder` is a file, or the temporary directory cannot be created.
+        InvalidConfigError: `folder` is a file, or the temporary directory or a file of the block cannot be written,
+            see `whole_file`.
     """
     with _writing(folder):
         folder = folder.absolute()
@@ -99,9 +108,8 @@ def staging_directory(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         prefix, suffix = f".{folder.name}.", f".{os.getpid()}{PARTIAL}"
         clear_partials(folder.parent, prefix)
-        staging = tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix)
-    with staging as name:
-        yield Path(name)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix, suffix=suffix) as name:
+            yield Path(name)
 
 
 def clear_partials(folder: Path, prefix: str = ".") -> None:
@@ -165,9 +173,10 @@ def directory_lock(folder: Path, work: str) -> Iterator[None]:
         work: Name of the work, part of the lock file's name and of the error message.
 
     Raises:
-        InvalidConfigError: The lock is held already, usually by another process.
+        InvalidConfigError: The lock is held already, usually by another process, or the directory cannot be created.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{work}.lock"
     lock = FileLock(path, blocking=False)
     try:

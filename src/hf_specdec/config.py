@@ -40,6 +40,9 @@ ENTRY_POINTS = "hf_specdec.methods"
 PER_PROMPT = "per_prompt"
 """Value of `history`: one history per prompt. No history can have this name."""
 
+MAX_HISTORY_NAME = 4000
+"""Maximum length of a history's name in characters."""
+
 
 @refuse_unknown_keywords
 @dataclass(frozen=True, slots=True)
@@ -262,10 +265,12 @@ class SpeculativeConfig(ConfigFields):
         if isinstance(names, list | tuple):
             names = tuple(names)
             object.__setattr__(self, "history", names)
+        given = (names,) if isinstance(names, str) else names
         require(
-            names is None or isinstance(names, bool) or (isinstance(names, str) and bool(names))
-            or (isinstance(names, tuple) and bool(names) and all(isinstance(name, str) and name for name in names)),
-            "True, False, None, a name, or a list of one name per row", "history", names,
+            given is None or isinstance(given, bool) or (isinstance(given, tuple) and bool(given) and all(
+                isinstance(name, str) and 0 < len(name) <= MAX_HISTORY_NAME for name in given)),
+            f"True, False, None, a name of at most {MAX_HISTORY_NAME} characters, or a list of one name per row",
+            "history", names,
         )  # fmt: skip
         if names is False:
             object.__setattr__(self, "history", None)

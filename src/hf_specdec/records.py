@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,9 @@ MAX_OBJECT_BYTES = 4 * 2**20
 
 MAX_LINE_BYTES = 16 * 2**20
 """Maximum length of a line in bytes, twice that of a conversation of a million tokens in JSON."""
+
+BLOCK_BYTES = 2**20
+"""Bytes read at once from the end of a file."""
 
 MAX_LIST_BYTES = 32 * 2**20
 """Maximum size in bytes of a file with one JSON list, which needs about twenty times as much memory when parsed."""
@@ -45,6 +48,25 @@ Fields = dict[str, Any]
 ErrorClass = type[SpeculativeDecodingError]
 
 
+def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
+    """Return a file's or directory's name, which need not exist, as a path.
+
+    Args:
+        value: The name.
+        error: Class of the error to raise.
+
+    Raises:
+        SpeculativeDecodingError: The value is no text or path, the name is too long, or it is in a directory that
+            cannot be read; of class `error`.
+    """
+    try:
+        path = Path(value)
+        path.exists()
+    except (TypeError, OSError, ValueError) as failure:
+        raise error(f"{shortened(value)} is not a file or directory: {_reason(failure)}.", "Give a path.") from failure
+    return path
+
+
 def existing_path(source: str | Path) -> Path | None:
     """Return a source of rows as a path, or None if it may be the name of a dataset on the Hub.
 
@@ -52,11 +74,9 @@ def existing_path(source: str | Path) -> Path | None:
         InvalidConfigError: The file or directory does not exist, and the source cannot be the name of a dataset,
             because it is a path in another directory, or a file by its suffix.
     """
-    try:
-        if Path(source).exists():
-            return Path(source)
-    except (OSError, ValueError):  # too long, or with a NUL byte
-        pass
+    path = path_of(source)
+    if path.exists():
+        return path
     text = str(source)
     if text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
         raise InvalidConfigError(f"{text!r} does not exist.")
@@ -110,26 +130,52 @@ def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass
     return fields
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Fields]]:
+def _refuse(error: InvalidConfigError) -> None:
+    raise error
+
+
+def record_of(line: str | bytes, place: str) -> Fields:
+    """Return the JSON object in a line.
+
+    Raises:
+        InvalidConfigError: The line is not a JSON object; names `place`.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as failure:
+        is_text = isinstance(failure, json.JSONDecodeError) and not failure.pos
+        reason = f"it begins with {shortened(line.strip()[:40])}" if is_text else _reason(failure)
+        raise InvalidConfigError(f"{place} is not JSON: {reason}.") from failure
+    if not isinstance(row, dict):
+        raise InvalidConfigError(f"{place} holds a {type(row).__name__}, not a JSON object.")
+    return row
+
+
+def read_records(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[int, Fields]]:
     """Yield the line number, counted from 1, and the object of each non-empty line of a `.jsonl` or `.jsonl.gz` file.
+
+    Args:
+        path: The file.
+        refuse: Called with the error of a line that is not a JSON object; if it returns, the line is skipped.
 
     Raises:
         InvalidConfigError: A line is not a JSON object, or `read_lines` rejects the file.
     """
     for number, line in read_lines(path):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as failure:
-            is_text = isinstance(failure, json.JSONDecodeError) and not failure.pos
-            reason = f"it begins with {shortened(line.strip()[:40])}" if is_text else _reason(failure)
-            raise InvalidConfigError(f"{path}, line {number} is not JSON: {reason}.") from failure
-        if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, line {number} holds a {type(row).__name__}, not a JSON object.")
-        yield number, row
+            row = record_of(line, f"{path}, line {number}")
+        except InvalidConfigError as error:
+            refuse(error)
+        else:
+            yield number, row
 
 
-def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
+def read_list(path: Path, refuse: Callable[[InvalidConfigError], None] = _refuse) -> Iterator[tuple[str, Fields]]:
     """Yield location ("row 1" or "line 1") and value of each object in a file with a JSON list or one object per line.
+
+    Args:
+        path: The file.
+        refuse: Called with the error of a row that is not a JSON object; if it returns, the row is skipped.
 
     Raises:
         InvalidConfigError: The file cannot be read, has other contents, or has a list of more than `MAX_LIST_BYTES`.
@@ -139,7 +185,7 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
         file.seek(0)
         text = file.read(MAX_LIST_BYTES + 1) if is_list else b""
     if not is_list:
-        yield from ((f"line {number}", row) for number, row in read_records(path))
+        yield from ((f"line {number}", row) for number, row in read_records(path, refuse))
         return
     if len(text) > MAX_LIST_BYTES:
         raise InvalidConfigError(
@@ -151,9 +197,10 @@ def read_list(path: Path) -> Iterator[tuple[str, Fields]]:
     except (ValueError, RecursionError) as failure:
         raise InvalidConfigError(f"{path} is not JSON: {_reason(failure)}.") from failure
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, not a JSON object.")
-        yield f"row {number}", row
+        if isinstance(row, dict):
+            yield f"row {number}", row
+        else:
+            refuse(InvalidConfigError(f"{path}, row {number} is a {type(row).__name__}, not a JSON object."))
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -197,6 +244,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, text
             elif number - last_text > MAX_EMPTY_LINES:
                 raise InvalidConfigError(f"{place} and the {MAX_EMPTY_LINES} lines before it are empty.")
+
+
+def read_lines_backwards(path: Path, file: IO[bytes], start: int) -> Iterator[bytes]:
+    """Yield the lines of an open file from its last one back to the one at byte `start`, reading no more than needed.
+
+    Raises:
+        InvalidConfigError: A line is longer than `MAX_LINE_BYTES`.
+    """
+    position, rest = file.seek(0, os.SEEK_END), b""
+    while position > start:
+        size = min(BLOCK_BYTES, position - start)
+        position = file.seek(position - size)
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        yield from reversed(lines)
+        if len(rest) > MAX_LINE_BYTES:
+            raise InvalidConfigError(f"{path} has a line of more than {MAX_LINE_BYTES} bytes.")
+    yield rest
 
 
 def shortened(value: Any) -> str:

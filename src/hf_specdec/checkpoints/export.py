@@ -22,6 +22,7 @@ from hf_specdec.checkpoints.formats import Head
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.heads.base import NATIVE_LAYOUT
 from hf_specdec.heads.card import CARD_NAME, export_card
+from hf_specdec.records import path_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def export_head(head: Head, path: str | Path, format: str = NATIVE_LAYOUT, *, re
         export_head(load_head("org/head"), "out", format="speculators")
         ```
     """
-    folder = Path(path)
+    folder = path_of(path)
     _check_format(head, format)
     _check_directory(head, folder, replace)
     with staging_directory(folder) as staged:

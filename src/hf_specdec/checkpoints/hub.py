@@ -25,7 +25,7 @@ from hf_specdec.checkpoints.layouts import lookup
 from hf_specdec.checkpoints.sources import EXPECTED_HEAD, head_directory, is_connection_error
 from hf_specdec.checkpoints.target_config import first_sentence
 from hf_specdec.errors import CheckpointFormatError, sentence
-from hf_specdec.records import Fields
+from hf_specdec.records import Fields, path_of
 from hf_specdec.verification.memory import persistent_tensors
 
 CONFIG_NAME = "config.json"
@@ -185,7 +185,7 @@ class _Folder:
     """A local directory; only regular files, and links to files inside it, are read."""
 
     def __init__(self, folder: Path, subfolder: str) -> None:
-        self.name, self._folder = str(folder), folder / subfolder
+        self.name, self._folder = str(folder), path_of(folder / subfolder, CheckpointFormatError)
         if not _is_inside(self._folder, folder):
             raise CheckpointFormatError(
                 f"The subfolder {subfolder!r} is outside {folder}.", "Use the path of the subfolder instead."

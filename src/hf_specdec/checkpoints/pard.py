@@ -5,12 +5,14 @@ Source: PARD (https://github.com/AMD-AGI/PARD). Files are those of any causal la
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from hf_specdec.checkpoints.layouts import is_head_config
 from hf_specdec.checkpoints.refusals import ARCHITECTURES
 from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.heads.schema import MAX_POSITIONS, MAX_WIDTH, shown
 
 MASK_FIELDS = ("pard_token", "ptd_token_id")
 """Config fields with the id of the mask token: PARD's, and another name that vLLM reads."""
@@ -55,6 +57,42 @@ def is_assistant_config(fields: Mapping[str, Any]) -> bool:
     if fields.get("pard_token") is None and fields.get("parallel_drafting"):  # as in configs of P-EAGLE heads
         return False
     return mask_token_in(fields) is not None or needs_features(fields)
+
+
+MAX_PARTS = 512
+"""Maximum of a number that counts parts of a model, such as layers, heads or experts, if its files hold fewer tensors:
+parts are created one by one."""
+
+PARTS, WIDTHS = (
+    re.compile(r"(layer|head|expert|block|depth|group|types)(?!.*(size|dim)$)"),
+    re.compile(r"dim$|(?<!vocab)_size$"),
+)
+"""Names of config fields with such numbers, and with sizes of a layer (not `vocab_size`)."""
+
+
+def check_numbers(name: str, value: Any, num_tensors: int, where: str) -> None:
+    """Check that a field of an assistant's config has no number that is too large to create a model.
+
+    Args:
+        name: The field.
+        value: Its value; the fields of an object and the entries of a list are checked, too.
+        num_tensors: Number of tensors in the assistant's files.
+        where: Name of the assistant, for the error message.
+
+    Raises:
+        CheckpointFormatError: A number is too large.
+    """
+    if isinstance(value, dict):
+        for inner, entry in value.items():
+            check_numbers(inner, entry, num_tensors, where)
+    elif isinstance(value, list):
+        for entry in value:
+            check_numbers(name, entry, num_tensors, where)
+    elif isinstance(value, int):
+        parts = max(num_tensors, MAX_PARTS)
+        largest = parts if PARTS.search(name) else 4 * MAX_WIDTH if WIDTHS.search(name) else MAX_POSITIONS
+        if abs(value) > largest:
+            raise CheckpointFormatError(f"{where}: `{name}` is {shown(value)}, expected at most {largest}.")
 
 
 def assistant_refusal(fields: Mapping[str, Any], where: str) -> CheckpointFormatError:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 
+from hf_specdec.atomic import TORCH_WRITER
 from hf_specdec.cli.layout import PAGES, Command, Group, epilog_of
 from hf_specdec.cli.mistakes import in_words
 from hf_specdec.errors import SpeculativeDecodingError
@@ -165,10 +166,6 @@ def main() -> None:
         sys.exit(INTERRUPTED)
     except typer.TyperException as error:
         _fail(in_words(error))
-
-
-TORCH_WRITER = "inline_container.cc"
-"""C++ file that torch names in the RuntimeErrors that it raises if a checkpoint cannot be written."""
 
 
 def _fail(message: str) -> None:

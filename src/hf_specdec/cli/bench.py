@@ -132,10 +132,14 @@ def _questions(path: Path | None, limit: int | None, per_category: int | None) -
         return chosen(QUESTIONS, limit=limit, per_category=per_category)
     if not _has_prompts(path):
         return read_questions(path, limit=limit, per_category=per_category)
-    from hf_specdec.training.prompts import read_prompts
+    from hf_specdec.training.prompts import prompt_of
 
-    rows = zip(read_records(path), read_prompts(path), strict=True)
-    questions = [Question(str(number), ALL, prompt.turns) for (number, _), prompt in rows]
+    prompts = [(str(number), prompt_of(row, f"{path}, line {number}", "")) for number, row in read_records(path)]
+    if systems := [number for number, prompt in prompts if prompt.system]:
+        raise InvalidConfigError(
+            f"{path}, line {systems[0]} has a system message, with which `bench` cannot ask.", "Leave it out."
+        )
+    questions = [Question(number, ALL, prompt.turns) for number, prompt in prompts]
     return chosen(questions, limit=limit, per_category=per_category)
 
 

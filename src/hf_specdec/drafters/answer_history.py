@@ -19,10 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.atomic import write_text
-from hf_specdec.config import PER_PROMPT
+from hf_specdec.config import MAX_HISTORY_NAME, PER_PROMPT
 from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.records import read_records, shortened
+from hf_specdec.records import (
+    MAX_OBJECT_BYTES,
+    open_regular,
+    path_of,
+    read_lines_backwards,
+    record_of,
+    shortened,
+)
 from hf_specdec.validation import is_integer, require_integer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +110,7 @@ class AnswerHistory:
         """
         if name is not None:
             with self._lock:
-                key = NAMED + name
+                key = f"{NAMED}{name}"
                 if key not in self._answers:
                     raise InvalidConfigError(f"No history is called {name!r}.", f"Names: {self.names or 'none'}.")
                 for number in list(self._answers[key].texts):
@@ -170,7 +177,7 @@ class AnswerHistory:
         Raises:
             InvalidConfigError: The file exists and `overwrite` is False, or it cannot be written.
         """
-        path = Path(path)
+        path = path_of(path)
         if path.exists() and not overwrite:
             raise InvalidConfigError(f"{path} exists.", "Give another path, or overwrite=True.")
         with self._lock:
@@ -179,7 +186,9 @@ class AnswerHistory:
         write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def load(self, path: str | Path) -> None:
-        """Add the answers of a file written by `save`; the whole file is checked first.
+        """Add the most recently used answers of a file written by `save`, as many as fit into `max_tokens`.
+
+        The file is read from its end, and no further than these answers; all of them are checked before one is added.
 
         Args:
             path: The file.
@@ -188,8 +197,26 @@ class AnswerHistory:
             CheckpointFormatError: The file is not a stored history, or belongs to a model with another vocabulary.
             InvalidConfigError: The file cannot be read.
         """
-        rows = read_records(Path(path))
-        header = next(rows, (0, {}))[1]
+        found: list[tuple[str, list[int]]] = []
+        path = path_of(path)
+        with open_regular(path) as file:
+            first = file.readline(MAX_OBJECT_BYTES)
+            self._check_header(path, record_of(first, f"{path}, line 1") if first else {})
+            num_tokens = 0
+            for number, line in enumerate(read_lines_backwards(path, file, file.tell())):
+                if not line.strip():
+                    continue
+                place = f"Line {number} from the end of {path}"
+                row = record_of(line, place)
+                key, tokens = _checked_key(place, row), self._checked_tokens(place, row)
+                num_tokens += len(tokens)
+                if found and num_tokens > self.max_tokens:
+                    break
+                found.append((key, tokens))
+        for key, tokens in reversed(found):
+            self.add(tokens, key)
+
+    def _check_header(self, path: str | Path, header: dict[str, Any]) -> None:
         if header.get("format") != FORMAT or header.get("version") != VERSION:
             raise CheckpointFormatError(
                 f"{path} is not a stored history of version {VERSION}: it begins with {shortened(header)}.",
@@ -201,15 +228,12 @@ class AnswerHistory:
                 f"{self._vocab_size}.",
                 "Load it with the model that wrote it.",
             )
-        found = [(_checked_key(path, line, row), self._checked_tokens(path, line, row)) for line, row in rows]
-        for key, tokens in found:
-            self.add(tokens, key)
 
-    def _checked_tokens(self, path: str | Path, line: int, row: dict[str, Any]) -> list[int]:
+    def _checked_tokens(self, place: str, row: dict[str, Any]) -> list[int]:
         tokens, limit = row.get("tokens"), self._vocab_size or 2**31
         if not isinstance(tokens, list) or not all(is_integer(token) and 0 <= token < limit for token in tokens):
             raise CheckpointFormatError(
-                f"Line {line} of {path} has no list of token ids below {limit}: {shortened(tokens)}.",
+                f"{place} has no list of token ids below {limit}: {shortened(tokens)}.",
                 "The file is damaged, or belongs to another model.",
             )
         return tokens
@@ -244,11 +268,13 @@ def _append(answers: _Answers, number: int) -> None:
     answers.automaton.extend([-1 - number])
 
 
-def _checked_key(path: str | Path, line: int, row: dict[str, Any]) -> str:
+def _checked_key(place: str, row: dict[str, Any]) -> str:
     key = row.get("key")
-    if not isinstance(key, str) or not (key == SHARED or (key.startswith((NAMED, OF_PROMPT)) and len(key) < 4096)):
+    if not isinstance(key, str) or not (
+        key == SHARED or (key.startswith((NAMED, OF_PROMPT)) and len(key) <= len(NAMED) + MAX_HISTORY_NAME)
+    ):
         raise CheckpointFormatError(
-            f"Line {line} of {path} has the key {shortened(key)}.",
+            f"{place} has the key {shortened(key)}.",
             f"Expected {SHARED!r}, {NAMED}... or {OF_PROMPT}...",
         )
     return key

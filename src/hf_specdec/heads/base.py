@@ -25,6 +25,7 @@ from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.heads.readings import Ambiguity, Reading
 from hf_specdec.heads.schema import NEUTRAL, Rule, checked, shown
 from hf_specdec.heads.vocabulary import HotTokens
+from hf_specdec.records import path_of
 
 NATIVE_LAYOUT = "hf-specdec"
 """Name of the layout that `save_pretrained` writes."""
@@ -181,9 +182,10 @@ class DraftHead(HotTokens, PreTrainedModel):
         Raises:
             InvalidConfigError: `save_directory` is a file, or cannot be written.
         """
-        repo_id = kwargs.pop("repo_id", None) or Path(save_directory).name
+        folder = path_of(save_directory)
+        repo_id = kwargs.pop("repo_id", None) or folder.name
         upload = {name: kwargs.pop(name) for name in UPLOAD_OPTIONS if name in kwargs}
-        is_main, folder = kwargs.get("is_main_process", True), Path(save_directory)
+        is_main = kwargs.get("is_main_process", True)
         with staging_directory(folder) as staged:
             super().save_pretrained(staged, *args, **kwargs)
             if is_main:

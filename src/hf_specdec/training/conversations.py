@@ -17,7 +17,18 @@ from torch import Tensor
 from hf_specdec.atomic import whole_file
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
-from hf_specdec.training.data import Row, datasets_package, mask_of, read_rows, tokens_of, turns_of
+from hf_specdec.training.data import (
+    Message,
+    Row,
+    datasets_package,
+    mask_of,
+    messages_of,
+    read_each,
+    read_rows,
+    rendered,
+    tokens_of,
+    tools_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +122,25 @@ def write_parquet(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def read_conversations(*sources: str | Path, tokenizer: Any = None, split: str = "train") -> list[Conversation]:
     """Read conversations to train on, skipping rows without an answer.
 
+    Rows that cannot be read are skipped, too, and logged, unless they are more than 1 % of a source.
+
     Args:
         *sources: Directories written by `distill`; or files (.jsonl, .jsonl.gz, .json, .parquet) or names of datasets
-            whose rows have `input_ids` and `loss_mask`, `prompt_ids` and `response_ids`, or `messages` (every
-            assistant turn is an answer).
-        tokenizer: Tokenizer with a chat template; required for rows with `messages`.
+            whose rows have `input_ids` and `loss_mask`, `prompt_ids` and `response_ids`, or `messages` or ShareGPT's
+            `conversations` (every assistant turn is an answer; `system` and `tools` are read, too).
+        tokenizer: Tokenizer with a chat template; required for rows with messages.
         split: Split to load if a source is a `datasets` name.
 
     Raises:
-        InvalidConfigError: A source cannot be read, a row lacks these fields or has invalid values, or its messages
-            cannot be tokenized with this tokenizer.
+        InvalidConfigError: A source cannot be read, or too many rows: they lack these fields, have invalid values, or
+            have messages that cannot be tokenized with this tokenizer or of which its template leaves something out.
     """
-    found: list[Conversation] = []
-    for source in sources:
-        for place, row in read_rows(source, split=split):
-            try:
-                conversation = _conversation(row, tokenizer, place)
-            except InvalidConfigError as error:
-                raise error if str(error).startswith(place) else InvalidConfigError(f"{place}: {error}") from error
-            if any(conversation.loss_mask):
-                found.append(conversation)
-    return found
+    rows = [
+        conversation
+        for source in sources
+        for conversation in read_each(source, lambda row, place: _conversation(row, tokenizer, place), split=split)
+    ]
+    return [conversation for conversation in rows if any(conversation.loss_mask)]
 
 
 def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
@@ -139,8 +148,9 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
         return Conversation(tokens_of(row, "input_ids", place), mask_of(row, "loss_mask", place))
     if "prompt_ids" in row and "response_ids" in row:
         return Conversation.of(tokens_of(row, "prompt_ids", place), tokens_of(row, "response_ids", place))
-    if "messages" in row and tokenizer is not None and tokenizer.chat_template:
-        return _of_messages(turns_of(row, "messages", "role", "content", place), tokenizer)
+    messages = messages_of(row, place) if tokenizer is not None and tokenizer.chat_template else []
+    if messages:
+        return _of_messages(messages, tools_of(row, place), tokenizer)
     raise InvalidConfigError(
         f"{place} is not a conversation; it has the fields {shortened(list(row))}.",
         "Expected input_ids and loss_mask, or messages and a tokenizer with a chat template. "
@@ -148,36 +158,68 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
     )
 
 
-def _of_messages(turns: Sequence[tuple[str, str]], tokenizer: Any) -> Conversation:
+def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, tokenizer: Any) -> Conversation:
     """Tokenize messages with the chat template, up to the last assistant turn.
 
-    An answer is everything that the template adds for an assistant turn after the generation prompt, including the end
-    token. Without an assistant turn the conversation is empty.
+    An answer is what the template adds for an assistant turn after the generation prompt, up to the end token; a line
+    break after it is not the assistant's. Without an assistant turn the conversation is empty.
 
     Raises:
-        InvalidConfigError: The template rejects the messages, or a later turn changes the tokens of earlier ones.
+        InvalidConfigError: The template rejects the messages, leaves out the tools or a part of an answer, or a later
+            turn changes the tokens of earlier ones.
     """
-    messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     mask: list[bool] = []
+    if tools and rendered(tokenizer, messages, tools, answer_next=False) == rendered(
+        tokenizer, messages, answer_next=False
+    ):
+        raise InvalidConfigError("The chat template ignores `tools`.", "Leave out rows with tools.")
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        try:
-            prompt, whole = (
-                tokenizer.apply_chat_template(part, add_generation_prompt=open_turn, return_dict=True)["input_ids"]
-                for part, open_turn in ((messages[:index], True), (messages[: index + 1], False))
-            )
-        except Exception as error:  # templates are third-party programs
-            raise InvalidConfigError(f"The chat template rejects these messages: {error}.") from error
+        text = rendered(tokenizer, messages[: index + 1], tools, answer_next=False)
+        _check_whole(text, messages[:index], message, tools, tokenizer)
+        prompt, whole = (
+            list(tokenizer(part, add_special_tokens=False)["input_ids"])
+            for part in (rendered(tokenizer, messages[:index], tools, answer_next=True), text)
+        )
         if whole[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
             raise InvalidConfigError(
                 "The chat template rewrites earlier turns, so the tokens of the answers are unknown.",
                 "Give input_ids and loss_mask, as `hf-specdec distill` writes them.",
             )
-        mask += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
+        end = len(whole)
+        while end > len(prompt) and tokenizer.decode(whole[end - 1]).isspace():
+            end -= 1
+        mask += [False] * (len(prompt) - len(ids)) + [True] * (end - len(prompt)) + [False] * (len(whole) - end)
         ids = whole
     return Conversation(tuple(ids), tuple(mask))
+
+
+def _check_whole(
+    text: str, earlier: Sequence[Message], message: Message, tools: Sequence[Row] | None, tokenizer: Any
+) -> None:
+    """Check that everything an assistant turn holds is in the text that the template makes of it.
+
+    Raises:
+        InvalidConfigError: A text of the turn is not there (white space is not compared), or leaving out a field with
+            another value, such as `tool_calls`, changes nothing.
+    """
+    before = rendered(tokenizer, earlier, tools, answer_next=False)
+    turn = "".join(text.removeprefix(before).split())
+    for name, value in message.items():
+        if name == "role":
+            continue
+        if isinstance(value, str):
+            missing = "".join(value.split()) not in turn
+        else:
+            less = {key: other for key, other in message.items() if key != name}
+            missing = rendered(tokenizer, [*earlier, less], tools, answer_next=False) == text
+        if missing:
+            raise InvalidConfigError(
+                f"The chat template leaves out or changes `{name}` of an answer: {shortened(value)}.",
+                "Leave out such rows, or give input_ids and loss_mask, as `hf-specdec distill` writes them.",
+            )
 
 
 def check_tokens(conversations: Iterable[Conversation], vocab_size: int) -> None:

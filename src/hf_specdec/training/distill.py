@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import clear_partials, directory_lock, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import open_regular, shortened
+from hf_specdec.records import open_regular, path_of, shortened
 from hf_specdec.training.conversations import write_parquet
-from hf_specdec.training.data import datasets_package
+from hf_specdec.training.data import Message, datasets_package
 from hf_specdec.training.processes import processes
 from hf_specdec.training.progress import ticking
 from hf_specdec.training.prompts import INVENTED, Prompt, check_prompts, encode_turn
@@ -93,7 +93,7 @@ class _Dialog:
     source: str
     temperature: float
     pending: list[str]  # known user turns that have no answer yet
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)  # the system message, if any, and answered turns
     input_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     finish_reason: str = ""  # of the last answer
@@ -152,7 +152,7 @@ def distill(
     parts = _plan(prompts, config, tokenizer)
     teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
     teacher.check(encode_turn(tokenizer, [], next(iter(parts[0][0].pending), None)))
-    folder = Path(output_dir)
+    folder = path_of(output_dir)
     state = processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():
@@ -203,8 +203,9 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
     for number, given in enumerate(prompts):
         prompt = given if isinstance(given, Prompt) else Prompt((given,), "given")
         temperature = float(config.temperatures[number % len(config.temperatures)])
-        dialog = _Dialog(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]))
-        length = len(encode_turn(tokenizer, [], dialog.pending[0])) if dialog.pending else 0
+        system: list[Message] = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        dialog = _Dialog(number, prompt.source, temperature, list(prompt.turns[: config.num_turns]), system)
+        length = len(encode_turn(tokenizer, system, dialog.pending[0])) if dialog.pending else 0
         if length <= config.max_prompt_tokens:
             by_temperature.setdefault(temperature, []).append((length, dialog))
     if not by_temperature:
@@ -221,7 +222,9 @@ def _plan(prompts: Sequence[Prompt | str], config: DistillConfig, tokenizer: Any
 
 def _settings(config: DistillConfig, parts: Sequence[Sequence[_Dialog]]) -> dict[str, Any]:
     """Return the values that, together with `Teacher.facts`, identify the dataset."""
-    plan = json.dumps([[(dialog.number, dialog.source, dialog.pending) for dialog in part] for part in parts])
+    plan = json.dumps([
+        [(dialog.number, dialog.source, dialog.pending, *dialog.messages) for dialog in part] for part in parts
+    ])  # fmt: skip
     return {
         **asdict(config),
         "temperatures": list(config.temperatures),
@@ -315,5 +318,5 @@ def _answer_part(
     return [
         {"model": teacher.name, **{name: getattr(dialog, name) for name in ROW_FIELDS}}
         for dialog in dialogs
-        if dialog.messages
+        if dialog.finish_reason
     ]

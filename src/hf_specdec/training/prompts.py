@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import existing_path, shortened
-from hf_specdec.training.data import Row, read_rows, text_of, turns_of
+from hf_specdec.training.data import Message, Row, messages_of, read_each, rendered, system_of, text_of
 
 MARK = "USER-TURN-8d1f"
 """Placeholder for the user's text, to find its position in the output of the chat template."""
@@ -22,10 +22,12 @@ class Prompt:
     Args:
         turns: Messages of the user, in order.
         source: Where the prompt comes from, such as a file name; stored with the answers.
+        system: System message before the first turn; empty for none.
     """
 
     turns: tuple[str, ...]
     source: str
+    system: str = ""
 
 
 INVENTED = "invented"
@@ -35,41 +37,61 @@ INVENTED = "invented"
 def read_prompts(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
     """Read prompts from a file or a dataset.
 
+    Rows that cannot be read are skipped and logged, unless they are more than 1 % of the source.
+
     Args:
         source: A directory written by `distill`, a file (.jsonl, .jsonl.gz, .json, .parquet, .txt) or the name of a
             dataset on the Hub. Rows have `turns`, `messages`, `conversations` (ShareGPT), `instruction`
             (with or without `input`), `prompt` or `text`, of which the first is used; of a conversation
-            only the user's turns are used. A row's `source` replaces the file or dataset name as `Prompt.source`.
+            only the user's turns and a system message before them are used. A row's `system` is such a message, and
+            its `source` replaces the file or dataset name as `Prompt.source`.
         split: Split to load if `source` is a `datasets` name.
         limit: Read at most this many prompts.
 
     Raises:
-        InvalidConfigError: The source cannot be read, or a row has no prompt, an empty turn or invalid Unicode.
+        InvalidConfigError: The source cannot be read, or too many rows: they have no prompt, an empty turn, tools, or
+            invalid Unicode.
     """
     path = existing_path(source)
     name = path.name if path is not None else str(source)
-    prompts: list[Prompt] = []
-    for place, row in read_rows(source, split=split):
-        if limit is not None and len(prompts) == limit:
-            break
-        turns = _turns(row, place)
-        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise InvalidConfigError(
-                f"{place} has no prompt: {shortened(row)}.",
-                "Expected one of prompt, turns, messages, conversations, instruction, text.",
-            )
-        given = row.get("source")
-        origin = given if isinstance(given, str) and given else name
-        prompts.append(Prompt(tuple(text_of(turn, place) for turn in turns), text_of(origin, place)))
-    return prompts
+    return read_each(source, lambda row, place: prompt_of(row, place, name), split=split, limit=limit)
 
 
-def _turns(row: Row, place: str) -> Sequence[Any] | None:
+def prompt_of(row: Row, place: str, name: str) -> Prompt:
+    """Return the prompt in a row, see `read_prompts`.
+
+    Args:
+        row: The row.
+        place: Location of the row.
+        name: `Prompt.source` of a row without `source`.
+
+    Raises:
+        InvalidConfigError: The row has no prompt that can be asked as text.
+    """
+    messages = [] if row.get("turns") else messages_of(row, place)
+    later = [message["role"] for message in messages[1:]]
+    if row.get("tools") or "tool" in later or "system" in later or any("tool_calls" in each for each in messages):
+        raise InvalidConfigError(
+            f"{place} has tools or a later system message, which prompts cannot have.", "Leave such rows out."
+        )
+    if messages:
+        system = messages[0]["content"] if messages[0]["role"] == "system" else ""
+        turns: Sequence[Any] | None = [each["content"] for each in messages if each["role"] == "user"]
+    else:
+        system, turns = system_of(row, place), _turns(row)
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InvalidConfigError(
+            f"{place} has no prompt: {shortened(row)}.",
+            "Expected one of prompt, turns, messages, conversations, instruction, text.",
+        )
+    given = row.get("source")
+    origin = given if isinstance(given, str) and given else name
+    return Prompt(tuple(text_of(turn, place) for turn in turns), text_of(origin, place), system)
+
+
+def _turns(row: Row) -> Sequence[Any] | None:
     if row.get("turns"):
         return row["turns"] if isinstance(row["turns"], list) else None
-    for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
-        if row.get(key):
-            return [text for speaker, text in turns_of(row, key, role, content, place) if speaker in ("user", "human")]
     instruction = row.get("instruction")
     values = (instruction, row.get("input")) if instruction else (row.get("prompt") or row.get("text"),)
     parts = [value for value in values if value]
@@ -86,9 +108,9 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
         num_turns: User turns per conversation.
 
     Raises:
-        InvalidConfigError: No prompts, or one text instead of a list; several turns without a chat template; or the
-            model is to invent prompts, but the tokenizer has no token to begin one with, or its chat template changes
-            the user's text.
+        InvalidConfigError: No prompts, or one text instead of a list; several turns or a system message without a chat
+            template; or the model is to invent prompts, but the tokenizer has no token to begin one with, or its chat
+            template changes the user's text.
     """
     if isinstance(prompts, str):
         raise InvalidConfigError(
@@ -96,6 +118,8 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
         )
     if not prompts:
         raise InvalidConfigError("No prompts were given.", "Give prompts, or invented_prompts(n).")
+    if not tokenizer.chat_template and any(isinstance(prompt, Prompt) and prompt.system for prompt in prompts):
+        raise InvalidConfigError("Prompts with a system message need a chat template, but this tokenizer has none.")
     if num_turns > 1 and not tokenizer.chat_template:
         raise InvalidConfigError(
             f"num_turns={num_turns} needs a chat template, but this tokenizer has none.", "Use num_turns=1."
@@ -109,7 +133,7 @@ def check_prompts(prompts: Sequence[Prompt | str], tokenizer: Any, num_turns: in
         )
 
 
-def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: str | None) -> list[int]:
+def encode_turn(tokenizer: Any, messages: Sequence[Message], user_text: str | None) -> list[int]:
     """Return the token ids of a prompt.
 
     Without a chat template these are `user_text`, or if it is None, the beginning token or else the end token.
@@ -120,19 +144,18 @@ def encode_turn(tokenizer: Any, messages: Sequence[dict[str, str]], user_text: s
         user_text: The user's next turn; None ends the prompt at the start of that turn, so that the model invents it.
 
     Raises:
-        InvalidConfigError: The model is to invent a turn, but the chat template changes the user's text.
+        InvalidConfigError: The chat template rejects the messages; or the model is to invent a turn, but the chat
+            template changes the user's text.
     """
     if not tokenizer.chat_template:
         begin = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
         return list(tokenizer(user_text)["input_ids"]) if user_text is not None else begin
     turn = {"role": "user", "content": MARK if user_text is None else user_text}
-    if user_text is not None:
-        encoded = tokenizer.apply_chat_template([*messages, turn], add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
-    text = tokenizer.apply_chat_template([*messages, turn], tokenize=False)
-    if MARK not in text:
+    text = rendered(tokenizer, [*messages, turn], answer_next=user_text is not None)
+    if user_text is None and MARK not in text:
         raise InvalidConfigError(
             "This chat template changes the user's text, so the model cannot invent user turns.",
             "Give prompts.",
         )
-    return list(tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])
+    known = text if user_text is not None else text[: text.index(MARK)]
+    return list(tokenizer(known, add_special_tokens=False)["input_ids"])
