@@ -116,6 +116,7 @@ def test_the_cost_of_a_forward_is_public(llama: Any) -> None:
         (["--json", "there.png"], "there.png already exists. Give another name or --force"),
         (["--plot", "plot.txt"], "has an unknown suffix"),
         (["--plot", "/nowhere/plot.png"], "does not exist"),
+        (["--prompts", "system.jsonl"], "system.jsonl, line 2 has a system message"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
@@ -124,7 +125,9 @@ def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("hf_specdec.generation.loading.load_model", None)
     (tmp_path / "there.png").touch()
-    filled = [str(tmp_path / a) if a in ("model", "other") or a.endswith((".png", ".txt")) else a for a in arguments]
+    (tmp_path / "system.jsonl").write_text('{"prompt": "w05"}\n{"prompt": "w05", "system": "w06"}')
+    ends = (".png", ".txt", ".jsonl")
+    filled = [str(tmp_path / a) if a in ("model", "other") or a.endswith(ends) else a for a in arguments]
     assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], *filled) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

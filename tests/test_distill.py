@@ -293,6 +293,16 @@ def test_labels_end_with_the_end_token(small_model_path: Path, tmp_path: Path) -
     assert tokenizer.decode(labels) == "Hi!<|im_end|>Hi!<|im_end|>"
 
 
+def test_what_ends_every_conversation_is_no_answer(tmp_path: Path) -> None:
+    """As in Phi-3's template, which writes the end of text behind the last turn."""
+    template = SHOWS_ALL.removesuffix("{% endif %}") + "{% else %}w95{% endif %}"
+    talk = [ASKED, {"role": "assistant", "content": "w06"}] * 2
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
+    (found,) = read_conversations(tmp_path / "rows.jsonl", tokenizer=chat_tokenizer(template))
+    assert found.input_ids == (90, 5, 92, *ANSWERED) * 2
+    assert found.loss_mask == (False, False, False, False, True, True) * 2
+
+
 def test_few_bad_rows_are_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rows.jsonl"
     row = json.dumps({"messages": [ASKED, {"role": "assistant", "content": "w06"}]})

@@ -446,6 +446,7 @@ def test_loaded_from_a_directory(folder: Path, tmp_path: Path) -> None:
     drafter = model.load_drafter(folder)
     assert list(model.drafters) == ["pard"]
     assert drafter.assistant.dtype == torch.float32
+    assert drafter.assistant.name_or_path == drafter.assistant.config.name_or_path == str(folder)
     assert not drafter.assistant.training
     assert torch.equal(generate(model, 3), generate(model, 3, speculative="pard"))
     assert model.last_speculation.num_drafted_tokens > 0

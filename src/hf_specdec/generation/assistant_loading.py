@@ -108,7 +108,6 @@ def _read(checkpoint: Checkpoint, options: Mapping[str, Any]) -> PreTrainedModel
             "Load it yourself, and pass it to generate() as assistant_model=.",
         )
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-    config.name_or_path = where
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed = sum(parameter.numel() for parameter in empty.parameters())
@@ -130,4 +129,5 @@ def _read(checkpoint: Checkpoint, options: Mapping[str, Any]) -> PreTrainedModel
     missing = sorted({*report["missing_keys"], *(str(names[0]) for names in report["mismatched_keys"])})
     if missing:
         raise HeadTensorsError(f"{where}: tensors are missing or have wrong shapes: {listed(missing)}.")
+    assistant.name_or_path = assistant.config.name_or_path = where
     return assistant

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,9 @@ def _conversation(row: Row, tokenizer: Any, place: str) -> Conversation:
 def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, tokenizer: Any) -> Conversation:
     """Tokenize messages with the chat template, up to the last assistant turn.
 
-    An answer is what the template adds for an assistant turn after the generation prompt, up to the end token; a line
-    break after it is not the assistant's. Without an assistant turn the conversation is empty.
+    An answer is what the template adds for an assistant turn after the generation prompt, up to the end token. A line
+    break after it is not the assistant's, nor what the template writes at the end of every conversation (Phi-3:
+    `<|endoftext|>`), where another turn could follow. Without an assistant turn the conversation is empty.
 
     Raises:
         InvalidConfigError: The template rejects the messages, leaves out the tools or a part of an answer, or a later
@@ -177,12 +179,15 @@ def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, token
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        text = rendered(tokenizer, messages[: index + 1], tools, answer_next=False)
-        _check_whole(text, messages[:index], message, tools, tokenizer)
-        prompt, whole = (
-            list(tokenizer(part, add_special_tokens=False)["input_ids"])
-            for part in (rendered(tokenizer, messages[:index], tools, answer_next=True), text)
-        )
+        texts = [
+            rendered(tokenizer, messages[:count], tools, answer_next=answer_next)
+            for count, answer_next in ((index, False), (index, True), (index + 1, False))
+        ]
+        _check_whole(texts[0], texts[2], messages[:index], message, tools, tokenizer)
+        before, prompt, whole = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+        closing = before[num_shared(before, prompt) :]  # of every conversation
+        if not texts[1].startswith(texts[0]) and whole[-len(closing) :] == closing:
+            whole = whole[: -len(closing)]
         if whole[: len(prompt)] != prompt or prompt[: len(ids)] != ids:
             raise InvalidConfigError(
                 "The chat template rewrites earlier turns, so the tokens of the answers are unknown.",
@@ -196,16 +201,26 @@ def _of_messages(messages: Sequence[Message], tools: Sequence[Row] | None, token
     return Conversation(tuple(ids), tuple(mask))
 
 
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens with which both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
 def _check_whole(
-    text: str, earlier: Sequence[Message], message: Message, tools: Sequence[Row] | None, tokenizer: Any
+    before: str, text: str, earlier: Sequence[Message], message: Message, tools: Sequence[Row] | None, tokenizer: Any
 ) -> None:
     """Check that everything an assistant turn holds is in the text that the template makes of it.
+
+    Args:
+        before, text: What the template makes of the messages before the turn, and with it.
+        earlier: The messages before the turn.
+        message: The turn.
+        tools, tokenizer: See `rendered`.
 
     Raises:
         InvalidConfigError: A text of the turn is not there (white space is not compared), or leaving out a field with
             another value, such as `tool_calls`, changes nothing.
     """
-    before = rendered(tokenizer, earlier, tools, answer_next=False)
     turn = "".join(text.removeprefix(before).split())
     for name, value in message.items():
         if name == "role":

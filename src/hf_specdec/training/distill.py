@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_specdec.atomic import clear_partials, directory_lock, write_text
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import open_regular, path_of, shortened
-from hf_specdec.training.conversations import write_parquet
+from hf_specdec.training.conversations import num_shared, write_parquet
 from hf_specdec.training.data import Message, datasets_package
 from hf_specdec.training.processes import processes
 from hf_specdec.training.progress import ticking
@@ -103,7 +102,7 @@ class _Dialog:
 
         From the first earlier token that the chat template now encodes differently, `prompt` is not in the loss.
         """
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.input_ids, prompt, strict=False)))
+        common = num_shared(self.input_ids, prompt)
         self.loss_mask = [*self.loss_mask[:common], *[False] * (len(prompt) - common), *[True] * len(answer)]
         self.input_ids = [*prompt, *answer]
         self.messages += [{"role": "user", "content": self.pending.pop(0)}, {"role": "assistant", "content": text}]
