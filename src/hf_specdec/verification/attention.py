@@ -108,7 +108,7 @@ def tree_attention(
     Returns:
         Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
     """
-    context = _CONTEXT.get()
+    context = None if torch.compiler.is_compiling() else _CONTEXT.get()
     kind = None if context is None else context.kind(attention_mask)
     unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
     if context is None or kind is None or unsupported:

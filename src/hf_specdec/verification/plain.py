@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.trial_runs import uncompiled
 
 REPLACED_HOOKS = {"_sample": "a decoding loop", "_prepare_cache_for_generation": "a cache"}
 """Methods of `GenerationMixin` that speculation replaces, and what each provides."""
@@ -69,7 +70,8 @@ def check_plain_generate(model: PreTrainedModel) -> None:
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
     try:
         generate: Any = model.generate
-        answer = generate(prompt, attention_mask=torch.ones_like(prompt), **PLAIN_OPTIONS)
+        with uncompiled():
+            answer = generate(prompt, attention_mask=torch.ones_like(prompt), **PLAIN_OPTIONS)
     except Exception as error:
         text = str(error).strip().partition("\n")[0].rstrip(".")
         raise refusal(
