@@ -192,6 +192,29 @@ def test_compiled(how: str) -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["prompt_lookup", "eagle3"])
+def test_a_compiled_forward_is_compiled_for_few_shapes(method: str) -> None:
+    model, graphs, ids = zoo.shallow("llama", 3), list[Any](), torch.arange(3, 12)[None]
+    answers = {count: model.generate(ids, max_new_tokens=count, do_sample=False) for count in (30, 50)}
+
+    def keep(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    try:
+        model.forward = torch.compile(model.forward, backend=keep)
+        SpeculativeGenerationMixin.attach(model)
+        config, answer = drafters.BY_NAME[method].add(model, answers[30][:, 9:]), None
+        for count, new in ((30, 5), (30, 0), (50, 3), (50, 0)):  # a prompt, one token, trees; then another capacity
+            before = len(graphs) if answer is not None else 0
+            answer = model.generate(ids, max_new_tokens=count, do_sample=False, speculative=config)
+            assert torch.equal(answer, answers[count])
+            assert len(graphs) - before <= new
+    finally:
+        torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_with_torchao(tmp_path: Path) -> None:

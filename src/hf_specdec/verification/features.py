@@ -66,7 +66,8 @@ class FeatureTap:
                 "The head was trained for a deeper model.",
             )
         self._layers = set(layers)
-        self._thread = threading.get_ident()
+        self._thread = threading.local()  # unlike `get_ident`, it does not interrupt what torch.compile compiles
+        self._thread.is_own = True
         self._chosen: ChosenStates | None = None
         self.clear()
 
@@ -103,7 +104,7 @@ class FeatureTap:
             self._kept[layer].append(states[layer])
 
     def _keep(self, layer: int, hidden: Tensor) -> None:
-        if threading.get_ident() != self._thread:
+        if not hasattr(self._thread, "is_own"):
             return
         if self._chosen is not None and not self._chosen.states and hidden.shape[1] != self._chosen.first_width:
             self._chosen = None  # virtual tokens (prompt tuning) precede the prompt

@@ -316,7 +316,8 @@ class KeyValueStore:
         grown = -(-ahead // CAPACITY_TIER) * CAPACITY_TIER
         if needed <= self.limit:
             grown = min(grown, self.limit)
-        note_one_time_work()
+        if not torch.compiler.is_dynamo_compiling():
+            note_one_time_work()
         self._needed = grown
         if self._is_persistent:  # allocate for later calls, too, if there is enough memory
             try:

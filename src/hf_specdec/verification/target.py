@@ -267,10 +267,11 @@ class Target(ABC):
                 device = input_ids.device
                 self._tap.choose(ChosenStates(window, self.padding, rows, width, first, device))
         self._prompt_kwargs, self._prompt_length = dict(model_kwargs), input_ids.shape[1]
-        seen, thread = list[Tensor](), threading.get_ident()
+        seen, thread = list[Tensor](), threading.local()
+        thread.is_own = True
 
         def note_positions(_module: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
-            if threading.get_ident() == thread and isinstance(named.get("position_ids"), Tensor):
+            if hasattr(thread, "is_own") and isinstance(named.get("position_ids"), Tensor):
                 seen.append(named["position_ids"])
 
         handle = self.model.register_forward_pre_hook(note_positions, with_kwargs=True)

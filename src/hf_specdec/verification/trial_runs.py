@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -46,9 +47,14 @@ def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tens
     return list(logits.unbind(dim=1))
 
 
+def uncompiled() -> AbstractContextManager[object]:
+    """Run forwards wrapped by `torch.compile` eagerly in this block: trial inputs would use up its recompilations."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 @contextmanager
 def reproducible(model: nn.Module) -> Iterator[None]:
-    """Switch the model to evaluation mode in this block if train mode makes its forwards random or drops the cache.
+    """Run the model uncompiled in this block, in evaluation mode if train mode makes it random or drops the cache.
 
     The modes of all modules, their dynamic rotary frequencies (which depend on the longest text so far) and the random
     number generators of CPU and model device are restored afterwards.
@@ -61,7 +67,7 @@ def reproducible(model: nn.Module) -> Iterator[None]:
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
+    with uncompiled(), torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
         evaluate = bool(training) and (drops_cache(model) or is_random(model))
         try:
             try:
