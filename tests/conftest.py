@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zoo
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation.loading import packaged_model
+from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification import probe
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -43,6 +44,12 @@ def _no_kept_verdicts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "_kept_file", lambda *_: None)
         yield
+
+
+@pytest.fixture
+def full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees keep their depth to the end of an answer, so that one definition describes those of all steps."""
+    monkeypatch.setattr(Budget, "no_deeper", lambda budget, num_steps, _=None: budget if num_steps > 0 else PLAIN_STEP)
 
 
 @pytest.fixture

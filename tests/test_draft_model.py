@@ -35,6 +35,8 @@ from models import prompts
 from reference import path_to_root
 from test_drafters import Wandering
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 KINDS = ("llama", "gemma3_text", "gpt2", "qwen3_next")
 """Full attention, sliding windows, learned positions, a recurrent state (chains only)."""
 TREE = {"method": "draft_model", "top_k": 2, "num_steps": 3, "num_draft_tokens": 9}

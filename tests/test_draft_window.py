@@ -45,6 +45,8 @@ from test_drafters import Wandering
 from test_eagle import SlowEagle, paths_of, slow_dynamic_tree
 from test_mtp import loaded
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 NEW_TOKENS = 60
 EAGLE = {"method": "eagle", "num_steps": 3, "top_k": 2, "num_draft_tokens": 8}
 HEADS: dict[str, tuple[Callable[[Any], Drafter], dict[str, Any]]] = {

@@ -34,6 +34,8 @@ from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step
 from reference import window_of
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (3, 14), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 for _row, _padding in ((1, 4), (2, 9)):

@@ -18,6 +18,8 @@ from hf_specdec.drafters.mtp import MtpDrafter
 from test_eagle import IDS, MASK, Recorder, paths_of, slow_dynamic_tree
 from test_layer_mtp import loaded
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 
 class SlowModule:
     """The module by definition, recomputed in plain PyTorch for every path."""

@@ -45,6 +45,8 @@ from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tr
 from test_readme import code_block
 from test_training import answered, arguments
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 TREES: list[dict[str, Any]] = [{}, {"top_k": 3}, {"tree": [(0,), (1,), (0, 0), (1, 0), (1, 0, 1)]}]
 """A chain, a dynamic tree, a static one."""
 GREEDY = {"max_new_tokens": 20, "do_sample": False}

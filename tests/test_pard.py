@@ -45,6 +45,8 @@ from reference import path_to_root
 from test_draft_model import NEW_TOKENS, Spied, attached, generate
 from test_drafters import Wandering
 
+pytestmark = pytest.mark.usefixtures("full_depth")
+
 ORIGINAL = os.environ.get("PARD_REPOSITORY")
 KINDS = ("llama", "gemma3_text", "gpt2")
 """Full attention, sliding windows, learned positions."""

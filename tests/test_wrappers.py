@@ -30,6 +30,7 @@ from transformers import (
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import drafters
+import generative
 import zoo
 from drafters import random_head
 from fuzz import tokenizer
@@ -346,3 +347,15 @@ def test_vision_language_models(make: Any, with_images: bool) -> None:
         inputs = {name: (ids == 3).long() if value is True else value for name, value in images.items()}
     SpeculativeGenerationMixin.attach(model)
     assert_equal(model, input_ids=ids, attention_mask=mask, **inputs)
+
+
+def test_images_behind_a_cross_attention_mask_are_refused_by_name() -> None:
+    model, (ids, mask) = generative.build("MllamaForConditionalGeneration"), prompts(1)
+    SpeculativeGenerationMixin.attach(model)
+    images = {
+        "pixel_values": torch.zeros(1, 1, 4, 3, 16, 16),
+        "cross_attention_mask": torch.ones(1, ids.shape[1], 1, 4),
+    }
+    with pytest.raises(UnsupportedGenerationError, match="cross_attention_mask"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, **images, speculative="prompt_lookup")
+    assert_equal(model, methods=("prompt_lookup",), batch_sizes=(1,))

@@ -21,6 +21,7 @@ from hf_specdec.generation.state import state_of
 from hf_specdec.verification.adopted_cache import seen_tokens
 from hf_specdec.verification.memory import RESERVED_SLOTS
 from hf_specdec.verification.model import cache_argument
+from hf_specdec.verification.plain import IN_TRIAL
 
 
 class GenerationHooks:
@@ -35,7 +36,7 @@ class GenerationHooks:
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc]
         if not given:
             speculative = stored_default.stored_in(prepared, self.generation_config)  # type: ignore[attr-defined]
-        if speculative is None or speculative is False:
+        if speculative is None or speculative is False or IN_TRIAL.get():
             prepared.speculative = None
         else:
             prepared.speculative = speculative if isinstance(speculative, Request) else Request(speculative)

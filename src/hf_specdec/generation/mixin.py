@@ -110,7 +110,8 @@ class SpeculativeGenerationMixin(GenerationHooks):
           static cache with sliding windows; attentions over a static cache; a cache or attentions with a model that
           verifies chains only;
         * inputs: `prefill_chunk_size` with `inputs_embeds`; no `input_ids` if EAGLE, MTP, an assistant or per-prompt
-          history is used; other tensors; an empty prompt, or one on another device; an unused `assistant_model`;
+          history is used; other tensors; an empty prompt, or one on another device; an `assistant_model` that is
+          unused or the model itself;
         * models: FlashAttention; PEFT prefix tuning, `adapter_names`, aLoRA; gradient checkpointing in training;
           `synced_gpus` if recurrent;
         * acceptance: `"greedy"` with `do_sample=True`; `"rejection"` and `"block"` without it; `"block"` with drafts

@@ -5,9 +5,9 @@ Speculation replaces that loop, so models with another one are refused.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ PROMPT_LENGTH = 6
 """Number of prompt tokens in `run_plainly`."""
 PADDING = 2
 """Left padding of half of its rows, in tokens."""
+IN_TRIAL: ContextVar[bool] = ContextVar("in_trial", default=False)
+"""Whether `run_plainly` runs: `generate()` is then plain, also if the model's default is another one."""
 NO_TOKEN = 2**31 - 1
 """A token id that no model emits; as EOS, it lets an answer never end early."""
 
@@ -115,12 +117,11 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
 
     hook = model.register_forward_hook(note, with_kwargs=True)
     generate: Any = model.generate
-    plain = {"speculative": None} if "speculative" in inspect.signature(generate).parameters else {}
+    trial = IN_TRIAL.set(True)
     try:
         text = generate(
-            prompt, attention_mask=mask, max_length=width + 1, prefix_allowed_tokens_fn=next_token,
-            **PLAIN_OPTIONS, **plain,
-        )  # fmt: skip
+            prompt, attention_mask=mask, max_length=width + 1, prefix_allowed_tokens_fn=next_token, **PLAIN_OPTIONS
+        )
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise refusal(
@@ -129,6 +130,7 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
             "Speculation requires a plain generate() that continues text.",
         ) from error
     finally:
+        IN_TRIAL.reset(trial)
         hook.remove()
     if not logits:
         raise refusal(model, "its generate() runs another model's forward", "Attach that model instead.")
