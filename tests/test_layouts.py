@@ -312,7 +312,7 @@ def test_a_replacement_that_fails_leaves_the_old_head(tmp_path: Path, monkeypatc
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(InvalidConfigError, match="no space"):
         export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path / "out", format="medusa", replace=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
 

@@ -321,7 +321,7 @@ def test_auto_makes_a_program_once_it_takes_a_small_share_of_the_calls(monkeypat
     expected = model_programs.EXPECTED_FORWARDS * 100 * state.step_seconds
     monkeypatch.setattr(state, "eager_seconds", 0.9 * making / model_programs.MAX_SHARE - expected)
     assert not model_programs.kernels_pay(model, 100)
-    assert model_programs.kernels_pay(model, 2000)
+    assert model_programs.kernels_pay(model, 10**6)
     state.kernels_have_paid = False
     monkeypatch.setattr(state, "eager_seconds", 2 * making / model_programs.MAX_SHARE)
     assert answers(model, 1, {"method": "auto", "compile": "none"}) == answers(model, 1, None)

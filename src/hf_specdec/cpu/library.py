@@ -236,7 +236,7 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
 def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
     """Return where `build` puts the library; without a compiler, the newest whole one that any compiler has built.
 
-    Compilers are told apart by path, size and date, so that none is started to ask for its version.
+    Compilers are identified by path, size and date, so that none is started to ask for its version.
 
     Args:
         instructions, compiler, directory: See `build`.

@@ -83,6 +83,13 @@ def why_not_transformers_loop(model: GenerationMixin) -> str:
     return ""
 
 
+def _own_generate(model: PreTrainedModel) -> Any:
+    """Return `generate` of the model's class as it is without this package, and without wrappers of single objects."""
+    classes = type(model).__mro__
+    ours = [index for index, cls in enumerate(classes) if cls.__module__.startswith("hf_specdec.")]
+    return next(vars(cls)["generate"] for cls in classes[max(ours, default=-1) + 1 :] if "generate" in vars(cls))
+
+
 @torch.no_grad()
 def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> PlainRun:
     """Let the model's own `generate()` give fixed answers to short prompts; costs `num_tokens` + 1 forwards.
@@ -116,11 +123,15 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
         return forced[row][len(text) - PROMPT_LENGTH :][:1] or [0]
 
     hook = model.register_forward_hook(note, with_kwargs=True)
-    generate: Any = model.generate
     trial = IN_TRIAL.set(True)
     try:
-        text = generate(
-            prompt, attention_mask=mask, max_length=width + 1, prefix_allowed_tokens_fn=next_token, **PLAIN_OPTIONS
+        text = _own_generate(model)(
+            model,
+            prompt,
+            attention_mask=mask,
+            max_length=width + 1,
+            prefix_allowed_tokens_fn=next_token,
+            **PLAIN_OPTIONS,
         )
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")

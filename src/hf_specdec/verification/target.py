@@ -280,7 +280,7 @@ class Target(ABC):
         finally:
             handle.remove()
         width, mask = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get("attention_mask")
-        # a prompt after a given cache may repeat the cache's tokens, which the mask covers in any case
+        # a prompt after a given cache may repeat the cache's tokens, which the mask always covers
         self._check_written(max(known + 1, width) if mask is None else mask.shape[1], outputs)
         self.cache.commit_all(outputs.logits.shape[0], width)
         positions = model_kwargs.get("position_ids")
