@@ -204,20 +204,22 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
         subprocess.TimeoutExpired: It took longer than `COMPILE_TIMEOUT`.
     """
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": working}
-    is_stopped, started = threading.Event(), list[subprocess.Popen[bytes]]()
+    is_stopped, starting, started = threading.Event(), threading.Lock(), list[subprocess.Popen[bytes]]()
 
     def stop() -> None:
         is_stopped.set()
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with starting:
+            for process in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     atexit.register(stop)  # before it starts: the interpreter may end at any time
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
-        process_group=0,
-    )  # fmt: skip
-    started.append(process)
+    with starting:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
+            process_group=0,
+        )  # fmt: skip
+        started.append(process)
     with process:
         try:
             if is_stopped.is_set():
