@@ -316,13 +316,16 @@ def test_auto_makes_a_program_once_it_takes_a_small_share_of_the_calls(monkeypat
     assert not model_programs.kernels_pay(model, 10**9)
     assert answers(model, 1, "auto") == answers(model, 1, None)
     assert not state.programs
-    assert 0 < state.step_seconds < state.eager_seconds
-    making = model_programs.TRACED_LAYER_SECONDS * 4 + model_programs.TRIAL_STEPS * state.step_seconds
-    expected = model_programs.EXPECTED_FORWARDS * 100 * state.step_seconds
-    monkeypatch.setattr(state, "eager_seconds", 0.9 * making / model_programs.MAX_SHARE - expected)
+    assert 0 < state.eager_step_seconds < state.eager_seconds
+    step, forwards = state.eager_step_seconds / state.eager_forwards, state.eager_forwards
+    making = model_programs.TRACED_LAYER_SECONDS * 4 + model_programs.TRIAL_STEPS * step
+    monkeypatch.setattr(state, "eager_seconds", 0.9 * making / model_programs.MAX_SHARE - forwards * step)
     assert not model_programs.kernels_pay(model, 100)
-    assert model_programs.kernels_pay(model, 10**6)
+    monkeypatch.setattr(state, "eager_calls", forwards * step / making)  # answers so long that this call saves it
+    assert not model_programs.kernels_pay(model, int(0.3 * making / step))
+    assert model_programs.kernels_pay(model, int(0.5 * making / step / model_programs.SAVED_SHARE) * 2 + 2)
     state.kernels_have_paid = False
+    monkeypatch.setattr(state, "eager_calls", 1)
     monkeypatch.setattr(state, "eager_seconds", 2 * making / model_programs.MAX_SHARE)
     assert answers(model, 1, {"method": "auto", "compile": "none"}) == answers(model, 1, None)
     assert not state.programs

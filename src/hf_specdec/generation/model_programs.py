@@ -30,17 +30,16 @@ from hf_specdec.verification.runners import Runner, WeightsVersion
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARE = 0.05
+MAX_SHARE = 0.2
 """Share of the seconds of all calls so far, this one included, that making a program with CPU kernels may take."""
+SAVED_SHARE = 0.4
+"""Share of the seconds of a call that the kernels save (at least; 0.5 to 0.65 with 135M and 0.5B)."""
 COMPILED_FROM_SECONDS = 2.0
 """Seconds of calls from which the kernels are compiled in the background."""
-TRACED_LAYER_SECONDS = 0.12
-"""Seconds to trace and rewrite a decoder layer (30 layers in 2.9 to 4 s on two server cores, single-threaded)."""
+TRACED_LAYER_SECONDS = 0.09
+"""Seconds to trace and rewrite a decoder layer (24 and 30 layers in 2 to 3 s on two server cores)."""
 TRIAL_STEPS = 10
 """Plain steps that testing a program costs: a prompt of 26 tokens, trees of 14 and 4, each twice."""
-
-EXPECTED_FORWARDS = 0.25
-"""Forwards per requested token: drafts are accepted, and answers end before the maximum number of new tokens."""
 
 COMPILING = threading.Lock()
 """Lock held while a program (a compiled or captured forward) is looked up or built: other threads wait."""
@@ -90,10 +89,10 @@ def current_program(
 def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False) -> bool:
     """Whether to use the CPU kernels, and to make a program with them if there is none.
 
-    Making one takes some seconds, which are estimated from the measured seconds of eager steps. It is made once they
-    are at most `MAX_SHARE` of the seconds of earlier calls and of those expected of this one: never in a first call,
-    whose steps have not been measured. The kernels themselves are compiled once per machine, in the background: until
-    they are ready, calls go on without them.
+    Making one takes some seconds, which are estimated from the measured seconds of eager steps. It is made once the
+    call itself is expected to save them, or once they are at most `MAX_SHARE` of the seconds of all calls; never in a
+    first call, of which nothing is known. The kernels themselves are compiled once per machine, in the background:
+    until they are ready, calls go on without them.
 
     Args:
         model: An attached model.
@@ -106,11 +105,13 @@ def kernels_pay(model: PreTrainedModel, new_tokens: int, *, waits: bool = False)
     if state.kernels_have_paid or waits:
         state.kernels_have_paid = has_kernels(device, model.dtype)
         return state.kernels_have_paid
-    if state.step_seconds is None:
+    if state.eager_forwards == 0:
         return False
-    calling = state.eager_seconds + EXPECTED_FORWARDS * new_tokens * state.step_seconds
-    making = TRACED_LAYER_SECONDS * text_config(model).num_hidden_layers + TRIAL_STEPS * state.step_seconds
-    if calling >= COMPILED_FROM_SECONDS and are_kernels_ready() and making <= MAX_SHARE * calling:
+    step = state.eager_step_seconds / state.eager_forwards
+    expected = step * min(new_tokens, state.eager_forwards / state.eager_calls)
+    making = TRACED_LAYER_SECONDS * text_config(model).num_hidden_layers + TRIAL_STEPS * step
+    is_small = making <= max(SAVED_SHARE * expected, MAX_SHARE * (state.eager_seconds + expected))
+    if state.eager_seconds + expected >= COMPILED_FROM_SECONDS and are_kernels_ready() and is_small:
         state.kernels_have_paid = has_kernels(device, model.dtype)
     return state.kernels_have_paid
 

@@ -95,8 +95,8 @@ class SpeculationState:
         # what programs and compiled drafters were last compared with
         self.compared: tuple[Fingerprint, WeightsVersion] | None = None
         self.weights: WeightsVersion | None = None  # of the last call
-        self.eager_seconds = 0.0  # of all calls without a program, see `kernels_pay`
-        self.step_seconds: float | None = None  # of a verify forward of the last such call
+        # calls without a program, see `kernels_pay`: their number, seconds, forwards and seconds in forwards
+        self.eager_calls, self.eager_seconds, self.eager_forwards, self.eager_step_seconds = 0, 0.0, 0, 0.0
         self.kernels_have_paid = False  # once True, later calls use them, however short they are
         self.rule: CapturedGreedy | None = None  # greedy acceptance as graphs; None until first used
         # compiled drafters (None: nothing to compile), with the weights that they were built from
@@ -167,8 +167,10 @@ class SpeculationState:
         """Keep a call's statistics; count its seconds if the model's own modules ran its forwards."""
         self.last = stats
         if stats is not None and is_eager and stats.num_target_forwards:
+            self.eager_calls += 1
             self.eager_seconds += stats.total_seconds
-            self.step_seconds = stats.verify_seconds / stats.num_target_forwards
+            self.eager_forwards += stats.num_target_forwards
+            self.eager_step_seconds += stats.verify_seconds
 
     def state_dict(self) -> Any:
         """Return a copy of what merged drafting and the drafters have learned from calls."""
@@ -186,7 +188,8 @@ class SpeculationState:
         """Copy or pickle only drafters and the last statistics: the copied model has not been probed."""
         return {"drafters": self.drafters, "made": {}, "facts": [], "last": self.last,
                 "learned": LearnedStats(), "costs": [], "programs": {}, "spare_programs": [], "compared": None,
-                "weights": None, "has_noted_batching": False, "rule": None, "eager_seconds": 0.0, "step_seconds": None,
+                "weights": None, "has_noted_batching": False, "rule": None, "eager_calls": 0, "eager_seconds": 0.0,
+                "eager_forwards": 0, "eager_step_seconds": 0.0,
                 "kernels_have_paid": False, "history": None}  # fmt: skip
 
     def __setstate__(self, values: dict[str, Any]) -> None:
