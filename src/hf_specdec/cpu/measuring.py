@@ -59,7 +59,8 @@ def measure_widest(weights: Iterable[Tensor]) -> None:
     chosen, size = list[Tensor](), 0
     for weight in weights:
         known = rows_are_limited(weight.dtype) or (chosen and chosen[0].dtype != weight.dtype)
-        if size < MEASURED_BYTES[1] and not known and can_multiply(weight[:1], weight, None):
+        fits = size + weight.nbytes <= MEASURED_BYTES[1]  # an lm_head may be far larger
+        if fits and not known and can_multiply(weight[:1], weight, None):
             chosen, size = [*chosen, weight], size + weight.nbytes
     if size < MEASURED_BYTES[0]:
         return
