@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,11 @@ def test_a_cache_handed_in_is_left_as_plain_leaves_it(phi3: Any) -> None:
 class _LosesCache(Phi3ForCausalLM):
     """As Phi-4-multimodal, and Phi-3 before transformers 5.23: drops the cache, but reads one token only."""
 
-    def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values and input_ids.shape[1] > LIMIT and past_key_values.get_seq_length() <= LIMIT:
-            past_key_values = None
-        return super(Phi3ForCausalLM, self).prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, **kwargs
-        )
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE_FIELD)
+        if cache and input_ids.shape[1] > LIMIT and cache.get_seq_length() <= LIMIT:
+            del kwargs[CACHE_FIELD]
+        return super(Phi3ForCausalLM, self).prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 def test_a_text_that_plain_decoding_loses_is_refused_before_any_work(phi3: Any) -> None:
@@ -158,17 +158,12 @@ def test_a_text_that_plain_decoding_loses_is_refused_before_any_work(phi3: Any) 
 class _IgnoresCache(type(zoo.build("llama"))):  # type: ignore[misc]
     """Ignores the cache beyond 20 tokens."""
 
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        cache = past_key_values
-        if cache is not None and cache.get_seq_length() + input_ids.shape[1] > 20:
-            cache = copy.deepcopy(cache)
-        return super().forward(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache,
-            **kwargs,
-        )  # fmt: skip
+    @functools.wraps(type(zoo.build("llama")).forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE_FIELD)
+        if cache is not None and cache.get_seq_length() + kwargs["input_ids"].shape[1] > 20:
+            kwargs[CACHE_FIELD] = copy.deepcopy(cache)
+        return super().forward(*args, **kwargs)
 
 
 def test_a_cache_that_is_not_written_is_never_counted() -> None:
