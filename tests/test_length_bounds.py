@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, LlamaConfig, Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 
@@ -27,6 +29,9 @@ from hf_specdec.verification.model import CACHE_FIELD
 
 KEPT_FILE = probe._kept_file  # before `conftest.py` replaces it
 LIMIT = 64
+READS_AGAIN = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="plain generate() of Phi-3 loses its cache there"
+)
 LONGROPE = {
     "rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": LIMIT,
     "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
@@ -108,7 +113,9 @@ def test_no_forward_is_deeper_than_the_tokens_left(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling", "auto"])
-@pytest.mark.parametrize("length", [40, 60, 64, 65, 100])
+@pytest.mark.parametrize(
+    "length", [40, pytest.param(60, marks=READS_AGAIN), pytest.param(64, marks=READS_AGAIN), 65, 100]
+)
 def test_phi3_reads_its_text_again(phi3: Any, length: int, method: str) -> None:
     ids = prompt(length, rows=2)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -120,6 +127,7 @@ def test_phi3_reads_its_text_again(phi3: Any, length: int, method: str) -> None:
     assert output[CACHE_FIELD].get_seq_length() == length + 19
 
 
+@READS_AGAIN
 def test_a_cache_handed_in_is_left_as_plain_leaves_it(phi3: Any) -> None:
     ids = prompt(70)
     answers = []
