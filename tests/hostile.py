@@ -189,7 +189,7 @@ def bad_vocabulary(example: Example, folder: Path, rng: random.Random) -> None:
 
 
 def bad_mask(example: Example, folder: Path, rng: random.Random) -> None:
-    if "t2d" not in example.tensors or not example.tensors["d2t"].any():
+    if "t2d" not in example.tensors or not example.tensors["d2t"].any() or example.tensors["t2d"].all():
         return wrong_dtype(example, folder, rng)
     mask = example.tensors["t2d"]
     return with_tensors(example, folder, t2d=rng.choice([~mask, mask.roll(1), mask[:-1], torch.zeros_like(mask)]))
