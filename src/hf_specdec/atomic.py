@@ -28,7 +28,7 @@ def cache_directory() -> Path:
 
     Raises:
         OSError: It cannot be created.
-        RuntimeError: There is no home directory.
+        RuntimeError: The home directory is unknown.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "hf-specdec"

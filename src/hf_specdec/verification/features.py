@@ -122,7 +122,7 @@ class FeatureTap:
         self._kept: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
     def keep_last(self) -> None:
-        """Of the stored hidden states, keep those of the last token: the model has read the text before it again."""
+        """Keep only the hidden states of the last token, after a forward that has read the whole text again."""
         self._kept = {layer: [kept[-1][:, -1:]] for layer, kept in self._kept.items()}
 
     def shapes(self) -> dict[int, list[tuple[int, ...]]]:
