@@ -56,8 +56,8 @@ def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
         error: Class of the error to raise.
 
     Raises:
-        SpeculativeDecodingError: The value is neither text nor a path, the name is too long, or it is in a directory that
-            cannot be read; of class `error`.
+        SpeculativeDecodingError: The value is neither text nor a path, the name is too long, or its directory cannot
+            be read; of class `error`.
     """
     try:
         path = Path(value)
