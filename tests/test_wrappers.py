@@ -54,8 +54,9 @@ def with_head(model: Any) -> Any:
 
 
 def assert_equal(
-    wrapped: Any, model: Any = None, batch_sizes: tuple[int, ...] = (1, 3), methods: Any = METHODS, **inputs: Any
-) -> None:
+    wrapped: Any, model: Any = None, batch_sizes: tuple[int, ...] = (1, 3), methods: Any = METHODS,
+    compile: Any = "auto", **inputs: Any
+) -> None:  # fmt: skip
     """Plain and speculative answers of the wrapper; drafters are registered on the model inside."""
     model = wrapped if model is None else model
     for batch_size in batch_sizes:
@@ -64,7 +65,7 @@ def assert_equal(
         plain = wrapped.generate(**options)
         for name in methods:
             row = drafters.BY_NAME[name]
-            config = row.add(model, plain[:, ids.shape[1] :])
+            config = row.add(model, plain[:, ids.shape[1] :]) | {"compile": compile}
             assert torch.equal(plain, wrapped.generate(**options, speculative=config)), (name, batch_size)
 
 
@@ -158,6 +159,7 @@ def test_offloaded_to_cpu_and_disk(tmp_path: Path) -> None:
         model = fresh()
         offload(model, execution_device=torch.device("cpu"))
         assert_equal(with_head(model))
+        assert_equal(model, methods=("eagle", "dflash"), compile="kernels")
 
 
 def test_a_device_map_with_layers_on_disk(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def compiled_drafter(model: PreTrainedModel, drafter: Drafter, mode: ExecutionMo
         drafter: A bound drafter. Parts that cannot be compiled are kept unchanged; this is logged once.
         mode: See `make_runner`.
     """
+    if any(weight.is_meta for weight in model.parameters()):
+        return drafter  # offloaded: accelerate would load the fake weights of a trace into the modules that both share
     return drafter.with_parts(lambda part: _compiled_part(model, part, mode))
 
 
