@@ -305,13 +305,22 @@ def test_processes_that_generate_together_do_not_decide_by_the_clock(
     assert llama.last_speculation.control["controller"] == "fixed"
 
 
+def test_trees_grow_step_by_step_if_nodes_cost_time() -> None:
+    known = StepCosts.expected(torch.device("cpu"), rows=1, widest=64)
+    widths = []
+    for _ in range(6):
+        widths.append(known.widest_trial)
+        known.observe(known.widest_trial, 1.0)
+    assert widths == [8, 16, 32, 64, 64, 64]
+    assert StepCosts.expected(torch.device("meta"), rows=1, widest=64).widest_trial == 64
+
+
 def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
-    first_uses = iter([True, False, False, False])
     known = SimpleNamespace(
-        plain=0.5, max_width=3, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(), is_plain_known=True,
-        add_shape=lambda *_: next(first_uses), plain_seconds=lambda _share: 0.5,
+        plain=0.5, widest_trial=3, table=lambda _share: (0.5, 1.5, 2.5), arms=ArmGains(), is_plain_known=True,
+        plain_seconds=lambda _share: 0.5,
         observe=lambda *step: told.append(step),
     )  # fmt: skip
     controller = CostModelController(Budget(8, 4, 2), known)  # type: ignore[arg-type]
@@ -328,7 +337,7 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     ):
         draft = SimpleNamespace(tree=SimpleNamespace(num_nodes=width))
         controller.observe(SimpleNamespace(draft=draft, acceptance=step(*counts).acceptance), seconds)  # type: ignore[arg-type]
-    assert told == [  # without the first step of three nodes
+    assert told == [  # without the call's first step
         (3, 1.0, 1.0),
         (1, 1.25, 1.0),
         (1, 0.5, 1.0),

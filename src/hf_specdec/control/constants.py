@@ -23,6 +23,11 @@ EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
 """Seconds of one more node relative to a plain step of one row, assumed until steps have been timed. CPUs took 0.04 to
 0.1, the higher values for many nodes with the CPU kernels. GPUs take about as long for dozens of nodes as for one."""
 
+MIN_TRIAL_WIDTH, CHEAP_TREES = 8, 1.5
+"""Width up to which the first trees may grow; wider ones have at most twice the nodes of any step so far, because
+neither their cost nor their source is known. Unlimited if the widest step is expected to take less than the second
+number of plain steps."""
+
 FIRST_STEPS = 3
 """Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
 slower, others up to half."""

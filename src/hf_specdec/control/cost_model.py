@@ -33,26 +33,26 @@ class CostModelController:
         self._tokens, self._emitted, self._seconds = (defaultdict[Arm, float](float) for _ in range(3))
 
     def next(self) -> Budget:
-        """Return a plain step, or the limits with at most as many nodes as the widest tree with a known cost.
+        """Return a plain step, or the limits with at most as many nodes as `StepCosts.widest_trial`.
 
-        Without a timed plain step, steps are plain until one is timed: usually the second, because the first of a size
+        Without a timed plain step, steps are plain until one is timed: usually the second, because the first of a call
         contains one-time work.
         """
         if self._arms.arm == "plain" or not self._costs.is_plain_known:
             return PLAIN_STEP
-        return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.max_width))
+        return replace(self._limits, num_nodes=min(self._limits.num_nodes, self._costs.widest_trial))
 
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Count the step; correct the costs by its time without drafting, unless that contains one-time work.
 
-        The first step of a size counts as one-time work, see `StepCosts.add_shape`.
+        The first step of a call counts as such: torch prepares its products.
         """
         width, share = step.draft.tree.num_nodes, seconds.active_share
         is_reference = not self._costs.is_plain_known
         arm: Arm = "plain" if is_reference else self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
-        is_usual = not self._costs.add_shape(width, share) and seconds.usual
+        is_usual = bool(self._widths) and seconds.usual
         if is_usual:
             self._costs.observe(width, seconds.verify + seconds.rest, share)
         active = [count for count in step.acceptance.counts if count]

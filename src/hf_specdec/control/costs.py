@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.control.arms import ArmGains
 from hf_specdec.control.constants import (
+    CHEAP_TREES,
     COST_SMOOTHING,
     EXPECTED_NODE_COST,
     FIRST_STEPS,
@@ -23,6 +24,7 @@ from hf_specdec.control.constants import (
     MEASURED_CONTEXT,
     MEASURED_WIDTHS,
     MIN_MEASURED_WIDTH,
+    MIN_TRIAL_WIDTH,
     QUICK_ROUNDS,
     RETRY_STEPS,
     STALE_STEPS,
@@ -169,7 +171,6 @@ class StepCosts:
             self._given, float(FIRST_STEPS) if is_measured else 0.0
         )  # steps of about this width
         self._unvisited = dict.fromkeys(self._given, 0.0)  # steps since a step of about this width
-        self._shapes = set[tuple[int, float]]()  # widths and shares of rows of earlier steps
 
     @classmethod
     def expected(
@@ -236,6 +237,14 @@ class StepCosts:
         return max(self._given)
 
     @property
+    def widest_trial(self) -> int:
+        """Nodes per row of the widest tree to risk: twice as many as any step has had, if nodes cost time."""
+        most, least = self.max_width, min(self._given)
+        if self._given[most] < CHEAP_TREES * self._given[least]:
+            return most
+        return min(most, max(MIN_TRIAL_WIDTH, 2 * max((width for width, seen in self._seen.items() if seen), default=1)))
+
+    @property
     def plain(self) -> float:
         """Seconds of a step that drafts nothing (width 1)."""
         return self._current()[1]
@@ -282,16 +291,6 @@ class StepCosts:
             self._unvisited[known] = (1 - near) * (self._unvisited[known] + 1)
         for known in self._seen:
             self._seen[known] += max(0.0, 1 - abs(log2(known / width)))
-
-    def add_shape(self, width: int, share: float) -> bool:
-        """Note a step's width and share of the rows; return whether it is the first such step.
-
-        The first forward of a shape takes longer: torch prepares its products.
-        """
-        shape = (width, share)
-        is_new = shape not in self._shapes
-        self._shapes.add(shape)
-        return is_new
 
     def _current(self) -> dict[int, float]:
         """Return the seconds by width, with the factors learned so far.
