@@ -242,7 +242,9 @@ class StepCosts:
         most, least = self.max_width, min(self._given)
         if self._given[most] < CHEAP_TREES * self._given[least]:
             return most
-        return min(most, max(MIN_TRIAL_WIDTH, 2 * max((width for width, seen in self._seen.items() if seen), default=1)))
+        return min(
+            most, max(MIN_TRIAL_WIDTH, 2 * max((width for width, seen in self._seen.items() if seen), default=1))
+        )
 
     @property
     def plain(self) -> float:
