@@ -44,7 +44,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1115, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1377, "cpu": 1524,
+    "acceptance": 1115, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1375, "cpu": 1524,
     "drafters": 6660, "generation": 3537, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
     "verification": 5172, "viz": 1017,
 }  # fmt: skip

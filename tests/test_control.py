@@ -315,6 +315,17 @@ def test_trees_grow_step_by_step_if_nodes_cost_time() -> None:
     assert StepCosts.expected(torch.device("meta"), rows=1, widest=64).widest_trial == 64
 
 
+def test_the_first_step_of_all_is_not_timed() -> None:
+    known = StepCosts.expected(torch.device("cpu"), rows=1, widest=8)
+    controller = CostModelController(Budget(8, 4, 2), known)
+    plain = SimpleNamespace(draft=SimpleNamespace(tree=SimpleNamespace(num_nodes=1)), acceptance=step(1).acceptance)
+    for seconds in (9.0, 1.0):
+        assert not known.is_plain_known
+        assert controller.next().num_nodes == 1
+        controller.observe(plain, StepSeconds(0.0, seconds, 0.0))  # type: ignore[arg-type]
+    assert known.plain == 1.0
+
+
 def test_the_cost_model_reports_what_steps_brought() -> None:
     """Tokens per row that goes on, against plain steps of half a second; only steps that brought less have lost."""
     told: list[tuple[int, float]] = []
@@ -337,11 +348,7 @@ def test_the_cost_model_reports_what_steps_brought() -> None:
     ):
         draft = SimpleNamespace(tree=SimpleNamespace(num_nodes=width))
         controller.observe(SimpleNamespace(draft=draft, acceptance=step(*counts).acceptance), seconds)  # type: ignore[arg-type]
-    assert told == [  # without the call's first step
-        (3, 1.0, 1.0),
-        (1, 1.25, 1.0),
-        (1, 0.5, 1.0),
-    ]  # drafting is no part of a step's cost
+    assert told == [(3, 2.5, 1.0), (3, 1.0, 1.0), (1, 1.25, 1.0), (1, 0.5, 1.0)]  # without drafting
     report = controller.report()
     assert report["width_by_step"] == [3, 3, 1, 1]
     assert (report["widths"], report["plain_steps"]) == ({1: 2, 3: 2}, 0.5)

@@ -35,8 +35,8 @@ class CostModelController:
     def next(self) -> Budget:
         """Return a plain step, or the limits with at most as many nodes as `StepCosts.widest_trial`.
 
-        Without a timed plain step, steps are plain until one is timed: usually the second, because the first of a call
-        contains one-time work.
+        Without a timed plain step, steps are plain until one is timed: the second, because the first contains
+        one-time work.
         """
         if self._arms.arm == "plain" or not self._costs.is_plain_known:
             return PLAIN_STEP
@@ -45,14 +45,14 @@ class CostModelController:
     def observe(self, step: Step, seconds: StepSeconds) -> None:
         """Count the step; correct the costs by its time without drafting, unless that contains one-time work.
 
-        The first step of a call counts as such: torch prepares its products.
+        The first step of all counts as such, because torch prepares its products.
         """
         width, share = step.draft.tree.num_nodes, seconds.active_share
         is_reference = not self._costs.is_plain_known
         arm: Arm = "plain" if is_reference else self._arms.arm
         plain = self._costs.plain_seconds(share)
         self._share = share
-        is_usual = bool(self._widths) and seconds.usual
+        is_usual = seconds.usual and not (is_reference and not self._widths)
         if is_usual:
             self._costs.observe(width, seconds.verify + seconds.rest, share)
         active = [count for count in step.acceptance.counts if count]

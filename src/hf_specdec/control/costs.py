@@ -239,12 +239,10 @@ class StepCosts:
     @property
     def widest_trial(self) -> int:
         """Nodes per row of the widest tree to risk: twice as many as any step has had, if nodes cost time."""
-        most, least = self.max_width, min(self._given)
-        if self._given[most] < CHEAP_TREES * self._given[least]:
-            return most
-        return min(
-            most, max(MIN_TRIAL_WIDTH, 2 * max((width for width, seen in self._seen.items() if seen), default=1))
-        )
+        if self._given[self.max_width] < CHEAP_TREES * self._given[1]:
+            return self.max_width
+        seen = max((width for width, steps in self._seen.items() if steps), default=1)
+        return min(self.max_width, max(MIN_TRIAL_WIDTH, 2 * seen))
 
     @property
     def plain(self) -> float:
