@@ -38,7 +38,7 @@ class _StepFields(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ChainStep:
     """A product or a norm of a chain. Places: those of the chain's inputs come first, then those of its steps."""
 
     x: int  # place
@@ -78,7 +78,7 @@ def _present(value: Tensor | None) -> Tensor:
     return value
 
 
-def make_chain(steps: Sequence[Step], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
+def make_chain(steps: Sequence[ChainStep], inputs: int, outputs: Sequence[int]) -> Callable[..., Any]:
     """Return a function of the inputs that runs steps one after the other.
 
     Args:
@@ -185,15 +185,15 @@ def _join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _step(node: Any, places: dict[fx.Node, int]) -> Step:
+def _step(node: Any, places: dict[fx.Node, int]) -> ChainStep:
     x = node.args[0]
     size, k = int(node.meta["val"].shape[-1]), int(x.meta["val"].shape[-1])
     if node.target is kernels.rms_norm.default:
         weight, eps, early = node.args[1:]
         is_wide = weight.meta["val"].dtype == torch.float32
-        return Step(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
+        return ChainStep(places[x], (places[weight],), k, size, is_wide=is_wide, eps=eps, early=early)
     weights, biases, activation, *rest = node.args[1:]
-    return Step(
+    return ChainStep(
         places[x], tuple(places[weight] for weight in weights), k, size,
         tuple(None if bias is None else places[bias] for bias in biases),
         tuple(len(weight.meta["val"]) for weight in weights), activation,

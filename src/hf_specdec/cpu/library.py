@@ -154,7 +154,7 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
         NoKernelsError: The compiler fails, or there is none and nothing was built before.
         OSError: The directory cannot be written to, or the new library cannot be loaded from it.
     """
-    library = path_of(instructions, compiler, directory)
+    library = library_path(instructions, compiler, directory)
     try:
         _check_file(library)
         return _opened(library)
@@ -235,7 +235,7 @@ def _run(command: list[str], working: str) -> tuple[int, str]:
     return process.returncode, output.decode(errors="replace")
 
 
-def path_of(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
+def library_path(instructions: InstructionSet, compiler: list[str], directory: Path) -> Path:
     """Return where `build` puts the library; without a compiler, the newest whole one that any compiler has built.
 
     Compilers are identified by path, size and date, so that none is started to ask for its version.
@@ -367,7 +367,7 @@ def loads_at_once() -> bool:
     if _loaded:
         return True
     try:
-        _check_file(path_of(_this_machine(), find_compiler(), _private_cache()))
+        _check_file(library_path(_this_machine(), find_compiler(), _private_cache()))
     except (NoKernelsError, OSError, RuntimeError) as error:  # RuntimeError: no home directory
         return isinstance(error, NoKernelsError)
     return True
@@ -389,3 +389,36 @@ def is_loaded() -> bool:
 def forget_library() -> None:
     """Make the next `load_library` choose and build again; for tests. Functions bound to the old one still work."""
     _loaded.clear()
+
+
+_LOCK = threading.Lock()
+_running: list[threading.Thread] = []
+
+
+def are_kernels_ready() -> bool:
+    """Whether the kernels, or the reason why there are none, are known without compiling; if not, start to compile.
+
+    The compiler runs in a thread and, on Linux, only on cores that would be idle otherwise. If the process ends first,
+    the next one starts again; `compile="kernels"` and `warmup()` wait for it.
+    """
+    with _LOCK:
+        if any(thread.is_alive() for thread in _running):
+            return False
+        if loads_at_once():
+            return True
+        _running[:] = [threading.Thread(target=_load, name="hf_specdec kernels", daemon=True)]
+        _running[0].start()
+        return False
+
+
+def wait_for_kernels() -> None:
+    """Wait until a compiler in the background has finished; for tests."""
+    for thread in list(_running):
+        thread.join()
+
+
+def _load() -> None:
+    if hasattr(os, "SCHED_IDLE"):  # Linux: this thread's, and that of the compiler that it starts
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    load_or_none()

@@ -1,6 +1,6 @@
 """Grow a tree from the outputs of one block: every depth has one distribution, which a Markov head may correct.
 
-Without a Markov head, all nodes of a depth have the same children (`trees/product.py`). With one, the children of a
+Without a Markov head, all nodes of a depth have the same children (`trees/growth.py`). With one, the children of a
 node get the logits of their depth plus the correction for the node's token, so branches depend on their path. The
 correction costs one product of size rank x draft vocabulary per node with children.
 """
@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
-from hf_specdec.cpu.search import can_search
+from hf_specdec.cpu.operations import can_search
 from hf_specdec.heads.compiled_block import WrappedBlockHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import Level, StaticLevels, TreeShape, grow_dynamic, grow_static, scored
-from hf_specdec.trees.product import children_of_likeliest, likeliest_nodes
+from hf_specdec.trees.growth import (
+    Level,
+    StaticLevels,
+    TreeShape,
+    children_of_likeliest,
+    grow_dynamic,
+    grow_static,
+    likeliest_nodes,
+    scored,
+)
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 
 

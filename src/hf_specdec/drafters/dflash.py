@@ -27,16 +27,14 @@ from hf_specdec.heads.compiled_block import CompiledBlockHead, WrappedBlockHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.layer import AcceptedStep
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import TreeShape, growable
-from hf_specdec.trees.product import reachable
+from hf_specdec.trees.growth import TreeShape, growable, reachable
 from hf_specdec.validation import check_type
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.masks import committed_slots
+from hf_specdec.verification.masks import committed_slots, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import UnreadStep
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import token_positions
 
 DEFAULT_TOP_K = 4
 

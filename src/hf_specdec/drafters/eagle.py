@@ -22,13 +22,13 @@ from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.trees.draft import Budget
-from hf_specdec.trees.growth import growable, limits_of
+from hf_specdec.trees.growth import choices_budget, growable
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+from hf_specdec.verification.masks import Window
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -89,7 +89,7 @@ class LayerDrafter(Drafter):
             limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None, self.feature_window(config))
         else:
             choices = tuple(validate_choices(tree))
-            limits = LayerLimits(limits_of(choices), choices, self.feature_window(config))
+            limits = LayerLimits(choices_budget(choices), choices, self.feature_window(config))
             for name, wanted, actual in (
                 ("num_draft_tokens", config.num_draft_tokens, limits.budget.num_nodes),
                 ("num_steps", config.num_steps, limits.budget.num_steps),

@@ -20,10 +20,9 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, choices_within
 from hf_specdec.validation import Choice
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding, committed_slots
+from hf_specdec.verification.masks import PromptPadding, Window, committed_slots, shifted_padding
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.window import Window, shifted_padding
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the draft layer's cache."""

@@ -19,8 +19,8 @@ from hf_specdec.drafters.launching import features_of
 from hf_specdec.heads.layer import AcceptedStep, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, TreeShape, grow, growable, scored
+from hf_specdec.verification.masks import token_positions
 from hf_specdec.verification.step import UnreadStep
-from hf_specdec.verification.window import token_positions
 
 
 class EagleSession(FeatureSession):

@@ -9,15 +9,92 @@ full length, including sliding-window layers: their window is in the mask (`mask
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.verification.active_rows import ActiveRows
-from hf_specdec.verification.adopted_cache import filled_layers, seen_tokens
+from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.errors import UnsupportedGenerationError
+from hf_specdec.trees.tree import TokenTree
+from hf_specdec.verification.features import Features
+from hf_specdec.verification.masks import Positions, PromptPadding
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
+from hf_specdec.verification.model import CACHE_FIELD
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRows:
+    """Rows of a batch that a cache still holds."""
+
+    rows: tuple[int, ...]  # row of the batch by row of the cache
+    num_rows: int  # of the batch
+    index: Tensor  # `rows` as a tensor [R], on the device of the tokens
+    padding: PromptPadding | None  # of these rows
+    positions: Positions  # of these rows
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[int],
+        num_rows: int,
+        padding: PromptPadding | None,
+        positions: Positions,
+        device: torch.device,
+    ) -> ActiveRows:
+        """Select rows of a batch, given the padding and the positions of the whole batch."""
+        index = torch.tensor(rows, dtype=torch.long, device=device)
+        last = (
+            positions.last
+            if positions.last.shape[-1] == 1
+            else positions.last.index_select(-1, index.to(positions.last.device))
+        )
+        return cls(
+            tuple(rows), num_rows, index, None if padding is None else padding.of_rows(index),
+            replace(positions, last=last),
+        )  # fmt: skip
+
+    def of_tree(self, tree: TokenTree) -> TokenTree:
+        """Return the trees of these rows."""
+        index = self.index
+        return replace(
+            tree,
+            tokens=tree.tokens[index],
+            parents=tree.parents[index] if tree.parents.dim() == 2 and len(tree.parents) > 1 else tree.parents,
+            draft_probs=None if tree.draft_probs is None else tree.draft_probs[index],
+        )
+
+    def of_acceptance(self, acceptance: Acceptance) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """Return the kept paths of these rows, on the device and on the host."""
+        return acceptance.path[self.index], [acceptance.nodes[row] for row in self.rows]
+
+    def in_batch(self, states: Tensor) -> Tensor:
+        """Return `[B, ...]` with the given `[R, ...]` in these rows and zeros in the others."""
+        whole = states.new_zeros(self.num_rows, *states.shape[1:])
+        return whole.index_copy_(0, self.index.to(states.device), states)
+
+    def features_in_batch(self, features: Features | None) -> Features | None:
+        """Return features with one entry per row of the batch, see `in_batch`."""
+        if features is None:
+            return None
+        return Features({layer: self.in_batch(states) for layer, states in features.states.items()})
+
+
+def drop_order(count: int, active: Sequence[int]) -> list[int]:
+    """Return the rows of a cache to keep, so that few of them move: gaps are filled with the last rows.
+
+    Args:
+        count: Rows of the cache.
+        active: Rows to keep, ascending.
+
+    Example: of 6 rows, keeping 0, 2, 3 and 5 gives [0, 5, 2, 3]: only row 5 moves.
+    """
+    size, kept = len(active), set(active)
+    last = iter(row for row in range(count - 1, size - 1, -1) if row in kept)
+    return [row if row in kept else next(last) for row in range(size)]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -334,3 +411,93 @@ class TreeCache(Cache):
 def measured_layout(cache: TreeCache) -> CacheLayout:
     """Return the layout of a cache after a forward; None for layers that stored no keys and values."""
     return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
+
+
+ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
+"""transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
+
+WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
+"""transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
+
+
+def seen_tokens(cache: Any) -> int:
+    """Return the number of tokens in a transformers cache.
+
+    Raises:
+        UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
+            of classes that are not in `ADOPTED_LAYERS`, or with a filled layer of `WRITTEN_LAYERS`.
+    """
+    if type(cache) not in (DynamicCache, StaticCache):
+        raise UnsupportedGenerationError(
+            f"With `speculative`, `{CACHE_FIELD}` must be a DynamicCache or StaticCache, got {type(cache).__name__}.",
+            f"Pass such a cache, or omit `speculative` or `{CACHE_FIELD}`.",
+        )
+    unsupported = {type(layer).__name__ for layer in cache.layers} - ADOPTED_LAYERS
+    length = 0 if unsupported - WRITTEN_LAYERS else int(cache.get_seq_length())
+    if not length:
+        unsupported -= WRITTEN_LAYERS
+    if unsupported or cache.offloading:
+        raise UnsupportedGenerationError(
+            f"`speculative` cannot read a {type(cache).__name__} that "
+            f"{'has layers of ' + ', '.join(sorted(unsupported)) if unsupported else 'is offloaded'}.",
+            f"Omit `speculative` or `{CACHE_FIELD}`; most models can continue a DynamicCache that is not offloaded.",
+        )
+    return length
+
+
+def filled_layers(cache: Cache) -> dict[int, Any]:
+    """Return the layers that have keys and values, by index; a `DummyLayer` never has any."""
+    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+
+
+def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
+    """Check that a transformers cache matches the model's cache layout and the batch size.
+
+    Args:
+        cache: A cache that `seen_tokens` accepts.
+        layout: The model's cache layout, as measured by the probe.
+        rows: Batch size of the call, after `num_return_sequences`.
+
+    Raises:
+        UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
+    """
+    filled = filled_layers(cache)
+    expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
+    length, in_layer = seen_tokens(cache), dict[int, int]()
+    if isinstance(cache, DynamicCache):  # a static layer keeps its length on the device
+        in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
+        length = max([length, *in_layer.values()])
+    if length and filled.keys() != expected.keys():
+        _refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}", "Pass a cache of this model.")
+    for index in filled.keys() & expected.keys():
+        layer, entry = filled[index], expected[index]
+        if len(layer.keys) != rows:
+            _refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
+        found = layer_layout(layer.keys, layer.values)
+        if found != entry:
+            _refuse(f"has {_shape(found)} in layer {index}, the model has {_shape(entry)}", "Pass a matching cache.")
+        if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
+            _refuse(f"holds {_dtypes(found)}, the model computes {_dtypes(entry)}", "Pass a cache of this model.")
+        window = getattr(layer, "sliding_window", None) or length + 1
+        if in_layer.get(index, length) < length or layer.keys.shape[2] < min(length, window - 1):
+            _refuse(
+                f"has {layer.keys.shape[2]} of {length} tokens in layer {index}",
+                "Fill or crop all layers to the same length.",
+            )
+
+
+def _refuse(reason: str, hint: str) -> None:
+    raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
+
+
+def _dtypes(entry: LayerLayout) -> str:
+    return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
+
+
+def _shape(entry: LayerLayout) -> str:
+    return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
+
+
+def layer_windows(config: object) -> list[int | None]:
+    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]

@@ -31,7 +31,7 @@ checkpointing, a trainer registers them again after every generation."""
 FLAGS = ("training", "gradient_checkpointing", "_disable_adapters", "_active_adapter", "merged_adapters")
 """Module attributes that change the forward: train mode, checkpointing, PEFT adapters."""
 
-MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
+_MASK_FIELDS = ("sliding_window", "attention_chunk_size", "layer_types")
 """Configuration fields that determine the masks, together with the attention implementation."""
 
 
@@ -75,7 +75,7 @@ class Fingerprint:
             weights.append(tuple([(type(p), p.dtype, p.device) for p in module._parameters.values() if p is not None]))
             stack.extend([(child, part) for child, part in module._modules.items() if part is not None])
         config = text_config(model)
-        settings = [attention_name(config), *(str(getattr(config, field, None)) for field in MASK_FIELDS)]
+        settings = [attention_name(config), *(str(getattr(config, field, None)) for field in _MASK_FIELDS)]
         return cls(
             modules=tuple(modules),
             forwards=(*forwards, *classes.items()),

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import Cache
 
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.attention import AttentionContext
 from hf_specdec.verification.cache import TreeCache, TreeLayer
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import (
@@ -20,10 +19,10 @@ from hf_specdec.verification.graphs import (
     KeptMemory,
     width_for,
 )
-from hf_specdec.verification.length_bounds import UNBOUNDED
-from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
+from hf_specdec.verification.masks import UNBOUNDED, Positions, PromptPadding, TreeInputs, bucket_masks
 from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows, persistent_tensors
 from hf_specdec.verification.runners import Runner
+from hf_specdec.verification.tree_attention import AttentionContext
 
 
 class GraphForward(Runner):

@@ -7,8 +7,8 @@ generation (root slot plus depth), not in the slot that it is written to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -269,3 +269,173 @@ def last_queries(masks: Masks, known: int) -> Masks:
     if isinstance(masks, Tensor):
         return masks[:, :, known:]
     return {name: mask[:, :, known:] for name, mask in masks.items()}
+
+
+TABLES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
+"""Configuration fields with the size of a position table. A field that belongs to no table costs one short draft."""
+UNBOUNDED = 2**31
+"""Depth of a draft if no bound is ahead."""
+MAX_OFFSET = 64
+"""Maximum difference between a token's position and its slot; PaliGemma counts positions from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBounds:
+    """The bounds of one model.
+
+    Args:
+        ends: First position beyond each bound, ascending.
+        switches: Those of `ends` at which the forward of all rows changes once the longest one gets there, or at which
+            the model's own `generate()` reads the text again. The rows of a batch must then be as long as in plain
+            decoding, and the step of the token at the bound is a plain one.
+        changes_from: Position from which the forward changes with every token (dynamic NTK); None: never.
+        counts_slots: Whether the forward counts a node's slot instead of its depth (Llama 4), so that no node of a
+            tree may stand in a slot beyond a bound.
+    """
+
+    ends: tuple[int, ...]
+    switches: frozenset[int]
+    changes_from: int | None = None
+    counts_slots: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> LengthBounds:
+        """Read the bounds from a text configuration."""
+        tables = {getattr(config, name, None) for name in TABLES}
+        switches = {getattr(config, "original_max_position_embeddings", None)}  # Phi-3, with any frequencies
+        changes_from = None
+        for rope in _ropes(vars(config)):
+            kind = str(rope["rope_type"])
+            if kind == "longrope":
+                switches.add(rope.get("original_max_position_embeddings"))
+            elif "dynamic" in kind:
+                changes_from = getattr(config, "max_position_embeddings", None)
+                switches.add(changes_from)
+        scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+        if scale:
+            switches.update(range(scale - 1, max(filter(None, tables), default=0), scale))
+        found = {value for value in switches if isinstance(value, int)}
+        ends = sorted({value for value in tables if isinstance(value, int) and value > 0} | found)
+        return cls(tuple(ends), frozenset(found), changes_from, counts_slots=bool(scale))
+
+    def within(self, num_slots: int) -> LengthBounds:
+        """Return the bounds that a text of `num_slots` slots can reach."""
+        last = num_slots + MAX_OFFSET
+        ends = tuple(end for end in self.ends if end < last)
+        changes_from = self.changes_from if self.changes_from in ends else None
+        return replace(self, ends=ends, switches=self.switches.intersection(ends), changes_from=changes_from)
+
+    def reach(self, positions: Iterable[int]) -> int:
+        """Return the depth of the deepest draft that crosses no bound, given the positions of its roots.
+
+        Example: with bounds 64 and 128, positions 60 and 64 give 3: position 63 is the last one before 64.
+        """
+        reach = UNBOUNDED
+        for position in positions:
+            if position in self.switches or (self.changes_from is not None and position >= self.changes_from):
+                return 0
+            reach = min([reach, *(end - 1 - position for end in self.ends if end > position)])
+        return reach
+
+
+def _ropes(values: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters in a configuration; some models have one set for each type of layer."""
+    for value in values.values():
+        if isinstance(value, Mapping):
+            if "rope_type" in value:
+                yield value
+            yield from _ropes(value)
+
+
+SINKS = 4
+"""First tokens of each text that stay visible: attention without them degrades, as in StreamingLLM
+(https://arxiv.org/abs/2309.17453)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sizes of a window over the first four and the last tokens of a text.
+
+    Args:
+        last: Number of last tokens, at least 1.
+    """
+
+    last: int
+
+    @property
+    def size(self) -> int:
+        """Slots kept per row when others are dropped: the first four tokens and the last `last`."""
+        return SINKS + self.last
+
+    @property
+    def spare(self) -> int:
+        """Slots by which the longest row may exceed `size` before its oldest tokens are dropped."""
+        return max(self.last // 2, 1)
+
+    def choose(self, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the slots of the first `SINKS` and the last `last` tokens of each row.
+
+        Args:
+            valid: `[B, L]` bool, True for tokens, with L at least `size`.
+
+        Returns:
+            `[B, size]` slots in ascending order, and bool, False where a row has too few tokens: at its left.
+
+        Example: with 4 sinks and `last` 2, a row of 8 tokens gives the slots 0, 1, 2, 3, 6, 7.
+        """
+        slots = valid.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices  # tokens first, in order
+        counts = valid.sum(-1, keepdim=True)
+        columns = torch.arange(self.size, dtype=torch.long, device=valid.device)
+        missing = (self.size - counts).clamp(min=0)
+        number = torch.where(columns < SINKS, columns - missing, counts - self.size + columns)
+        return slots.gather(1, number.clamp(min=0)), number >= 0
+
+
+def shifted_padding(valid: Tensor, totals: Tensor) -> PromptPadding:
+    """Return the padding of chosen slots, whose `counts` are negative in rows that have lost tokens.
+
+    Args:
+        valid: `[B, K]` bool from `Window.choose`.
+        totals: `[B]` tokens of each row, dropped ones included: the position of the next token.
+    """
+    return PromptPadding(valid, valid.shape[1] - totals, (~valid).sum(-1))
+
+
+def token_positions(padding: PromptPadding) -> Tensor:
+    """Return the position `[B, P]` of the token in each slot, 0 for padding; dropped tokens came after the sinks."""
+    dropped = (~padding.valid).sum(-1) - padding.counts
+    columns = torch.arange(padding.valid.shape[1], dtype=torch.long, device=padding.valid.device)
+    behind = torch.where(columns >= SINKS, dropped[:, None], 0)
+    return (padding.valid.cumsum(-1) - 1).clamp(min=0) + behind
+
+
+class ChosenStates:
+    """Hidden states of a prompt at chosen slots only, collected chunk by chunk.
+
+    Args:
+        window: The window.
+        padding: Padding of the prompt, or None.
+        batch_size, num_slots: B and P of the prompt.
+        first_width: Slots of the prompt's first forward: P, or fewer if it is read in chunks.
+        device: Device of the prompt.
+    """
+
+    def __init__(
+        self, window: Window, padding: PromptPadding | None, batch_size: int, num_slots: int, first_width: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        everything = torch.ones(batch_size, num_slots, dtype=torch.bool, device=device)
+        self.slots, self.valid = window.choose(everything if padding is None else padding.valid)
+        self.num_slots, self.first_width = num_slots, first_width
+        self.states: dict[int, Tensor] = {}  # [B, K, D] by layer
+        self._read: dict[int, int] = {}  # slots read so far, by layer
+
+    def add(self, layer: int, hidden: Tensor) -> None:
+        """Keep what is needed of the hidden states `[B, T, D]` of a layer at the next T slots."""
+        begin, width = self._read.get(layer, 0), hidden.shape[1]
+        self._read[layer] = begin + width
+        local = self.slots.to(hidden.device) - begin
+        found = hidden.gather(1, local.clamp(0, width - 1)[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        before = self.states.get(layer)
+        inside = ((local >= 0) & (local < width))[:, :, None]
+        self.states[layer] = found if before is None else torch.where(inside, found, before)

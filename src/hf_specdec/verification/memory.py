@@ -6,6 +6,7 @@ Buffers are reallocated (rarely) as the text grows, so memory follows the actual
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_specdec.errors import CacheCapacityError
-from hf_specdec.verification.one_time import note_one_time_work
 
 logger = logging.getLogger(__name__)
 
-RESERVED_SLOTS = 1024
+ANSWER_SLOTS = 1024
 """Slots allocated for an answer before its length is known."""
 CAPACITY_TIER = 64
 """Capacities of growing caches are rounded up to a multiple of this many slots."""
@@ -343,3 +343,20 @@ def layer_layout(key_states: Tensor, value_states: Tensor) -> LayerLayout:
         key_states.device,
         (key_states.dtype, value_states.dtype),
     )
+
+
+class _Notes(threading.local):
+    count = 0
+
+
+_notes = _Notes()
+
+
+def note_one_time_work() -> None:
+    """Mark the current step as containing one-time work."""
+    _notes.count += 1
+
+
+def one_time_work() -> int:
+    """Return how often this thread has done one-time work."""
+    return _notes.count

@@ -25,26 +25,28 @@ from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.records import read_object
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
-from hf_specdec.verification.chain_cache import ChainCache
-from hf_specdec.verification.chain_target import ChainTarget
+from hf_specdec.verification.chains import ChainCache, ChainTarget
 from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.masks import LAYER_KINDS
 from hf_specdec.verification.memory import CacheLayout, LayerLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.plain import PlainRun, refusal, run_plainly, why_not_transformers_loop
 from hf_specdec.verification.runners import Runner
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.tree_attention import REPLACED, AttentionContext, attending
 from hf_specdec.verification.tree_target import TreeTarget
-from hf_specdec.verification.trial_runs import (
+from hf_specdec.verification.trials import (
     FAILURES,
+    PlainRun,
     enters_autocast,
     first_inputs,
     multiplies_exactly,
+    refusal,
     reproducible,
+    run_plainly,
     run_whole,
+    why_not_transformers_loop,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,12 +59,12 @@ class TargetFacts:
     cache_layout: CacheLayout | None  # layout of the tree cache; None if the model verifies only chains
     chain_only_reason: str  # why it cannot verify trees; empty if it can
     fingerprint: Fingerprint
-    unpacked_reason: str = ""  # why trees are verified without `verification/attention.py`; empty if with it
+    unpacked_reason: str = ""  # why trees are verified without `verification/tree_attention.py`; empty if with it
     uses_autocast: bool = False  # whether its forward enters autocast, as in a trainer's mixed precision
 
     @property
     def uses_packed_attention(self) -> bool:
-        """Whether trees are verified with `verification/attention.py`."""
+        """Whether trees are verified with `verification/tree_attention.py`."""
         return self.supports_trees and not self.unpacked_reason
 
     @property

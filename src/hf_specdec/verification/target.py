@@ -26,12 +26,9 @@ from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.features import Features, FeatureTap
-from hf_specdec.verification.length_bounds import UNBOUNDED, LengthBounds
-from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.masks import UNBOUNDED, ChosenStates, LengthBounds, Positions, PromptPadding, Window
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
-from hf_specdec.verification.window import ChosenStates, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class Target(ABC):
     """Whether the model is a part of the target that drafts with the target's cache, see `with_model`."""
     is_adopted = False
     """Whether it continues a cache passed by the user, which must be updated at the end."""
-    cache: TreeCache | ChainCache
+    cache: Cache
 
     def __init__(self, model: PreTrainedModel, outputs: Mapping[str, bool] = MappingProxyType({})) -> None:
         self.model, self._outputs = model, outputs

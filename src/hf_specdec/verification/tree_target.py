@@ -17,15 +17,20 @@ from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.active_rows import ActiveRows, drop_order
-from hf_specdec.verification.adopted_cache import layer_windows
-from hf_specdec.verification.attention import attending
-from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries, tree_masks
+from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
+from hf_specdec.verification.masks import (
+    MaskLayout,
+    Positions,
+    PromptPadding,
+    TreeInputs,
+    Window,
+    last_queries,
+    tree_masks,
+)
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.target import Target, Verification
-from hf_specdec.verification.window import Window
+from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,7 @@ class TreeTarget(Target):
     Args:
         model, outputs: See `Target`.
         cache: Cache of this generation; tokens already in it are continued.
-        uses_packed_attention: Whether the layers may use `verification/attention.py`; some accept only attention
+        uses_packed_attention: Whether the layers may use `verification/tree_attention.py`; some accept only attention
             names that they know.
         runner: Compiled or captured forward, used instead of the model's own if it supports the inputs.
     """

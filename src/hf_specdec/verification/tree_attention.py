@@ -1,31 +1,200 @@
-"""Attention of tree nodes over a KV cache, for verification and drafting, and the choice of its kernel.
+"""Attention for tree verification that does not copy keys and values.
 
-The queries of all heads that share keys are packed as rows of one attention, so keys and values are read from the
-cache without copies. On NVIDIA GPUs the memory-efficient kernel is called directly. SDPA would prefer cuDNN's kernel,
-which builds and keeps a plan for every number of keys (https://github.com/pytorch/pytorch/issues/191612) and is wrong
-on Blackwell for fewer than 8 key heads (https://github.com/pytorch/pytorch/issues/193893). Packed rows occupy few
-multiprocessors, so long caches are split into parts that are processed in parallel and merged. On other devices,
-`scaled_dot_product_attention` chooses the kernel.
-
-Only this file and `verification/graph_backends.py` contain CUDA-specific code.
+transformers' `sdpa` repeats keys and values for every query head of a group, and converts a bool mask to an additive
+one in every layer. Here the query heads that share keys are packed into the rows of one attention over the cache
+(see `attend_packed`), and the additive mask is built once per forward. The function is registered with
+transformers in place of `sdpa`, and calls that one except in our own forwards, which a context variable marks. So no
+model or configuration changes, and forwards of other threads are not affected.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specdec.verification.one_time import note_one_time_work
+from hf_specdec.cpu import operations
+from hf_specdec.verification.cache import TreeCache, TreeLayer
+from hf_specdec.verification.memory import note_one_time_work
+
+REPLACED = "sdpa"
+"""The only attention implementation that is replaced: its mask format and its rounding are known."""
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments that change the result of attention; a layer that passes one gets transformers' function."""
+
+
+_Attend = Callable[[str, Tensor, Tensor, Tensor, float | None], Tensor]
+"""Function of layer type, query, key, value and scale; see `AttentionContext.attend`."""
+
+
+class AttentionContext:
+    """_MaskOfParts shared by the attention layers of one forward.
+
+    Args:
+        masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
+        all_seen: Layer types whose mask is True everywhere.
+        attend: Called by the layers instead of `self.attend`; used to trace a forward for compilation.
+
+    Attributes:
+        is_asked: Whether a layer has called transformers' attention function in this context.
+    """
+
+    def __init__(
+        self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
+    ) -> None:
+        self.masks, self._all_seen = masks, all_seen
+        self._attend, self.is_asked = attend, False
+        self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
+
+    def kind(self, mask: Tensor | None) -> str | None:
+        """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
+        self.is_asked = True
+        return next((name for name, known in self.masks.items() if known is mask), None)
+
+    def mask(self, kind: str) -> Tensor | None:
+        """Return the bool mask `[B, 1, N, S]` of a layer type; None if all keys are visible."""
+        return None if kind in self._all_seen else self.masks[kind]
+
+    def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
+        """Return the additive mask of a layer type, built once per forward.
+
+        Args:
+            kind: Layer type.
+            groups: Query heads per key head.
+            dtype: Dtype of the queries.
+            num_splits: Number of parts that the keys are split into.
+
+        Returns:
+            See `packed_mask`; None if all keys are visible and no mask is needed.
+        """
+        key = kind, groups, dtype, num_splits
+        if key not in self._packed:
+            self._packed[key] = packed_mask(self.masks[kind], *key[1:], all_seen=kind in self._all_seen)
+        return self._packed[key]
+
+    def dispatch(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Return the result of `attend`, or of the function that was passed to replace it."""
+        return (self._attend or self.attend)(kind, query, key, value, scaling)
+
+    def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """_Attend with queries `[B, H, N, D]` to keys and values `[B, Hkv, S, *]`; return `[B, N, H, Dv]`.
+
+        Args:
+            kind: Layer type, which selects the mask.
+            query, key, value: See above; Hkv divides H.
+            scaling: Scale of the scores; None means `D ** -0.5`.
+        """
+        masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
+        return attend_packed(query, key, value, masks, scaling)
+
+
+_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)
+
+
+def layer_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute a layer's attention, with transformers' interface.
+
+    Calls transformers' `sdpa` outside of `attending`, in code that torch.compile compiles, for masks that are not in
+    the context, with dropout, and if one of `UNSUPPORTED_ARGUMENTS` is given.
+
+    Returns:
+        Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
+    """
+    context = None if torch.compiler.is_compiling() else _CONTEXT.get()
+    kind = None if context is None else context.kind(attention_mask)
+    unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    if context is None or kind is None or unsupported:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return context.dispatch(kind, query, key, value, scaling), None
+
+
+@functools.cache
+def register() -> None:
+    """Register the attention function with transformers, once per process."""
+    AttentionInterface.register(REPLACED, layer_attention)
+
+
+@contextmanager
+def attending(context: AttentionContext | None) -> Iterator[None]:
+    """Use this file's attention in the forwards of this thread, in models whose attention is `REPLACED`.
+
+    Args:
+        context: _MaskOfParts of the forward; None changes nothing.
+    """
+    if context is None:
+        yield
+        return
+    register()
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def append_and_attend(
+    cache: Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Append to a layer of a cache and attend to it; return `[B, N, H, Dv]`.
+
+    Args:
+        cache: Any cache.
+        layer: Index of the layer.
+        query: `[B, H, N, D]`.
+        key, value: `[B, G, N, *]` of the new nodes.
+        mask: bool `[B or 1, 1, N, S]`, True for visible slots, over all slots including the new ones; None if all are
+            visible.
+        scale: Scale of the scores; None means `D ** -0.5`.
+
+    Returns:
+        None, with the cache unchanged, if the kernel does not support these inputs or is not loaded.
+    """
+    if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
+        return None
+    entry = cache.layers[layer]
+    if not _supports(entry, query.dtype):
+        return None
+    keys, values, begin = entry.reserve(key, value)
+    return operations.attend(query, key, value, keys, values, begin, mask, scale)
+
+
+def append_and_attend_joined(
+    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
+    scale: float | None,
+) -> Tensor | None:  # fmt: skip
+    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
+
+    Also returns None if the cache's layer has no memory yet.
+    """
+    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
+        return None
+    entry = cache.layers[layer]
+    if not entry.is_initialized or not _supports(entry, joined.dtype):
+        return None
+    keys, values, begin = entry.reserve_slots(joined.shape[1])
+    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
+
+
+def _supports(entry: TreeLayer, dtype: torch.dtype) -> bool:
+    """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
+    return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
+
 
 logger = logging.getLogger(__name__)
 
-HIDDEN = -30000.0
+HIDDEN_SCORE = -30000.0
 """Added to the scores of hidden keys: makes their weights exactly zero and is representable in half precision."""
 ALIGNMENT = 8
 """Strides and offsets of the kernel's inputs must be multiples of this many elements: it loads 16 bytes at once.
@@ -43,7 +212,7 @@ MOST_PARTS = 16
 """Maximum number of parts, because merging reads the output of every part."""
 BLOCK_ROWS = 64
 """Query rows per thread block of the kernel."""
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+KERNEL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Maximum absolute error of the kernel in the trial run, whose inputs are between -1 and 1."""
 PROBE_ROWS, PROBE_KEYS = 10, 161
 """Sizes of the trial run. The number of keys is unaligned and one more than a multiple of 32, a case that torch got
@@ -53,11 +222,11 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[T
 """`kernel(query [B, H, M, D], key [B, H, S, D], value [B, H, S, Dv], additive mask [B or 1, 1, M or 1, S], scale)`.
 
 Returns the output `[B, H, M, Dv]` and each row's log-sum-exp of the scores `[B, H, M]` in float32."""
-Masks = Callable[[int], Tensor | None]
+_MaskOfParts = Callable[[int], Tensor | None]
 """Function from a number of parts to the additive mask, see `packed_mask`."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None) -> Tensor:
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, masks: _MaskOfParts, scale: float | None) -> Tensor:
     """Compute grouped-query attention; returns `[B, N, H, Dv]`, contiguous.
 
     Args:
@@ -106,7 +275,7 @@ def packed_mask(
             return None
         return split_mask(torch.zeros(1, 1, 1, keys, dtype=dtype, device=device), num_splits)
     added = torch.zeros(*seen.shape[:-1], _row_size(keys, device), dtype=dtype, device=device)
-    added[..., :keys].masked_fill_(~seen, HIDDEN)
+    added[..., :keys].masked_fill_(~seen, HIDDEN_SCORE)
     packed = (added.repeat(1, 1, groups, 1) if groups > 1 else added)[..., :keys]
     return packed if num_splits == 1 else split_mask(packed, num_splits)
 
@@ -146,7 +315,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Run torch's memory-efficient kernel, see `Kernel`; outputs are finite even in rows whose keys are all `HIDDEN`.
+    """Run torch's memory-efficient kernel, see `Kernel`; outputs are finite even in rows that see no key.
 
     The mask must have the queries' dtype and four dimensions; it is expanded with stride 0. Keys and values must not
     have stride 0 (https://github.com/pytorch/pytorch/issues/191937). The kernel pads the second output to a multiple
@@ -175,12 +344,14 @@ def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
         torch.OutOfMemoryError: The trial run does not fit in memory; the next call tries again.
     """
     note_one_time_work()
-    if dtype not in TOLERANCE:
+    if dtype not in KERNEL_TOLERANCE:
         reason = "the memory-efficient kernel does not support this dtype"
     else:
         try:
             error = probe_error(device, dtype, key_dim, value_dim)
-            reason = "" if error <= TOLERANCE[dtype] else f"the error of the memory-efficient kernel is {error:.1e}"
+            reason = (
+                "" if error <= KERNEL_TOLERANCE[dtype] else f"the error of the memory-efficient kernel is {error:.1e}"
+            )
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:  # drivers and other versions of torch raise various types
@@ -208,7 +379,7 @@ def probe_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
     parts = split_attention(on_device[0], key, value, masks(3), None, 3, efficient_attention)
     expected, expected_sums = exact_attention(
         query.double(), keys[:, :, :PROBE_KEYS].double(), values[:, :, :PROBE_KEYS].double(),
-        torch.zeros(seen.shape, dtype=torch.float64, device="cpu").masked_fill_(~seen, HIDDEN), None,
+        torch.zeros(seen.shape, dtype=torch.float64, device="cpu").masked_fill_(~seen, HIDDEN_SCORE), None,
     )  # fmt: skip
     pairs = (whole, expected), (parts, expected), (sums, expected_sums)
     return max(
@@ -278,7 +449,7 @@ def split_mask(mask: Tensor, num_splits: int) -> Tensor:
         return parts
     made = torch.zeros(*parts.shape[:-1], _row_size(length, mask.device), dtype=mask.dtype, device=mask.device)
     made = made[..., :length].copy_(parts)
-    made[:, :-1, :, step:].fill_(HIDDEN)
+    made[:, :-1, :, step:].fill_(HIDDEN_SCORE)
     return made
 
 
@@ -286,7 +457,7 @@ def split_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, num_splits: int,
     kernel: Kernel,
 ) -> Tensor:  # fmt: skip
-    """Attend to parts of the keys in parallel, as rows of a batch, and merge the outputs: `[B, H, M, Dv]`.
+    """_Attend to parts of the keys in parallel, as rows of a batch, and merge the outputs: `[B, H, M, Dv]`.
 
     Keys and values are not copied: parts are views that start `step * D` elements apart. Batch rows and parts cannot
     be combined into one dimension of a view, so each batch row is a separate kernel call. Queries are expanded with
@@ -299,7 +470,7 @@ def split_attention(
         mask: Result of `packed_mask` for this number of parts.
         scale: Scale of the scores; None means `D ** -0.5`.
         num_splits: Number of parts.
-        kernel: Must return finite outputs, and a log-sum-exp near `HIDDEN` or lower, for a row that sees no key of a
+        kernel: Must return finite outputs, and a log-sum-exp near `HIDDEN_SCORE`, for a row that sees no key of a
             part.
     """
     keys, values = _parts(key, num_splits), _parts(value, num_splits)
@@ -311,7 +482,7 @@ def split_attention(
         for row in range(len(query))
     ]  # fmt: skip
     outputs, sums = zip(*results, strict=True)
-    return merge(torch.stack(outputs, 1), torch.stack(sums, 1))
+    return merge_parts(torch.stack(outputs, 1), torch.stack(sums, 1))
 
 
 def _parts(tensor: Tensor, num_splits: int) -> Tensor:
@@ -320,7 +491,7 @@ def _parts(tensor: Tensor, num_splits: int) -> Tensor:
     return tensor.unfold(2, length, step).permute(0, 2, 1, 4, 3)
 
 
-def merge(outputs: Tensor, sums: Tensor) -> Tensor:
+def merge_parts(outputs: Tensor, sums: Tensor) -> Tensor:
     """Merge the outputs `[n, ..., Dv]` of n parts, weighted by their log-sum-exp `[n, ...]`, in float32."""
     weights = sums.softmax(0)  # not NaN: every row sees a key in some part, so some sum is finite
     return (outputs * weights[..., None]).sum(0).to(outputs.dtype)
