@@ -9,7 +9,7 @@ full length, including sliding-window layers: their window is in the mask (`mask
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +17,19 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_specdec.acceptance.paths import Acceptance
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import Positions, PromptPadding
-from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share, layer_layout
+from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share
 from hf_specdec.verification.model import CACHE_FIELD
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveRows:
-    """Rows of a batch that a cache still holds."""
+    """The rows of a batch that are still computed: finished rows leave the cache, and forwards get smaller.
+
+    Drafts, logits and features keep one entry per row of the batch; a target selects the active rows before its
+    forward and fills the others with zeros afterwards.
+    """
 
     rows: tuple[int, ...]  # row of the batch by row of the cache
     num_rows: int  # of the batch
@@ -36,59 +37,14 @@ class ActiveRows:
     padding: PromptPadding | None  # of these rows
     positions: Positions  # of these rows
 
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[int],
-        num_rows: int,
-        padding: PromptPadding | None,
-        positions: Positions,
-        device: torch.device,
-    ) -> ActiveRows:
-        """Select rows of a batch, given the padding and the positions of the whole batch."""
-        index = torch.tensor(rows, dtype=torch.long, device=device)
-        last = (
-            positions.last
-            if positions.last.shape[-1] == 1
-            else positions.last.index_select(-1, index.to(positions.last.device))
-        )
-        return cls(
-            tuple(rows), num_rows, index, None if padding is None else padding.of_rows(index),
-            replace(positions, last=last),
-        )  # fmt: skip
-
-    def of_tree(self, tree: TokenTree) -> TokenTree:
-        """Return the trees of these rows."""
-        index = self.index
-        return replace(
-            tree,
-            tokens=tree.tokens[index],
-            parents=tree.parents[index] if tree.parents.dim() == 2 and len(tree.parents) > 1 else tree.parents,
-            draft_probs=None if tree.draft_probs is None else tree.draft_probs[index],
-        )
-
-    def of_acceptance(self, acceptance: Acceptance) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Return the kept paths of these rows, on the device and on the host."""
-        return acceptance.path[self.index], [acceptance.nodes[row] for row in self.rows]
-
     def in_batch(self, states: Tensor) -> Tensor:
         """Return `[B, ...]` with the given `[R, ...]` in these rows and zeros in the others."""
         whole = states.new_zeros(self.num_rows, *states.shape[1:])
         return whole.index_copy_(0, self.index.to(states.device), states)
 
-    def features_in_batch(self, features: Features | None) -> Features | None:
-        """Return features with one entry per row of the batch, see `in_batch`."""
-        if features is None:
-            return None
-        return Features({layer: self.in_batch(states) for layer, states in features.states.items()})
-
 
 def drop_order(count: int, active: Sequence[int]) -> list[int]:
-    """Return the rows of a cache to keep, so that few of them move: gaps are filled with the last rows.
-
-    Args:
-        count: Rows of the cache.
-        active: Rows to keep, ascending.
+    """Return the rows of a cache of `count` rows to keep, so that few move: gaps are filled with the last rows.
 
     Example: of 6 rows, keeping 0, 2, 3 and 5 gives [0, 5, 2, 3]: only row 5 moves.
     """
@@ -120,17 +76,14 @@ class TreeLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor:
         """Keys `[B, H, capacity, Dk]`, including slots that are not written yet."""
-        return self._allocated.keys
+        assert self.share is not None
+        return self.share.keys
 
     @property
     def values(self) -> Tensor:
         """Values `[B, H, capacity, Dv]`, including slots that are not written yet."""
-        return self._allocated.values
-
-    @property
-    def _allocated(self) -> Share:
         assert self.share is not None
-        return self.share
+        return self.share.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate memory for keys and values like the given `[B, H, T, D]`, see `KeyValueStore.allocate`."""
@@ -154,23 +107,16 @@ class TreeLayer(CacheLayerMixin):
         return keys[:, :, first : self.end], values[:, :, first : self.end]
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Make room for keys and values `[B, H, T, D]` that the caller writes; count their slots as written.
-
-        Returns:
-            Keys and values `[B, H, capacity, D]`, and the slot at which the new ones begin.
-
-        Raises:
-            CacheCapacityError: See `update`.
-        """
+        """Make room for keys and values `[B, H, T, D]` that the caller writes; see `reserve_slots`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.reserve_slots(key_states.shape[-2])
 
     def reserve_slots(self, count: int) -> tuple[Tensor, Tensor, int]:
-        """Make room for `count` slots of a layer that has memory, see `reserve`."""
+        """Count `count` more slots as written, and return all keys and values, and the slot at which they begin."""
         begin, self.end = self.end, self.end + count
         self.store.make_room(self.end)
-        return self._allocated.keys, self._allocated.values, begin
+        return self.keys, self.values, begin
 
     @property
     def _first_seen(self) -> int:
@@ -259,46 +205,45 @@ class TreeCache(Cache):
         Example: with 5 committed tokens, path [0, 2] moves slots 5 and 7 to 5 and 6; the row then has 7 tokens.
         """
         start, lengths = self.start, self.lengths or [0] * len(nodes)
-        device_lengths = self.lengths_on(path.device, len(nodes))
         moved = [
             index
             for kept, length in zip(nodes, lengths, strict=True)
             for index, node in enumerate(kept)
             if start + node != length + index
-        ]
-        if moved:  # nodes before the first moved one are already in place in every row
-            first = min(moved)
-            targets = device_lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
-            sources = torch.where(path[:, first:] >= 0, start + path[:, first:], targets)
-            for buffer in self.buffers:
-                buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [length + len(kept) for length, kept in zip(lengths, nodes, strict=True)]
-        self._lengths = device_lengths + (path >= 0).sum(-1)
-        self._rewind()
+        ]  # nodes before the first moved one are already in place in every row
+        counts = self._move_path(path, min(moved) if moved else path.shape[1])
+        self._commit_lengths([length + len(kept) for length, kept in zip(lengths, nodes, strict=True)], counts)
 
     def commit_unread(self, path: Tensor) -> None:
-        """Keep one path per row, like `commit`, before the host has read the path lengths.
-
-        Lengths on the device are exact immediately; `lengths` and `start` count all P columns as kept until
-        `correct_lengths` is called.
-        """
-        start, device_lengths = self.start, self.lengths_on(path.device, len(path))
-        targets = device_lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-        sources = torch.where(path >= 0, start + path, targets)
-        for buffer in self.buffers:
-            buffer.move(sources.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.append_unread(path.shape[1], device_lengths + (path >= 0).sum(-1))
+        """Keep one path per row, like `commit`, before the host has read the path lengths, see `append_unread`."""
+        self.append_unread(path.shape[1], self._move_path(path))
 
     def append_unread(self, num_slots: int, lengths: Tensor) -> None:
-        """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`."""
-        self.lengths = [length + num_slots for length in self.lengths or [0] * len(lengths)]
-        self._lengths = lengths
-        self._rewind()
+        """Commit up to `num_slots` appended tokens per row; only the device knows the exact new `lengths` `[B]`.
+
+        Until `correct_lengths` is called, `lengths` and `start` count all of them.
+        """
+        self._commit_lengths([length + num_slots for length in self.lengths or [0] * len(lengths)], lengths)
 
     def correct_lengths(self, lengths: Sequence[int]) -> None:
         """Set the exact number of committed tokens of each row after `commit_unread` or `append_unread`."""
         self.lengths = list(lengths)
-        self._rewind()
+        self.rollback()
+
+    def _move_path(self, path: Tensor, first: int = 0) -> Tensor:
+        """Move the nodes of paths `[B, P]`, from column `first` on, behind the committed tokens; return lengths."""
+        lengths = self.lengths_on(path.device, len(path))
+        if first < path.shape[1]:
+            targets = lengths[:, None] + torch.arange(first, path.shape[1], device=path.device)
+            sources = torch.where(path[:, first:] >= 0, self.start + path[:, first:], targets)
+            for buffer in self.buffers:
+                buffer.move(sources, targets)
+        return lengths + (path >= 0).sum(-1)
+
+    def _commit_lengths(self, lengths: list[int], on_device: Tensor | None) -> None:
+        """Set the committed lengths of all rows on the host and, if known, on the device; discard all other slots."""
+        self.lengths, self._lengths = lengths, on_device
+        self.rollback()
 
     def keep_rows(self, active: ActiveRows, rows: Sequence[int]) -> None:
         """Drop all rows but some, in place: the memory of row `rows[i]`, which is i or larger, moves to row i.
@@ -307,35 +252,27 @@ class TreeCache(Cache):
             active: The rows of the batch that `rows` stand for, in the same order.
             rows: Rows of this cache.
         """
-        device_lengths = self.lengths_on(active.index.device, len(self.lengths))
+        device = active.index.device
+        lengths = self.lengths_on(device, len(self.lengths))
         for buffer in self.buffers:
             buffer.keep_rows(rows, self.start)
-        self._lengths = device_lengths[torch.tensor(rows, dtype=torch.long, device=active.index.device)]
-        self.lengths = [self.lengths[row] for row in rows]
+        kept = lengths[torch.tensor(rows, dtype=torch.long, device=device)]
+        self._commit_lengths([self.lengths[row] for row in rows], kept)
         self.active = active
-        self._rewind()
 
     def keep(self, slots: Tensor) -> None:
-        """Move the committed tokens in some slots to the first ones, in place; discard all others.
-
-        Args:
-            slots: `[B, K]` slots in ascending order, the same number in every row; K tokens per row remain.
-        """
-        targets = torch.arange(slots.shape[1], dtype=torch.long, device=slots.device).expand_as(slots)
+        """Move the committed tokens in `[B, K]` ascending slots to the first K slots, in place; discard all others."""
+        rows, count = slots.shape
+        targets = torch.arange(count, dtype=torch.long, device=slots.device).expand_as(slots)
         for buffer in self.buffers:
-            buffer.move(slots.to(buffer.keys.device), targets.to(buffer.keys.device))
-        self.lengths = [slots.shape[1]] * len(slots)
-        self._lengths = torch.full((len(slots),), slots.shape[1], dtype=torch.long, device=slots.device)
-        self._rewind()
+            buffer.move(slots, targets)
+        self._commit_lengths([count] * rows, torch.full((rows,), count, dtype=torch.long, device=slots.device))
 
     def begin_prompt(self, windows: Sequence[int | None]) -> None:
-        """Make each layer return the same keys as transformers' own cache until `commit_all`.
+        """Make each layer return the same keys as transformers' own cache until `commit_all`, see `layer_windows`.
 
         Some models build full causal masks over caches with windows. A prefill in chunks or after an adopted cache
         then depends on which tokens the cache has dropped.
-
-        Args:
-            windows: Window of each layer, see `layer_windows`.
         """
         for layer, window in zip(self.layers, windows, strict=False):
             layer.window = window
@@ -343,17 +280,17 @@ class TreeCache(Cache):
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Commit everything appended, in every row; `num_tokens` is not used, because layers count their slots."""
         self.begin_prompt([None] * len(self.layers))
-        end = max(layer.end for layer in self.layers)
-        self.lengths, self._lengths = [end] * batch_size, None
+        self.lengths, self._lengths = [max(layer.end for layer in self.layers)] * batch_size, None
 
     def rollback(self) -> None:
         """Discard everything appended since the last commit."""
-        self._rewind()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.end = self.start
 
     def reset(self) -> None:
         """Discard all tokens, but keep the buffers."""
-        self.lengths, self._lengths = [], None
-        self._rewind()
+        self._commit_lengths([], None)
 
     def adopt(self, cache: Cache) -> None:
         """Copy the tokens of a transformers cache; the cache itself is not modified until `hand_back`.
@@ -363,7 +300,7 @@ class TreeCache(Cache):
             CacheCapacityError: The tokens do not fit.
         """
         self._adopted = cache
-        self._copy(cache, seen_tokens(cache))
+        self._copy(cache)
 
     def replace(self, cache: Cache) -> None:
         """Replace all tokens by those of a transformers cache; those beyond the committed ones are not committed.
@@ -374,10 +311,11 @@ class TreeCache(Cache):
             self.hand_back(None)
         committed, self._adopted = self.lengths, None
         self.reset()
-        self._copy(cache, seen_tokens(cache))
+        self._copy(cache)
         self.lengths = committed
 
-    def _copy(self, cache: Cache, length: int) -> None:
+    def _copy(self, cache: Cache) -> None:
+        length = seen_tokens(cache)
         for index, source in filled_layers(cache).items() if length else ():
             layer: TreeLayer = self.layers[index]
             keys, values = source.keys[:, :, :length], source.values[:, :, :length]
@@ -402,16 +340,13 @@ class TreeCache(Cache):
                 cache.update(layer.keys[:, :, known : self.start], layer.values[:, :, known : self.start], index)
         return cache
 
-    def _rewind(self) -> None:
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.end = self.start
-
 
 def measured_layout(cache: TreeCache) -> CacheLayout:
     """Return the layout of a cache after a forward; None for layers that stored no keys and values."""
-    return tuple(layer_layout(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
+    return tuple(LayerLayout.of(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers)
 
+
+# ----------------------------------------------------------------------------------------------- transformers' caches
 
 ADOPTED_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "DummyLayer"})
 """transformers' layer classes that hold plain keys and values, or (`DummyLayer`) share those of another layer."""
@@ -420,8 +355,18 @@ WRITTEN_LAYERS = frozenset({"StaticSlidingWindowLayer"})
 """transformers' layer classes that can be filled in `TreeCache.hand_back`, but not read: they hold a moving window."""
 
 
+def layer_windows(config: object) -> list[int | None]:
+    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+
+
+def filled_layers(cache: Cache) -> dict[int, Any]:
+    """Return the layers of a transformers cache that hold keys and values, by index; a `DummyLayer` never does."""
+    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+
+
 def seen_tokens(cache: Any) -> int:
-    """Return the number of tokens in a transformers cache.
+    """Return the number of tokens in a transformers cache that a caller passes to `generate()`.
 
     Raises:
         UnsupportedGenerationError: Neither exactly a `DynamicCache` nor a `StaticCache`, or offloaded, or with layers
@@ -445,22 +390,22 @@ def seen_tokens(cache: Any) -> int:
     return length
 
 
-def filled_layers(cache: Cache) -> dict[int, Any]:
-    """Return the layers that have keys and values, by index; a `DummyLayer` never has any."""
-    return {index: layer for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
-
-
 def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
-    """Check that a transformers cache matches the model's cache layout and the batch size.
-
-    Args:
-        cache: A cache that `seen_tokens` accepts.
-        layout: The model's cache layout, as measured by the probe.
-        rows: Batch size of the call, after `num_return_sequences`.
+    """Check that a transformers cache matches the model's measured layout and the call's number of rows.
 
     Raises:
         UnsupportedGenerationError: Layers, rows, shapes, devices, dtypes (unless under autocast) or lengths differ.
     """
+
+    def refuse(reason: str, hint: str = "Pass a cache of this model.") -> None:
+        raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
+
+    def shape(entry: LayerLayout) -> str:
+        return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
+
+    def dtypes(entry: LayerLayout) -> str:
+        return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
+
     filled = filled_layers(cache)
     expected = {index: entry for index, entry in enumerate(layout) if entry is not None}
     length, in_layer = seen_tokens(cache), dict[int, int]()
@@ -468,36 +413,17 @@ def check_fits(cache: Cache, layout: CacheLayout, rows: int) -> None:
         in_layer = {index: layer.get_seq_length() for index, layer in filled.items()}
         length = max([length, *in_layer.values()])
     if length and filled.keys() != expected.keys():
-        _refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}", "Pass a cache of this model.")
+        refuse(f"has {len(filled)} filled layers, the model fills {len(expected)}")
     for index in filled.keys() & expected.keys():
         layer, entry = filled[index], expected[index]
         if len(layer.keys) != rows:
-            _refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
-        found = layer_layout(layer.keys, layer.values)
+            refuse(f"has {len(layer.keys)} rows, the prompt has {rows}", "Pass one prompt per row of the cache.")
+        found = LayerLayout.of(layer.keys, layer.values)
         if found != entry:
-            _refuse(f"has {_shape(found)} in layer {index}, the model has {_shape(entry)}", "Pass a matching cache.")
+            refuse(f"has {shape(found)} in layer {index}, the model has {shape(entry)}", "Pass a matching cache.")
         if found.dtypes != entry.dtypes and not torch.is_autocast_enabled(entry.device.type):
-            _refuse(f"holds {_dtypes(found)}, the model computes {_dtypes(entry)}", "Pass a cache of this model.")
-        window = getattr(layer, "sliding_window", None) or length + 1
-        if in_layer.get(index, length) < length or layer.keys.shape[2] < min(length, window - 1):
-            _refuse(
-                f"has {layer.keys.shape[2]} of {length} tokens in layer {index}",
-                "Fill or crop all layers to the same length.",
-            )
-
-
-def _refuse(reason: str, hint: str) -> None:
-    raise UnsupportedGenerationError(f"The cache passed as `{CACHE_FIELD}` {reason}.", hint)
-
-
-def _dtypes(entry: LayerLayout) -> str:
-    return " and ".join(dict.fromkeys(map(str, entry.dtypes or ())))
-
-
-def _shape(entry: LayerLayout) -> str:
-    return f"{entry.num_heads} heads of {entry.key_dim} and {entry.value_dim} channels on {entry.device}"
-
-
-def layer_windows(config: object) -> list[int | None]:
-    """Return each layer's sliding window in transformers' own cache; None for layers that keep all tokens."""
-    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+            refuse(f"holds {dtypes(found)}, the model computes {dtypes(entry)}")
+        window, num_held = getattr(layer, "sliding_window", None) or length + 1, layer.keys.shape[2]
+        if in_layer.get(index, length) < length or num_held < min(length, window - 1):
+            reason = f"has {num_held} of {length} tokens in layer {index}"
+            refuse(reason, "Fill or crop all layers to the same length.")

@@ -1,11 +1,4 @@
-"""The cache of models that can verify only chains: transformers' dynamic cache with rollback.
-
-It supports recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All rows
-have the same length, so verifying a chain is plain decoding with several tokens per forward. Attention layers are
-cropped to the accepted tokens. A recurrent state cannot be cropped: in a model that has one, all layers are restored
-to their state before the chain and the accepted tokens are run again, unless the whole chain was accepted. The
-counterpart for trees is `cache.py`.
-"""
+"""Verification of chains, with transformers' own cache, masks and positions: the counterpart of `TreeTarget`."""
 
 from __future__ import annotations
 
@@ -29,7 +22,12 @@ from hf_specdec.verification.target import Target
 
 
 class ChainCache(DynamicCache):
-    """Dynamic cache that can discard the rejected end of a chain.
+    """transformers' dynamic cache, which can also discard the rejected end of a chain.
+
+    It supports recurrent states, short convolutions, alibi and other layers that depend on the order of slots. All
+    rows have the same length. Attention layers are cropped to the accepted tokens. A recurrent state cannot be
+    cropped: in a model that has one, all layers are restored to their state before the chain and the accepted tokens
+    are run again, unless the whole chain was accepted.
 
     Args:
         config: Configuration of the text decoder.
@@ -38,9 +36,12 @@ class ChainCache(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.lengths: list[int] = []  # committed tokens of each row, all equal; empty before the first commit
-        self._can_cut = not any(hasattr(layer, "recurrent_states") for layer in self.layers)
+        # whether a partly accepted chain needs a second forward
+        self.needs_replay = any(hasattr(layer, "recurrent_states") for layer in self.layers)
         self._snapshot: list[dict[str, Any]] = []
-        self._sliding = [layer for layer in self.layers if self._can_cut and hasattr(layer, "sliding_window")]
+        self._sliding = (
+            [] if self.needs_replay else [layer for layer in self.layers if hasattr(layer, "sliding_window")]
+        )
 
     @property
     def start(self) -> int:
@@ -51,29 +52,23 @@ class ChainCache(DynamicCache):
     def num_written(self) -> int:
         """Number of tokens that every attention layer has seen; unbounded if all layers are recurrent."""
         attention = [layer for layer in self.layers if hasattr(layer, "keys") and hasattr(layer, "get_seq_length")]
-        counts = [int(layer.get_seq_length()) for layer in attention]
-        return min(counts, default=UNBOUNDED)
-
-    @property
-    def needs_replay(self) -> bool:
-        """Whether a partly accepted chain needs a second forward."""
-        return not self._can_cut
+        return min((int(layer.get_seq_length()) for layer in attention), default=UNBOUNDED)
 
     def snapshot(self, whole: bool = False) -> None:
         """Prepare to undo the next chain.
 
         Unless `whole`, sliding-window layers start to keep the tokens that leave the window, for cropping. With
-        `whole`, or if the model has recurrent states, the state of all layers is saved for `rollback`. Only recurrent
-        states are copied, because keys and values are not overwritten in place.
-
-        Args:
-            whole: Save all layers even if they can be cropped.
+        `whole`, or if the model has recurrent states, the state of all layers is saved for `rollback`. Only tensors in
+        dicts (recurrent states) are copied, because keys and values are not overwritten in place.
         """
         if not whole:
             for layer in self._sliding:
                 layer.activate_past_recording()
-        if whole or not self._can_cut:
-            self._snapshot = [_copy(vars(layer)) for layer in self.layers]
+        if whole or self.needs_replay:
+            self._snapshot = [
+                {name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
+                for layer in self.layers
+            ]
 
     def commit_all(self, batch_size: int, num_tokens: int) -> None:
         """Keep everything appended in every row: a prompt of `num_tokens`, and any virtual tokens before it."""
@@ -91,7 +86,7 @@ class ChainCache(DynamicCache):
         """Keep the first nodes of the last forward's chain, the same number in every row; discard the others.
 
         Args:
-            paths: Kept nodes of each row; all rows have the same number.
+            paths: Kept nodes of each row.
             num_nodes: Nodes of the chain.
 
         Returns:
@@ -99,7 +94,7 @@ class ChainCache(DynamicCache):
         """
         kept = len(paths[0])
         self.lengths = [self.start + kept] * len(paths)
-        if self._can_cut:
+        if not self.needs_replay:
             for layer in self.layers:
                 if getattr(layer, "is_initialized", False):
                     layer.crop(kept - num_nodes)
@@ -118,14 +113,8 @@ class ChainCache(DynamicCache):
         return cache
 
 
-def _copy(state: Any) -> Any:
-    """Copy a layer's attributes, and the tensors in its dicts, which it overwrites in place."""
-    return {
-        name: {index: part.clone() if isinstance(part, Tensor) else part for index, part in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in state.items()
-    }
+def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {index: part.clone() if isinstance(part, Tensor) else part for index, part in states.items()}
 
 
 class ChainTarget(Target):
@@ -145,11 +134,6 @@ class ChainTarget(Target):
         super().__init__(model, outputs)
         self.cache, self.needs_replay = cache, cache.needs_replay
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-
-    @property
-    def capacity(self) -> int | None:
-        """None, because transformers' cache grows with every token."""
-        return None
 
     def adopt(self, cache: Cache) -> None:
         """Raise `UnsupportedGenerationError`, because states other than keys and values cannot be copied reliably."""
@@ -186,12 +170,7 @@ class ChainTarget(Target):
         return self._forward(tree.tokens[:, known:], known)
 
     def _forward(self, tokens: Tensor, known: int = 0) -> Any:
-        """Run several steps of plain decoding in one forward, with transformers' own masks and positions.
-
-        Args:
-            tokens: `[B, N]`.
-            known: Number of nodes already appended since the last commit.
-        """
+        """Run `[B, N]` tokens after `known` nodes as several steps of plain decoding in one forward."""
         num_nodes, cache, mask = tokens.shape[1], self.cache, None
         start = cache.start + known
         if self.padding is not None:

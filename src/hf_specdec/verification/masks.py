@@ -1,4 +1,4 @@
-"""Attention masks and position ids of a tree forward.
+"""Where the tokens of a forward stand and what they see: masks, positions, length bounds, windows of draft heads.
 
 A node attends to the committed tokens of its row, its ancestors and itself; sliding-window and chunked layers attend
 to fewer. transformers measures windows in *slots*: a node counts as being in the slot that it would have in plain
@@ -48,8 +48,8 @@ class MaskLayout:
         }
         types = sorted(set(getattr(text_config, "layer_types", None) or ()))
         if not types:
-            types = ["sliding_attention" if sizes["sliding"] else
-                     "chunked_attention" if sizes["chunked"] else "full_attention"]  # fmt: skip
+            kind = next((kind for kind in ("sliding", "chunked") if sizes[kind]), "full")
+            types = [f"{kind}_attention"]
         additive = attention_name(text_config) == "eager"
         return cls(tuple((name, LAYER_KINDS[name], sizes[LAYER_KINDS[name]]) for name in types), additive)
 
@@ -108,33 +108,29 @@ class PromptPadding:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Position ids as in plain generation: tokens after the prompt count up from its last position.
+    """Position ids as in plain generation: tokens after the prompt count up from its last position."""
 
-    The prompt's ids have any shape that ends in `[B or 1, P]`: multimodal models have leading rotary sections.
-    """
-
-    last: Tensor  # [..., B or 1] position of the prompt's last slot
+    last: Tensor  # [..., B or 1] position of the prompt's last slot; multimodal models have leading rotary sections
     num_slots: int  # slots of the prompt, including padding
 
     @classmethod
     def of(cls, prompt_ids: Tensor | None, num_slots: int, device: torch.device) -> Positions:
-        """Create from the prompt's position ids; if they are None, positions are slot indices.
-
-        Args:
-            prompt_ids: `[..., B or 1, P]`, or None.
-            num_slots: Slots of the prompt, including padding.
-            device: Device of the positions if `prompt_ids` is None.
-        """
+        """Create from the prompt's position ids `[..., B or 1, P]`; if they are None, positions are slot indices."""
         if prompt_ids is None:
             return cls(torch.tensor([num_slots - 1], dtype=torch.long, device=device), num_slots)
         return cls(prompt_ids[..., -1], num_slots)
 
+    def of_rows(self, index: Tensor) -> Positions:
+        """Return the positions of some rows `[R]`."""
+        if self.last.shape[-1] == 1:
+            return self
+        return replace(self, last=self.last.index_select(-1, index.to(self.last.device)))
+
     def of_nodes(self, depths: Tensor, lengths: Tensor, ceiling: int | None = None) -> Tensor:
-        """Return the positions `[..., B, N]` of nodes.
+        """Return the positions `[..., B, N]` of nodes at depths `[B or 1, N]`, after `[B]` committed slots.
 
         Args:
-            depths: `[B or 1, N]` depth of each node.
-            lengths: `[B]` committed slots of each row.
+            depths, lengths: See above.
             ceiling: Largest position, which only rows that have ended would exceed; None: no limit.
 
         Example: a prompt of 5 slots, 2 of them padding, ends at position 2; depths [0, 1, 1, 2] give [3, 4, 4, 5].
@@ -158,18 +154,19 @@ class TreeInputs:
     all_seen: bool  # whether the tree is a single node that attends to every slot
     ceiling: int | None = None  # see `Positions.of_nodes`
 
+    def masks_and_positions(self) -> tuple[Masks, Tensor]:
+        """Return the masks of the forward, see `tree_masks`, and the position ids `[..., B, N]` of the nodes."""
+        ancestors = self.tree.ancestor_mask()
+        masks = tree_masks(self.layout, ancestors, self.lengths, self.start, self.padding, self.dtype)
+        return masks, self.positions.of_nodes(ancestors.sum(-1) - 1, self.lengths, self.ceiling)
 
-def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) -> Tensor:
-    """Return a bool mask `[B, start]` of the slots that hold a committed token.
 
-    Args:
-        lengths: `[B]` committed tokens of each row.
-        start: Length of the longest row.
-        padding: Padding of the prompt.
+def committed_slots(lengths: Tensor, num_slots: int, padding: PromptPadding | None) -> Tensor:
+    """Return a bool mask `[B, num_slots]` of the slots that hold a committed token.
 
-    Example: lengths [2, 3] and start 3, without padding, give rows 110 and 111.
+    Example: lengths [2, 3] and 3 slots, without padding, give rows 110 and 111.
     """
-    slots = torch.arange(start, device=lengths.device)
+    slots = torch.arange(num_slots, device=lengths.device)
     committed = slots < lengths[:, None]
     if padding is not None:
         committed[:, : padding.valid.shape[1]] &= padding.valid
@@ -177,20 +174,16 @@ def committed_slots(lengths: Tensor, start: int, padding: PromptPadding | None) 
 
 
 def tree_masks(
-    layout: MaskLayout,
-    ancestors: Tensor,
-    lengths: Tensor,
-    start: int,
-    padding: PromptPadding | None,
+    layout: MaskLayout, ancestors: Tensor, lengths: Tensor, start: int, padding: PromptPadding | None,
     dtype: torch.dtype,
-) -> Masks:
+) -> Masks:  # fmt: skip
     """Build the masks `[B, 1, N, start + N]` of one verify forward: bool (True: attend), or additive if so configured.
 
     Args:
         layout: Masks that the model needs.
         ancestors: `[B or 1, N, N]` bool, from `TokenTree.ancestor_mask`.
         lengths: `[B]` committed tokens of each row.
-        start: Length of the longest row.
+        start: Length of the longest row, where the tree is written.
         padding: Padding of the prompt.
         dtype: Dtype of additive masks.
 
@@ -199,36 +192,15 @@ def tree_masks(
 
     Example: with 2 committed tokens, a root and one child have the rows 1110 and 1111.
     """
-    firsts = lengths[:, None]  # [B, 1]
-    slots = torch.arange(start, device=ancestors.device)
-    committed = committed_slots(lengths, start, padding)
-    depths = ancestors.sum(-1) - 1
-    queries = (firsts + depths)[:, :, None]  # [B, N, 1] slots in plain generation
-    keys = torch.cat([slots.expand(len(lengths), -1), queries[:, :, 0]], dim=-1)[:, None]  # [B, 1, start + N]
-    num_nodes = ancestors.shape[-1]
-    full = torch.cat(
-        [
-            committed[:, None].expand(-1, num_nodes, -1),
-            ancestors.expand(len(lengths), -1, -1),
-        ],
-        dim=-1,
-    )  # [B, N, start + N]
-    left = torch.zeros_like(firsts[:, :, None]) if padding is None else padding.left[:, None, None]
-
-    def restrict(kind: LayerKind, size: int) -> Tensor:
-        if kind == "sliding":
-            return full & (queries - keys < size)
-        if kind == "chunked":
-            return full & ((queries - left) // size == (keys - left) // size)
-        return full
-
-    def convert(mask: Tensor) -> Tensor:
-        mask = mask[:, None]
-        if not layout.additive:
-            return mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-    masks = {name: convert(restrict(kind, size)) for name, kind, size in layout.layers}
+    rows, num_nodes = len(lengths), ancestors.shape[-1]
+    committed = committed_slots(lengths, start, padding)[:, None].expand(-1, num_nodes, -1)
+    seen = torch.cat([committed, ancestors.expand(rows, -1, -1)], dim=-1)  # [B, N, start + N]
+    queries = lengths[:, None] + ancestors.sum(-1) - 1
+    keys = torch.cat([torch.arange(start, device=queries.device).expand(rows, -1), queries], dim=-1)
+    masks = _restricted(layout, seen, queries, keys, None if padding is None else padding.left)
+    if layout.additive:
+        lowest = torch.finfo(dtype).min
+        masks = {name: torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, lowest) for name, mask in masks.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -238,30 +210,40 @@ def bucket_masks(
     """Build bool masks `[B, 1, N, S]` by layer type over a fixed number of slots, without reading the device.
 
     Args:
-        layout: Masks that the model needs.
-        ancestors: `[B, N, N]` bool, from `TokenTree.ancestor_mask`.
-        lengths: `[B]` committed tokens of each row.
+        layout, ancestors, lengths: See `tree_masks`.
         slots: `[N]` slots that the tree's nodes are written to.
         valid: `[B, S]` bool, False at the prompt's padding.
         left: `[B]` padding slots before each row's first token.
     """
     rows, num_slots = valid.shape
-    num_nodes = ancestors.shape[-1]
     indices = torch.arange(num_slots, device=lengths.device)
-    committed = (indices < lengths[:, None]) & valid
-    full = committed[:, None].expand(-1, num_nodes, -1).index_copy(2, slots, ancestors)
-    queries = lengths[:, None] + ancestors.sum(-1) - 1  # [B, N] slots in plain generation
-    keys = indices.expand(rows, -1).index_copy(1, slots, queries)[:, None]  # [B, 1, S]
+    committed = ((indices < lengths[:, None]) & valid)[:, None].expand(-1, ancestors.shape[-1], -1)
+    queries = lengths[:, None] + ancestors.sum(-1) - 1
+    keys = indices.expand(rows, -1).index_copy(1, slots, queries)
+    return _restricted(layout, committed.index_copy(2, slots, ancestors), queries, keys, left)
 
-    def restrict(kind: LayerKind, size: int) -> Tensor:
-        if kind == "full":
-            return full
+
+def _restricted(
+    layout: MaskLayout, seen: Tensor, queries: Tensor, keys: Tensor, left: Tensor | None
+) -> dict[str, Tensor]:
+    """Restrict full masks `[B, N, S]` to each layer type's window or chunk.
+
+    Args:
+        layout, left: See `bucket_masks`; None: no row is padded.
+        seen: Committed tokens of each row, and ancestors of each node.
+        queries, keys: `[B, N]` and `[B, S]` slots in plain generation.
+    """
+    queries, keys = queries[:, :, None], keys[:, None]
+    masks = {}
+    for name, kind, size in layout.layers:
+        mask = seen
         if kind == "sliding":
-            return full & (queries[:, :, None] - keys < size)
-        first = left[:, None, None]
-        return full & ((queries[:, :, None] - first) // size == (keys - first) // size)
-
-    return {name: restrict(kind, size)[:, None] for name, kind, size in layout.layers}
+            mask = seen & (queries - keys < size)
+        elif kind == "chunked":
+            first = 0 if left is None else left[:, None, None]
+            mask = seen & ((queries - first) // size == (keys - first) // size)
+        masks[name] = mask[:, None]
+    return masks
 
 
 def last_queries(masks: Masks, known: int) -> Masks:
@@ -270,6 +252,8 @@ def last_queries(masks: Masks, known: int) -> Masks:
         return masks[:, :, known:]
     return {name: mask[:, :, known:] for name, mask in masks.items()}
 
+
+# ----------------------------------------------------------------------------------------------- length bounds
 
 TABLES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
 """Configuration fields with the size of a position table. A field that belongs to no table costs one short draft."""
@@ -281,7 +265,13 @@ MAX_OFFSET = 64
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """The bounds of one model.
+    """Positions at which a model's forward changes or ends: no draft reaches across one of them.
+
+    A verify forward runs drafted tokens ahead of the text. In most models this changes nothing for the tokens before
+    them. In some it does: position tables end, longrope changes the frequencies of the whole forward once its largest
+    position reaches a limit, dynamic NTK changes them with every token, Phi-3 reads the whole text again, and Llama 4
+    scales queries by cache slots instead of positions. The configuration contains all of these limits. A draft
+    therefore ends before the next one, until the text itself has reached it. docs/limits.md lists the mechanisms.
 
     Args:
         ends: First position beyond each bound, ascending.
@@ -320,8 +310,7 @@ class LengthBounds:
 
     def within(self, num_slots: int) -> LengthBounds:
         """Return the bounds that a text of `num_slots` slots can reach."""
-        last = num_slots + MAX_OFFSET
-        ends = tuple(end for end in self.ends if end < last)
+        ends = tuple(end for end in self.ends if end < num_slots + MAX_OFFSET)
         changes_from = self.changes_from if self.changes_from in ends else None
         return replace(self, ends=ends, switches=self.switches.intersection(ends), changes_from=changes_from)
 
@@ -347,6 +336,8 @@ def _ropes(values: Mapping[Any, Any]) -> Iterator[Mapping[str, Any]]:
             yield from _ropes(value)
 
 
+# ----------------------------------------------------------------------------------------------- windows of heads
+
 SINKS = 4
 """First tokens of each text that stay visible: attention without them degrades, as in StreamingLLM
 (https://arxiv.org/abs/2309.17453)."""
@@ -354,7 +345,10 @@ SINKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Sizes of a window over the first four and the last tokens of a text.
+    """The tokens of a text that a draft head attends to: the first four and the last ones (`draft_window`).
+
+    All other tokens are dropped: their hidden states are not kept while the prompt is read, and their entries leave
+    the head's cache. The rest moves together, so that slot and position differ by `PromptPadding.counts`.
 
     Args:
         last: Number of last tokens, at least 1.
@@ -392,7 +386,7 @@ class Window:
 
 
 def shifted_padding(valid: Tensor, totals: Tensor) -> PromptPadding:
-    """Return the padding of chosen slots, whose `counts` are negative in rows that have lost tokens.
+    """Return the padding of slots chosen by `Window.choose`, whose `counts` are negative in rows that lost tokens.
 
     Args:
         valid: `[B, K]` bool from `Window.choose`.
@@ -410,23 +404,17 @@ def token_positions(padding: PromptPadding) -> Tensor:
 
 
 class ChosenStates:
-    """Hidden states of a prompt at chosen slots only, collected chunk by chunk.
+    """Hidden states of a prompt at the slots within a window only, collected chunk by chunk.
 
     Args:
         window: The window.
-        padding: Padding of the prompt, or None.
-        batch_size, num_slots: B and P of the prompt.
+        valid: `[B, P]` bool, True for the prompt's tokens.
         first_width: Slots of the prompt's first forward: P, or fewer if it is read in chunks.
-        device: Device of the prompt.
     """
 
-    def __init__(
-        self, window: Window, padding: PromptPadding | None, batch_size: int, num_slots: int, first_width: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        everything = torch.ones(batch_size, num_slots, dtype=torch.bool, device=device)
-        self.slots, self.valid = window.choose(everything if padding is None else padding.valid)
-        self.num_slots, self.first_width = num_slots, first_width
+    def __init__(self, window: Window, valid: Tensor, first_width: int) -> None:
+        self.slots, self.valid = window.choose(valid)
+        self.num_slots, self.first_width = valid.shape[1], first_width
         self.states: dict[int, Tensor] = {}  # [B, K, D] by layer
         self._read: dict[int, int] = {}  # slots read so far, by layer
 
