@@ -1,10 +1,18 @@
-"""Attention for tree verification that does not copy keys and values.
+"""Attention of tree nodes over a key-value cache, without copies of keys and values, and the choice of its kernel.
 
 transformers' `sdpa` repeats keys and values for every query head of a group, and converts a bool mask to an additive
-one in every layer. Here the query heads that share keys are packed into the rows of one attention over the cache
-(see `attend_packed`), and the additive mask is built once per forward. The function is registered with
-transformers in place of `sdpa`, and calls that one except in our own forwards, which a context variable marks. So no
-model or configuration changes, and forwards of other threads are not affected.
+one in every layer. Here the query heads that share keys are packed into the rows of one attention over the cache, and
+the additive mask is built once per forward. `layer_attention` is registered with transformers in place of `sdpa`, and
+calls that one except in our own forwards, which a context variable marks. So no model or configuration changes, and
+forwards of other threads are not affected.
+
+On NVIDIA GPUs the memory-efficient kernel is called directly. SDPA would prefer cuDNN's kernel, which builds and keeps
+a plan for every number of keys (https://github.com/pytorch/pytorch/issues/191612) and is wrong on Blackwell for fewer
+than 8 key heads (https://github.com/pytorch/pytorch/issues/193893). Packed rows occupy few multiprocessors, so long
+caches are split into parts that are processed in parallel and merged. On a CPU, the package's own kernel appends and
+attends (`append_and_attend`); elsewhere, `scaled_dot_product_attention` chooses the kernel.
+
+Only this file and `verification/graph_backends.py` contain CUDA-specific code.
 """
 
 from __future__ import annotations
@@ -26,174 +34,12 @@ from hf_specdec.cpu import operations
 from hf_specdec.verification.cache import TreeCache, TreeLayer
 from hf_specdec.verification.memory import note_one_time_work
 
+logger = logging.getLogger(__name__)
+
 REPLACED = "sdpa"
 """The only attention implementation that is replaced: its mask format and its rounding are known."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments that change the result of attention; a layer that passes one gets transformers' function."""
-
-
-_Attend = Callable[[str, Tensor, Tensor, Tensor, float | None], Tensor]
-"""Function of layer type, query, key, value and scale; see `AttentionContext.attend`."""
-
-
-class AttentionContext:
-    """_MaskOfParts shared by the attention layers of one forward.
-
-    Args:
-        masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
-        all_seen: Layer types whose mask is True everywhere.
-        attend: Called by the layers instead of `self.attend`; used to trace a forward for compilation.
-
-    Attributes:
-        is_asked: Whether a layer has called transformers' attention function in this context.
-    """
-
-    def __init__(
-        self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
-    ) -> None:
-        self.masks, self._all_seen = masks, all_seen
-        self._attend, self.is_asked = attend, False
-        self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
-
-    def kind(self, mask: Tensor | None) -> str | None:
-        """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
-        self.is_asked = True
-        return next((name for name, known in self.masks.items() if known is mask), None)
-
-    def mask(self, kind: str) -> Tensor | None:
-        """Return the bool mask `[B, 1, N, S]` of a layer type; None if all keys are visible."""
-        return None if kind in self._all_seen else self.masks[kind]
-
-    def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
-        """Return the additive mask of a layer type, built once per forward.
-
-        Args:
-            kind: Layer type.
-            groups: Query heads per key head.
-            dtype: Dtype of the queries.
-            num_splits: Number of parts that the keys are split into.
-
-        Returns:
-            See `packed_mask`; None if all keys are visible and no mask is needed.
-        """
-        key = kind, groups, dtype, num_splits
-        if key not in self._packed:
-            self._packed[key] = packed_mask(self.masks[kind], *key[1:], all_seen=kind in self._all_seen)
-        return self._packed[key]
-
-    def dispatch(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Return the result of `attend`, or of the function that was passed to replace it."""
-        return (self._attend or self.attend)(kind, query, key, value, scaling)
-
-    def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """_Attend with queries `[B, H, N, D]` to keys and values `[B, Hkv, S, *]`; return `[B, N, H, Dv]`.
-
-        Args:
-            kind: Layer type, which selects the mask.
-            query, key, value: See above; Hkv divides H.
-            scaling: Scale of the scores; None means `D ** -0.5`.
-        """
-        masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
-        return attend_packed(query, key, value, masks, scaling)
-
-
-_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)
-
-
-def layer_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute a layer's attention, with transformers' interface.
-
-    Calls transformers' `sdpa` outside of `attending`, in code that torch.compile compiles, for masks that are not in
-    the context, with dropout, and if one of `UNSUPPORTED_ARGUMENTS` is given.
-
-    Returns:
-        Outputs `[B, N, H, Dv]` for queries `[B, H, N, D]`, and None for the attention weights.
-    """
-    context = None if torch.compiler.is_compiling() else _CONTEXT.get()
-    kind = None if context is None else context.kind(attention_mask)
-    unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
-    if context is None or kind is None or unsupported:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    return context.dispatch(kind, query, key, value, scaling), None
-
-
-@functools.cache
-def register() -> None:
-    """Register the attention function with transformers, once per process."""
-    AttentionInterface.register(REPLACED, layer_attention)
-
-
-@contextmanager
-def attending(context: AttentionContext | None) -> Iterator[None]:
-    """Use this file's attention in the forwards of this thread, in models whose attention is `REPLACED`.
-
-    Args:
-        context: _MaskOfParts of the forward; None changes nothing.
-    """
-    if context is None:
-        yield
-        return
-    register()
-    token = _CONTEXT.set(context)
-    try:
-        yield
-    finally:
-        _CONTEXT.reset(token)
-
-
-def append_and_attend(
-    cache: Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
-) -> Tensor | None:
-    """Append to a layer of a cache and attend to it; return `[B, N, H, Dv]`.
-
-    Args:
-        cache: Any cache.
-        layer: Index of the layer.
-        query: `[B, H, N, D]`.
-        key, value: `[B, G, N, *]` of the new nodes.
-        mask: bool `[B or 1, 1, N, S]`, True for visible slots, over all slots including the new ones; None if all are
-            visible.
-        scale: Scale of the scores; None means `D ** -0.5`.
-
-    Returns:
-        None, with the cache unchanged, if the kernel does not support these inputs or is not loaded.
-    """
-    if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
-        return None
-    entry = cache.layers[layer]
-    if not _supports(entry, query.dtype):
-        return None
-    keys, values, begin = entry.reserve(key, value)
-    return operations.attend(query, key, value, keys, values, begin, mask, scale)
-
-
-def append_and_attend_joined(
-    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
-    scale: float | None,
-) -> Tensor | None:  # fmt: skip
-    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
-
-    Also returns None if the cache's layer has no memory yet.
-    """
-    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
-        return None
-    entry = cache.layers[layer]
-    if not entry.is_initialized or not _supports(entry, joined.dtype):
-        return None
-    keys, values, begin = entry.reserve_slots(joined.shape[1])
-    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
-
-
-def _supports(entry: TreeLayer, dtype: torch.dtype) -> bool:
-    """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
-    return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
-
-
-logger = logging.getLogger(__name__)
-
 HIDDEN_SCORE = -30000.0
 """Added to the scores of hidden keys: makes their weights exactly zero and is representable in half precision."""
 ALIGNMENT = 8
@@ -214,7 +60,7 @@ BLOCK_ROWS = 64
 """Query rows per thread block of the kernel."""
 KERNEL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Maximum absolute error of the kernel in the trial run, whose inputs are between -1 and 1."""
-PROBE_ROWS, PROBE_KEYS = 10, 161
+PROBE_QUERIES, PROBE_KEYS = 10, 161
 """Sizes of the trial run. The number of keys is unaligned and one more than a multiple of 32, a case that torch got
 wrong (https://github.com/pytorch/pytorch/issues/191937)."""
 
@@ -222,17 +68,151 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[T
 """`kernel(query [B, H, M, D], key [B, H, S, D], value [B, H, S, Dv], additive mask [B or 1, 1, M or 1, S], scale)`.
 
 Returns the output `[B, H, M, Dv]` and each row's log-sum-exp of the scores `[B, H, M]` in float32."""
-_MaskOfParts = Callable[[int], Tensor | None]
-"""Function from a number of parts to the additive mask, see `packed_mask`."""
+_Attend = Callable[[str, Tensor, Tensor, Tensor, float | None], Tensor]  # see `AttentionContext.attend`
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, masks: _MaskOfParts, scale: float | None) -> Tensor:
+class AttentionContext:
+    """Masks shared by the attention layers of one forward.
+
+    Args:
+        masks: The masks passed to the model, by layer type: bool `[B, 1, N, S]`, True for visible keys.
+        all_seen: Layer types whose mask is True everywhere.
+        attend: Called by the layers instead of `self.attend`, to trace a forward for compilation.
+
+    Attributes:
+        is_asked: Whether a layer has called transformers' attention function in this context.
+    """
+
+    def __init__(
+        self, masks: Mapping[str, Tensor], all_seen: frozenset[str] = frozenset(), attend: _Attend | None = None
+    ) -> None:
+        self.masks, self._all_seen = masks, all_seen
+        self.replacement, self.is_asked = attend, False
+        self._packed: dict[tuple[str, int, torch.dtype, int], Tensor | None] = {}
+
+    def kind(self, mask: Tensor | None) -> str | None:
+        """Return the layer type that this mask object belongs to, or None if it is not one of `masks`."""
+        self.is_asked = True
+        return next((name for name, known in self.masks.items() if known is mask), None)
+
+    def mask(self, kind: str) -> Tensor | None:
+        """Return the bool mask `[B, 1, N, S]` of a layer type; None if all keys are visible."""
+        return None if kind in self._all_seen else self.masks[kind]
+
+    def packed(self, kind: str, groups: int, dtype: torch.dtype, num_splits: int = 1) -> Tensor | None:
+        """Return the additive mask of a layer type, see `packed_mask`, built once per forward."""
+        key = kind, groups, dtype, num_splits
+        if key not in self._packed:
+            self._packed[key] = packed_mask(self.masks[kind], *key[1:], all_seen=kind in self._all_seen)
+        return self._packed[key]
+
+    def attend(self, kind: str, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Attend in a layer of type `kind`, see `attend_packed`."""
+        masks = functools.partial(self.packed, kind, query.shape[1] // key.shape[1], query.dtype)
+        return attend_packed(query, key, value, masks, scaling)
+
+
+_CONTEXT: ContextVar[AttentionContext | None] = ContextVar("attention_context", default=None)
+
+
+def layer_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute a layer's attention `[B, N, H, Dv]` for queries `[B, H, N, D]`, with transformers' interface.
+
+    Calls transformers' `sdpa` outside of `attending`, in code that torch.compile compiles, for masks that are not in
+    the context, with dropout, and if one of `UNSUPPORTED_ARGUMENTS` is given.
+    """
+    context = None if torch.compiler.is_compiling() else _CONTEXT.get()
+    kind = None if context is None else context.kind(attention_mask)
+    unsupported = dropout or any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS)
+    if context is None or kind is None or unsupported:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    return (context.replacement or context.attend)(kind, query, key, value, scaling), None
+
+
+@functools.cache
+def register() -> None:
+    """Register the attention function with transformers, once per process."""
+    AttentionInterface.register(REPLACED, layer_attention)
+
+
+@contextmanager
+def attending(context: AttentionContext | None) -> Iterator[None]:
+    """Use this attention in this thread, in models whose attention is `REPLACED`; None changes nothing."""
+    if context is None:
+        yield
+        return
+    register()
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+# ----------------------------------------------------------------------------------------------- CPU kernel
+
+
+def append_and_attend(
+    cache: Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Append to a layer of a cache and attend to it with the CPU kernel; return `[B, N, H, Dv]`.
+
+    Args:
+        cache, layer: Any cache, and the index of the layer.
+        query, key, value: `[B, H, N, D]` and `[B, G, N, *]` of the new nodes.
+        mask: bool `[B or 1, 1, N, S]`, True for visible slots, over all slots including the new ones; None if all are
+            visible.
+        scale: Scale of the scores; None means `D ** -0.5`.
+
+    Returns:
+        None, with the cache unchanged, if the kernel does not support these inputs or is not loaded.
+    """
+    if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
+        return None
+    entry = cache.layers[layer]
+    if not _has_kernel(entry, query.dtype):
+        return None
+    keys, values, begin = entry.reserve(key, value)
+    return operations.attend(query, key, value, keys, values, begin, mask, scale)
+
+
+def append_and_attend_joined(
+    cache: Cache, layer: int, joined: Tensor, cos: Tensor, sin: Tensor, shared: int, mask: Tensor | None,
+    scale: float | None,
+) -> Tensor | None:  # fmt: skip
+    """Like `append_and_attend`, for queries, keys and values side by side, see `operations.attend_joined`.
+
+    Also returns None if the cache's layer has no memory yet.
+    """
+    if not isinstance(cache, TreeCache) or not operations.can_attend(joined, cos, sin):
+        return None
+    entry = cache.layers[layer]
+    if not entry.is_initialized or not _has_kernel(entry, joined.dtype):
+        return None
+    keys, values, begin = entry.reserve_slots(joined.shape[1])
+    return operations.attend_joined(joined, cos, sin, shared, keys, values, begin, mask, scale)
+
+
+def _has_kernel(entry: TreeLayer, dtype: torch.dtype) -> bool:
+    """Whether the kernel can use the memory of a layer; another dtype occurs under autocast."""
+    return entry.window is None and (not entry.is_initialized or entry.keys.dtype == entry.values.dtype == dtype)
+
+
+# ----------------------------------------------------------------------------------------------- packed queries
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, masks: Callable[[int], Tensor | None], scale: float | None
+) -> Tensor:
     """Compute grouped-query attention; returns `[B, N, H, Dv]`, contiguous.
 
     Args:
         query: `[B, H, N, D]`.
         key, value: `[B, G, S, *]`; G divides H.
-        masks: Returns the additive mask of the packed queries for a number of parts.
+        masks: Returns the additive mask of the packed queries for a number of parts, see `packed_mask`.
         scale: Scale of the scores; None means `D ** -0.5`.
     """
     batch, heads, nodes, dim = query.shape
@@ -295,6 +275,11 @@ def calls_kernel_directly(device: torch.device) -> bool:
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
     """Return the kernel for packed queries `[B, G, M, D]`, keys and values `[B, G, S, *]`; None to let SDPA choose."""
+
+    def is_aligned(tensor: Tensor) -> bool:
+        *strides, last = tensor.stride()
+        return last == 1 and not any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides))
+
     device, dtype = query.device, query.dtype
     if not calls_kernel_directly(device):
         return None
@@ -302,14 +287,9 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         return None  # SDPA casts under autocast
     if torch.compiler.is_compiling() or not torch.backends.cuda.mem_efficient_sdp_enabled():
         return None
-    if not all(map(_is_aligned, (query, key, value))):
+    if not all(map(is_aligned, (query, key, value))):
         return None
     return efficient_attention if works(device, dtype, key.shape[-1], value.shape[-1]) else None
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    *strides, last = tensor.stride()
-    return last == 1 and not any(number % ALIGNMENT for number in (tensor.storage_offset(), *strides))
 
 
 def efficient_attention(
@@ -349,48 +329,44 @@ def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
     else:
         try:
             error = probe_error(device, dtype, key_dim, value_dim)
-            reason = (
-                "" if error <= KERNEL_TOLERANCE[dtype] else f"the error of the memory-efficient kernel is {error:.1e}"
-            )
+            wrong = not error <= KERNEL_TOLERANCE[dtype]  # NaN is wrong, too
+            reason = f"the error of the memory-efficient kernel is {error:.1e}" if wrong else ""
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:  # drivers and other versions of torch raise various types
             reason = f"the memory-efficient kernel fails ({type(failure).__name__}: {failure})"
     if reason:
-        logger.info(
-            "SDPA chooses the attention kernel for dtype %s and head sizes %d and %d on %s: %s.",
-            dtype, key_dim, value_dim, device, reason,
-        )  # fmt: skip
+        sizes = f"dtype {dtype} and head sizes {key_dim} and {value_dim} on {device}"
+        logger.info("SDPA chooses the attention kernel for %s: %s.", sizes, reason)
     return not reason
 
 
 @torch.no_grad()
 def probe_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
     """Return the largest absolute error of the kernel, unsplit and in three parts, against float64 on the host."""
-    shapes = (1, 2, PROBE_ROWS, key_dim), (1, 2, PROBE_KEYS + 15, key_dim), (1, 2, PROBE_KEYS + 15, value_dim)
-    query, keys, values = (_numbers(shape, offset).to(dtype) for offset, shape in enumerate(shapes))
-    indices = torch.arange(PROBE_ROWS * PROBE_KEYS, device="cpu").view(1, 1, PROBE_ROWS, PROBE_KEYS)
+
+    def numbers(offset: int, *shape: int) -> Tensor:
+        """Numbers between -1 and 1, without using the random number generator."""
+        size = torch.Size(shape).numel()
+        return (torch.arange(size, dtype=torch.float64, device="cpu") * 0.7 + offset).cos().view(shape).to(dtype)
+
+    query = numbers(0, 1, 2, PROBE_QUERIES, key_dim)
+    keys, values = (numbers(offset, 1, 2, PROBE_KEYS + 15, dim) for offset, dim in ((1, key_dim), (2, value_dim)))
+    indices = torch.arange(PROBE_QUERIES * PROBE_KEYS, device="cpu").view(1, 1, PROBE_QUERIES, PROBE_KEYS)
     seen = indices % 3 > 0
     seen[:, :, 0, :-5] = False  # the first row sees only keys of the last part
-    on_device = [tensor.to(device) for tensor in (query, keys, values)]
-    key, value = (tensor[:, :, :PROBE_KEYS] for tensor in on_device[1:])  # views, like those of a cache
+    mask = torch.zeros(seen.shape, dtype=torch.float64, device="cpu").masked_fill_(~seen, HIDDEN_SCORE)
+    exact = query.double(), keys[:, :, :PROBE_KEYS].double(), values[:, :, :PROBE_KEYS].double()
+    expected, expected_sums = exact_attention(*exact, mask, None)
+    query, keys, values = (tensor.to(device) for tensor in (query, keys, values))
+    key, value = keys[:, :, :PROBE_KEYS], values[:, :, :PROBE_KEYS]  # views, like those of a cache
     masks = functools.partial(packed_mask, seen.to(device), 1, dtype)
-    whole, sums = efficient_attention(on_device[0], key, value, masks(), None)
-    parts = split_attention(on_device[0], key, value, masks(3), None, 3, efficient_attention)
-    expected, expected_sums = exact_attention(
-        query.double(), keys[:, :, :PROBE_KEYS].double(), values[:, :, :PROBE_KEYS].double(),
-        torch.zeros(seen.shape, dtype=torch.float64, device="cpu").masked_fill_(~seen, HIDDEN_SCORE), None,
-    )  # fmt: skip
+    whole, sums = efficient_attention(query, key, value, masks(), None)
+    parts = split_attention(query, key, value, masks(3), None, 3, efficient_attention)
     pairs = (whole, expected), (parts, expected), (sums, expected_sums)
     return max(
-        float((actual.to("cpu", torch.float64) - exact).abs().max().nan_to_num(torch.inf)) for actual, exact in pairs
+        float((found.to("cpu", torch.float64) - wanted).abs().max().nan_to_num(torch.inf)) for found, wanted in pairs
     )
-
-
-def _numbers(shape: tuple[int, ...], offset: int) -> Tensor:
-    """Return numbers between -1 and 1 without using the random number generator."""
-    size = torch.Size(shape).numel()
-    return (torch.arange(size, dtype=torch.float64, device="cpu") * 0.7 + offset).cos().view(shape)
 
 
 def exact_attention(
@@ -411,8 +387,7 @@ def num_parts(batch: int, heads: int, rows: int, keys: int, processors: int) -> 
 
     Args:
         batch: Batch size; with several parts, each row of the batch is a separate kernel call.
-        heads: Key heads.
-        rows: Packed queries per key head.
+        heads, rows: Key heads, and packed queries per key head.
         keys: Keys per row.
         processors: Multiprocessors of the device.
 
@@ -457,38 +432,32 @@ def split_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, num_splits: int,
     kernel: Kernel,
 ) -> Tensor:  # fmt: skip
-    """_Attend to parts of the keys in parallel, as rows of a batch, and merge the outputs: `[B, H, M, Dv]`.
+    """Attend to parts of the keys in parallel, as rows of a batch, and merge the outputs: `[B, H, M, Dv]`.
 
     Keys and values are not copied: parts are views that start `step * D` elements apart. Batch rows and parts cannot
     be combined into one dimension of a view, so each batch row is a separate kernel call. Queries are expanded with
     stride 0.
 
     Args:
-        query: `[B, H, M, D]`, packed.
-        key: `[B, H, S, D]`.
-        value: `[B, H, S, Dv]`.
+        query, key, value: `[B, H, M, D]` (packed), `[B, H, S, D]` and `[B, H, S, Dv]`.
         mask: Result of `packed_mask` for this number of parts.
         scale: Scale of the scores; None means `D ** -0.5`.
         num_splits: Number of parts.
         kernel: Must return finite outputs, and a log-sum-exp near `HIDDEN_SCORE`, for a row that sees no key of a
             part.
     """
-    keys, values = _parts(key, num_splits), _parts(value, num_splits)
-    results = [
-        kernel(
-            query[row].expand(num_splits, -1, -1, -1), keys[row], values[row],
-            None if mask is None else mask[row if len(mask) > 1 else 0][:, None], scale,
-        )
-        for row in range(len(query))
-    ]  # fmt: skip
-    outputs, sums = zip(*results, strict=True)
+    step, length = part_sizes(key.shape[2], num_splits)
+    keys, values = (
+        states.unfold(2, length, step).permute(0, 2, 1, 4, 3) for states in (key, value)
+    )  # [B, n, H, L, *]
+    outputs, sums = [], []
+    for row in range(len(query)):
+        queries = query[row].expand(num_splits, -1, -1, -1)
+        row_mask = None if mask is None else mask[row if len(mask) > 1 else 0][:, None]
+        output, log_sum = kernel(queries, keys[row], values[row], row_mask, scale)
+        outputs.append(output)
+        sums.append(log_sum)
     return merge_parts(torch.stack(outputs, 1), torch.stack(sums, 1))
-
-
-def _parts(tensor: Tensor, num_splits: int) -> Tensor:
-    """View `[B, H, S, D]` as parts `[B, n, H, L, D]`."""
-    step, length = part_sizes(tensor.shape[2], num_splits)
-    return tensor.unfold(2, length, step).permute(0, 2, 1, 4, 3)
 
 
 def merge_parts(outputs: Tensor, sums: Tensor) -> Tensor:

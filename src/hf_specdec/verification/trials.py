@@ -1,6 +1,7 @@
-"""Checks that a model's plain `generate()` continues text in transformers' own decoding loop, and what it computes.
+"""Forwards that only test a model, and what they show.
 
-Speculation replaces that loop, so models with another one are refused.
+Speculation replaces transformers' decoding loop, so models whose plain `generate()` runs another one are refused. The
+answer of a short plain `generate()` is what the probe compares other forwards with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from hf_specdec.verification.model import cache_argument, execution_device, text
 
 REPLACED_HOOKS = {"_sample": "a decoding loop", "_prepare_cache_for_generation": "a cache"}
 """Methods of `GenerationMixin` that speculation replaces, and what each provides."""
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""Exceptions that a forward raises if it cannot run the probe's inputs."""
 
 PROMPT_LENGTH = 6
 """Number of prompt tokens in `run_plainly`."""
@@ -78,21 +84,10 @@ def refusal(model: Any, reason: str, hint: str = "Use plain generate() with this
 def why_not_transformers_loop(model: GenerationMixin) -> str:
     """Return why the model does not decode in transformers' own loop; empty if it does."""
     for name, provided in REPLACED_HOOKS.items():
-        owners = [
-            cls
-            for cls in type(model).__mro__
-            if name in vars(cls) and not cls.__module__.startswith("hf_specdec.") and cls is not GenerationMixin
-        ]
-        if owners:
-            return f"its generate() has {provided} that is not transformers' ({owners[0].__name__}.{name})"
+        for cls in type(model).__mro__:
+            if name in vars(cls) and not cls.__module__.startswith("hf_specdec.") and cls is not GenerationMixin:
+                return f"its generate() has {provided} that is not transformers' ({cls.__name__}.{name})"
     return ""
-
-
-def _own_generate(model: PreTrainedModel) -> Any:
-    """Return `generate` of the model's class as it is without this package, and without wrappers of single objects."""
-    classes = type(model).__mro__
-    ours = [index for index, cls in enumerate(classes) if cls.__module__.startswith("hf_specdec.")]
-    return next(vars(cls)["generate"] for cls in classes[max(ours, default=-1) + 1 :] if "generate" in vars(cls))
 
 
 @torch.no_grad()
@@ -127,17 +122,15 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
     def next_token(row: int, text: Tensor) -> list[int]:
         return forced[row][len(text) - PROMPT_LENGTH :][:1] or [0]
 
+    # `generate` of the model's class as it is without this package, and without wrappers of single objects
+    classes = type(model).__mro__
+    ours = [index for index, cls in enumerate(classes) if cls.__module__.startswith("hf_specdec.")]
+    generate = next(vars(cls)["generate"] for cls in classes[max(ours, default=-1) + 1 :] if "generate" in vars(cls))
     hook = model.register_forward_hook(note, with_kwargs=True)
     trial = IN_TRIAL.set(True)
+    options = {"max_length": width + 1, "prefix_allowed_tokens_fn": next_token, **PLAIN_OPTIONS}
     try:
-        text = _own_generate(model)(
-            model,
-            prompt,
-            attention_mask=mask,
-            max_length=width + 1,
-            prefix_allowed_tokens_fn=next_token,
-            **PLAIN_OPTIONS,
-        )
+        text = generate(model, prompt, attention_mask=mask, **options)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise refusal(
@@ -152,9 +145,8 @@ def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> Plai
         raise refusal(model, "its generate() runs another model's forward", "Attach that model instead.")
     if not isinstance(text, Tensor) or text.dim() != 2 or len(text) != rows or text.shape[1] <= PROMPT_LENGTH:
         got = f"a tensor {list(text.shape)}" if isinstance(text, Tensor) else type(text).__name__
-        raise refusal(
-            model, f"its generate() returns {got} for a prompt [{rows}, {PROMPT_LENGTH}], not one row of tokens each"
-        )
+        wanted = f"a prompt [{rows}, {PROMPT_LENGTH}], not one row of tokens each"
+        raise refusal(model, f"its generate() returns {got} for {wanted}")
     if not torch.equal(text[:, :width].to(tokens.device), tokens):
         raise refusal(model, "its generate() does not return the prompt followed by new tokens")
     return PlainRun(prompt, mask, answer, tuple(logits[-num_tokens:]), caches[-1])
@@ -177,17 +169,6 @@ def ordinary_tokens(model: PreTrainedModel, count: int) -> Tensor:
     return torch.tensor((ordinary * count)[:count], device=execution_device(model))
 
 
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""Exceptions that a forward raises if it cannot run the probe's inputs."""
-
-
-CACHED = "max_seq_len_cached"
-"""End of the names of attributes with the text length for which a module has its rotary frequencies."""
-
-
 def first_inputs(model: PreTrainedModel, mask: Tensor, cache: Cache | None) -> dict[str, Any]:
     """Return the inputs that `generate()` prepares for the first forward, from a mask `[B, P]` and a cache, if any."""
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": cache is not None}
@@ -208,7 +189,7 @@ def run_whole(model: PreTrainedModel, prompt: Tensor, mask: Tensor, tokens: Tens
     return list(logits.unbind(dim=1))
 
 
-def uncompiled() -> AbstractContextManager[object]:
+def _uncompiled() -> AbstractContextManager[object]:
     """Run forwards wrapped by `torch.compile` eagerly in this block: trial inputs would use up its recompilations."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -220,15 +201,16 @@ def reproducible(model: nn.Module) -> Iterator[None]:
     The modes of all modules, their dynamic rotary frequencies (which depend on the longest text so far) and the random
     number generators of CPU and model device are restored afterwards.
     """
-    rotary = [
-        (module, dict(module._buffers), {name: vars(module)[name] for name in vars(module) if name.endswith(CACHED)})
-        for module in model.modules()
-        if "dynamic" in str(getattr(module, "rope_type", ""))
-    ]
+    rotary = []
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")):
+            # text lengths for which it has its frequencies
+            lengths = {name: value for name, value in vars(module).items() if name.endswith("max_seq_len_cached")}
+            rotary.append((module, dict(module._buffers), lengths))
     training = [vars(module) for module in model.modules() if module.training]
     device = execution_device(model)
     others = [] if device.type == "cpu" else [device]
-    with uncompiled(), torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
+    with _uncompiled(), torch.random.fork_rng(others, device_type=device.type if others else "cpu"):
         evaluate = bool(training) and (drops_cache(model) or is_random(model))
         try:
             try:
