@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -309,7 +310,8 @@ void *operator new(size_t size) {
 void operator delete(void *given) noexcept { free(given); }
 void operator delete(void *given, size_t) noexcept { free(given); }
 """
-NO_MEMORY = """import ctypes, dataclasses, torch
+NO_MEMORY = """import ctypes, torch
+from types import SimpleNamespace
 from hf_specdec.cpu import chains, growing, operations
 from hf_specdec.errors import CacheCapacityError
 fail_after, seen, left = ctypes.CDLL(None).fail_after, {}, [-1]
@@ -323,10 +325,11 @@ def failing(function):
     return call
 own = operations.functions_for
 functions = {number: own(number) for number in (torch.float32, torch.bfloat16)}
-replaced = {number: operations.Functions(**{
-    field.name: failing(getattr(one, field.name)) for field in dataclasses.fields(one)
-}) for number, one in functions.items()}
-for module in (chains, growing, operations, search):
+replaced = {
+    number: SimpleNamespace(**{name: failing(call) for name, call in vars(one).items()})
+    for number, one in functions.items()
+}
+for module in (chains, growing, operations):
     module.functions_for = replaced.__getitem__
 steps = [chains.ChainStep(place, (1,), 33, 33, (None,), (33,)) for place in (0, 2)]
 for number in functions:
@@ -812,7 +815,7 @@ def test_steps_between_attentions_are_one_call_with_the_same_result(
         assert join_steps(graph) == 1
         assert not any(str(node.target).startswith("hf_specdec_cpu") for node in graph.graph.nodes)
         own = operations.functions_for(number)
-        counted = replace(own, run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
+        counted = SimpleNamespace(run=lambda *arguments: (calls.append(arguments[3]), own.run(*arguments)))
         monkeypatch.setattr(chains, "functions_for", lambda _dtype: counted)
         for rows, columns in ((2, 5), (1, 1), (1, 3), (3, 29), (30, 30), (0, 4)):  # (30, 30): torch multiplies so many
             given = random(columns, rows, 20, dtype=number).transpose(0, 1), random(rows, columns, 24, dtype=number)
@@ -880,7 +883,7 @@ def test_torch_multiplies_where_it_is_faster(seconds: list[int], most: int, monk
 def test_small_weights_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "_widest", {})
     operations.measure_widest([random(300, 300), random(40, 300, dtype=torch.bfloat16)])
-    assert not operations.rows_are_limited(torch.float32)
+    assert operations._widest == {}
 
 
 @pytest.mark.usefixtures("fresh")

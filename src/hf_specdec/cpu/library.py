@@ -40,12 +40,8 @@ SOURCES = tuple(
     for name in ("kernels.cpp", "attention.h", "blocks.h", "products.h", "search.h", "steps.h", "vectors.h")
 )
 """The file to compile, and those that it includes."""
-FUNCTIONS = tuple(
-    f"{name}_{bits}"
-    for name in ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
-    for bits in (16, 32)
-)
-"""Names of the functions for tensors of bfloat16 and float32, see `operations.functions_for`."""
+FUNCTIONS = ("multiply", "normalize", "run", "rotate", "attend", "attend_joined", "best", "grow")
+"""Functions for tensors, see `operations.functions_for`; their names end with the bits of bfloat16 and float32."""
 MEASURE = -1
 """Argument of the library's `choose_pairs`: use the instructions for pairs of bfloat16 unless they are slow."""
 OPTIONS = ("-std=c++17", "-O3", "-w", "-fopenmp", "-shared", "-fPIC")
@@ -96,15 +92,11 @@ def processor_features() -> frozenset[str]:
 
 
 def choose_instruction_set(features: frozenset[str], machine: str, most: str) -> InstructionSet:
-    """Return the best instruction set of a processor.
+    """Return the best instruction set of a processor, or raise `NoKernelsError`.
 
     Args:
-        features: Features of the processor, see `processor_features`.
-        machine: Result of `platform.machine()`.
+        features, machine: See `processor_features`, and `platform.machine()`.
         most: Value of the environment variable: a name that excludes better ones, "none", or empty.
-
-    Raises:
-        NoKernelsError: There is none, or the value is unknown.
     """
     names = [entry.name for entry in INSTRUCTION_SETS]
     if most == "none":
@@ -124,11 +116,7 @@ def choose_instruction_set(features: frozenset[str], machine: str, most: str) ->
 
 
 def find_compiler() -> list[str]:
-    """Return the command of a C++ compiler: `$CXX`, which may have options (`ccache g++`), else `g++` or `clang++`.
-
-    Returns:
-        Path of the program, and its options; empty if none was found.
-    """
+    """Return path and options of a C++ compiler, empty if there is none: `$CXX` (`ccache g++`), `g++` or `clang++`."""
     wanted = os.environ.get("CXX", "").strip()
     try:
         commands = [shlex.split(wanted)] if wanted else [["g++"], ["clang++"]]
@@ -143,12 +131,8 @@ def find_compiler() -> list[str]:
 def build(instructions: InstructionSet, compiler: list[str], directory: Path) -> ctypes.CDLL:
     """Load the library in a directory, built if it is missing; several processes may build at once.
 
-    A file that is damaged, or that another user may have changed, is replaced, with a warning.
-
-    Args:
-        instructions: The instruction set.
-        compiler: See `find_compiler`. Without one, a library that any compiler has built of these sources is used.
-        directory: The directory.
+    A file that is damaged, or that another user may have changed, is replaced, with a warning. Without a compiler (see
+    `find_compiler`), a library that any compiler has built of these sources is used.
 
     Raises:
         NoKernelsError: The compiler fails, or there is none and nothing was built before.
@@ -197,12 +181,7 @@ def build(instructions: InstructionSet, compiler: list[str], directory: Path) ->
 
 
 def _run(command: list[str], working: str) -> tuple[int, str]:
-    """Run a compiler; return its status and output. It leaves no processes and no files outside of a directory.
-
-    Raises:
-        OSError: It cannot be started.
-        subprocess.TimeoutExpired: It took longer than `COMPILE_TIMEOUT`.
-    """
+    """Run a compiler; return its status and output. It leaves no processes, and files only in the directory."""
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": working}
     is_stopped, starting, started = threading.Event(), threading.Lock(), list[subprocess.Popen[bytes]]()
 
@@ -239,13 +218,6 @@ def library_path(instructions: InstructionSet, compiler: list[str], directory: P
     """Return where `build` puts the library; without a compiler, the newest whole one that any compiler has built.
 
     Compilers are identified by path, size and date, so that none is started to ask for its version.
-
-    Args:
-        instructions, compiler, directory: See `build`.
-
-    Raises:
-        NoKernelsError: No compiler was found, and no library was built before.
-        OSError: The compiler is not there any more.
     """
     prefix = f"kernels-{instructions.name}-{_hash([*OPTIONS, *(source.read_text() for source in SOURCES)])}"
     if compiler:
@@ -327,9 +299,10 @@ def _this_machine() -> InstructionSet:
 def _opened(path: Path) -> ctypes.CDLL:
     before = openmp_runtimes()
     library = ctypes.CDLL(str(path))
-    missing = next((name for name in (*FUNCTIONS, "choose_pairs", "read_memory") if not hasattr(library, name)), None)
-    if missing is not None:
-        raise OSError(f"{path} has no function {missing}")
+    names = [f"{name}_{bits}" for name in FUNCTIONS for bits in (16, 32)]
+    for name in (*names, "choose_pairs", "read_memory"):
+        if not hasattr(library, name):
+            raise OSError(f"{path} has no function {name}")
     if before and openmp_runtimes() != before:  # two pools of threads would slow each other down
         raise NoKernelsError(f"torch uses another OpenMP runtime ({', '.join(sorted(before))}) than the compiler")
     library.choose_pairs.argtypes, library.choose_pairs.restype = [ctypes.c_long], ctypes.c_long

@@ -96,9 +96,6 @@ class TreeLayer(CacheLayerMixin):
         """Append keys and values `[B, H, T, D]` and return views `[B, H, end, D]` of all slots written so far.
 
         During prefill, a sliding-window layer returns only the slots that the new tokens can see, as in transformers.
-
-        Raises:
-            CacheCapacityError: The cache is full, or there is not enough memory for it to grow.
         """
         first = self._first_seen
         keys, values, begin = self.reserve(key_states, value_states)
@@ -142,7 +139,7 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """Static key-value cache of the target, and of drafters that need one.
 
-    Size in bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`, see `num_bytes`.
+    Size in bytes: `sum over layers of B * capacity * H * (Dk + Dv) * bytes(dtype)`.
 
     Args:
         layout: One entry per layer, from `probe.inspect_target`; layers with equal layouts share one buffer. A layer
@@ -183,11 +180,6 @@ class TreeCache(Cache):
     def num_written(self) -> int:
         """Number of slots that every layer in use has written, committed or not."""
         return min((layer.end for layer in self.layers if layer.is_initialized), default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the keys and values of all B rows; memory kept for later calls may have more rows."""
-        return sum(states.nbytes for buffer in self.buffers for states in (buffer.keys, buffer.values))
 
     def lengths_on(self, device: torch.device, batch_size: int) -> Tensor:
         """Return the number of committed tokens of each row, `[B]` on `device`, cached there; 0 before the prompt."""
@@ -248,9 +240,7 @@ class TreeCache(Cache):
     def keep_rows(self, active: ActiveRows, rows: Sequence[int]) -> None:
         """Drop all rows but some, in place: the memory of row `rows[i]`, which is i or larger, moves to row i.
 
-        Args:
-            active: The rows of the batch that `rows` stand for, in the same order.
-            rows: Rows of this cache.
+        `active` are the rows of the batch that they stand for, in the same order.
         """
         device = active.index.device
         lengths = self.lengths_on(device, len(self.lengths))
@@ -288,17 +278,8 @@ class TreeCache(Cache):
             if layer.is_initialized:
                 layer.end = self.start
 
-    def reset(self) -> None:
-        """Discard all tokens, but keep the buffers."""
-        self._commit_lengths([], None)
-
     def adopt(self, cache: Cache) -> None:
-        """Copy the tokens of a transformers cache; the cache itself is not modified until `hand_back`.
-
-        Raises:
-            UnsupportedGenerationError: See `seen_tokens`.
-            CacheCapacityError: The tokens do not fit.
-        """
+        """Copy the tokens of a transformers cache, see `seen_tokens`; it is not modified until `hand_back`."""
         self._adopted = cache
         self._copy(cache)
 
@@ -310,7 +291,7 @@ class TreeCache(Cache):
         if self._adopted is not None:
             self.hand_back(None)
         committed, self._adopted = self.lengths, None
-        self.reset()
+        self._commit_lengths([], None)
         self._copy(cache)
         self.lengths = committed
 

@@ -28,9 +28,6 @@ class ChainCache(DynamicCache):
     rows have the same length. Attention layers are cropped to the accepted tokens. A recurrent state cannot be
     cropped: in a model that has one, all layers are restored to their state before the chain and the accepted tokens
     are run again, unless the whole chain was accepted.
-
-    Args:
-        config: Configuration of the text decoder.
     """
 
     def __init__(self, config: Any) -> None:
@@ -83,14 +80,9 @@ class ChainCache(DynamicCache):
         self._snapshot = []
 
     def keep(self, paths: Sequence[Sequence[int]], num_nodes: int) -> int:
-        """Keep the first nodes of the last forward's chain, the same number in every row; discard the others.
+        """Keep the first of the `num_nodes` nodes of a chain, the same number in every row; discard the others.
 
-        Args:
-            paths: Kept nodes of each row.
-            num_nodes: Nodes of the chain.
-
-        Returns:
-            Number of kept nodes that must be run again to enter the cache; 0 if all kept nodes are in it.
+        Returns the number of kept nodes that must be run again to enter the cache; 0 if all kept nodes are in it.
         """
         kept = len(paths[0])
         self.lengths = [self.start + kept] * len(paths)

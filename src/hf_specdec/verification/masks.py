@@ -90,12 +90,9 @@ class PromptPadding:
         return self.where(self.valid[:, self.valid.shape[1] - num_slots :])
 
     def extended_to(self, num_slots: int) -> PromptPadding:
-        """Return the padding with slots of tokens prepended until there are `num_slots`.
+        """Return the padding with slots of tokens prepended until there are `num_slots`; refuse a longer mask.
 
         Prompt tuning puts virtual tokens before the prompt, which the attention mask does not cover.
-
-        Raises:
-            UnsupportedGenerationError: The mask covers more than `num_slots` slots.
         """
         more = num_slots - self.valid.shape[1]
         if more < 0:
@@ -129,9 +126,7 @@ class Positions:
     def of_nodes(self, depths: Tensor, lengths: Tensor, ceiling: int | None = None) -> Tensor:
         """Return the positions `[..., B, N]` of nodes at depths `[B or 1, N]`, after `[B]` committed slots.
 
-        Args:
-            depths, lengths: See above.
-            ceiling: Largest position, which only rows that have ended would exceed; None: no limit.
+        Only rows that have ended would exceed the `ceiling`.
 
         Example: a prompt of 5 slots, 2 of them padding, ends at position 2; depths [0, 1, 1, 2] give [3, 4, 4, 5].
         """
@@ -180,15 +175,10 @@ def tree_masks(
     """Build the masks `[B, 1, N, start + N]` of one verify forward: bool (True: attend), or additive if so configured.
 
     Args:
-        layout: Masks that the model needs.
+        layout, padding: Masks that the model needs, and padding of the prompt.
         ancestors: `[B or 1, N, N]` bool, from `TokenTree.ancestor_mask`.
-        lengths: `[B]` committed tokens of each row.
-        start: Length of the longest row, where the tree is written.
-        padding: Padding of the prompt.
+        lengths, start: `[B]` committed tokens of each row, and the largest of them, where the tree is written.
         dtype: Dtype of additive masks.
-
-    Returns:
-        One tensor if all layers have the same type, else a dict keyed by layer type.
 
     Example: with 2 committed tokens, a root and one child have the rows 1110 and 1111.
     """
@@ -226,12 +216,9 @@ def bucket_masks(
 def _restricted(
     layout: MaskLayout, seen: Tensor, queries: Tensor, keys: Tensor, left: Tensor | None
 ) -> dict[str, Tensor]:
-    """Restrict full masks `[B, N, S]` to each layer type's window or chunk.
+    """Restrict a full mask `[B, N, S]` to each layer type's window or chunk; `left` is None if no row is padded.
 
-    Args:
-        layout, left: See `bucket_masks`; None: no row is padded.
-        seen: Committed tokens of each row, and ancestors of each node.
-        queries, keys: `[B, N]` and `[B, S]` slots in plain generation.
+    `queries` `[B, N]` and `keys` `[B, S]` are slots in plain generation.
     """
     queries, keys = queries[:, :, None], keys[:, None]
     masks = {}
@@ -388,9 +375,7 @@ class Window:
 def shifted_padding(valid: Tensor, totals: Tensor) -> PromptPadding:
     """Return the padding of slots chosen by `Window.choose`, whose `counts` are negative in rows that lost tokens.
 
-    Args:
-        valid: `[B, K]` bool from `Window.choose`.
-        totals: `[B]` tokens of each row, dropped ones included: the position of the next token.
+    `valid` `[B, K]` is from there; `totals` `[B]` are the tokens of each row, dropped ones included.
     """
     return PromptPadding(valid, valid.shape[1] - totals, (~valid).sum(-1))
 

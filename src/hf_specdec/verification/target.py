@@ -100,9 +100,9 @@ class Target(ABC):
         return None
 
     def reach(self, rows: Sequence[int]) -> int:
-        """Return the depth of the deepest draft that crosses none of the model's `bounds`; note the largest position.
+        """Return the depth of the deepest draft after these rows that crosses none of the model's `bounds`.
 
-        Reads the device once in a call, and only if a bound is ahead. `rows` of the batch have not ended.
+        Reads the device once in a call, and only if a bound is ahead.
         """
         if not self.bounds.ends:
             return UNBOUNDED
@@ -136,11 +136,7 @@ class Target(ABC):
 
     @abstractmethod
     def adopt(self, cache: Cache) -> None:
-        """Continue a transformers cache passed by the user, which is not modified until `hand_back`.
-
-        Raises:
-            UnsupportedGenerationError: The cache cannot be continued.
-        """
+        """Continue a cache passed by the user, which is not modified until `hand_back`; refuse what cannot be."""
 
     @abstractmethod
     def admit(self, draft: Draft) -> Draft:
@@ -168,12 +164,10 @@ class Target(ABC):
         """Run the model over all nodes except the first `known`; return outputs with `logits` `[B, N - known, V]`."""
 
     def keep_rows(self, active: Sequence[int]) -> None:  # noqa: B027  (optional to override)
-        """Leave all rows of the batch but these out of further forwards, if this saves time; by default, it does not.
+        """Leave rows that have ended out of further forwards, if this saves time; by default, it does not.
 
-        Drafts, logits and features keep one entry per row of the batch; those of rows left out are zeros.
-
-        Args:
-            active: Rows that have not ended, ascending. Rows left out before must not be among them.
+        Drafts, logits and features keep one entry per row of the batch; those of rows left out are zeros. The `active`
+        rows are ascending, and none of them was left out before.
         """
 
     def with_model(self, model: PreTrainedModel) -> Target:
@@ -223,8 +217,7 @@ class Target(ABC):
         """Process the prompt with transformers' own prefill (chunks, embeddings, images) and commit it in every row.
 
         Args:
-            input_ids: `[B, P]`.
-            generation_config: Generation config of this call.
+            input_ids, generation_config: `[B, P]`, and the generation config of this call.
             model_kwargs: Inputs prepared by `generate()`, including our cache; `logits_to_keep` may be changed.
             prompt_logits: Return the logits of all positions (for a prompt in chunks, only of the last chunk).
             window: Keep only the features of these tokens of a prompt that is longer and continues no cache.

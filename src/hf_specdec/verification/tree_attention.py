@@ -160,15 +160,8 @@ def append_and_attend(
 ) -> Tensor | None:
     """Append to a layer of a cache and attend to it with the CPU kernel; return `[B, N, H, Dv]`.
 
-    Args:
-        cache, layer: Any cache, and the index of the layer.
-        query, key, value: `[B, H, N, D]` and `[B, G, N, *]` of the new nodes.
-        mask: bool `[B or 1, 1, N, S]`, True for visible slots, over all slots including the new ones; None if all are
-            visible.
-        scale: Scale of the scores; None means `D ** -0.5`.
-
-    Returns:
-        None, with the cache unchanged, if the kernel does not support these inputs or is not loaded.
+    See `operations.attend` for the arguments. None, with the cache unchanged, if the kernel does not support these
+    inputs or is not loaded.
     """
     if not isinstance(cache, TreeCache) or not operations.can_attend(query, key, value):
         return None
@@ -235,18 +228,14 @@ def attend_packed(
 def packed_mask(
     seen: Tensor, groups: int, dtype: torch.dtype, num_splits: int = 1, *, all_seen: bool = False
 ) -> Tensor | None:
-    """Build the additive mask of packed queries.
+    """Build the additive mask of packed queries: `[B, 1, groups * N, S]`, or for n parts as from `split_mask`.
 
     Args:
         seen: bool `[B, 1, N, S]`, True for visible keys.
         groups: Query heads per key head.
         dtype: Dtype of the queries; some kernels misread masks of another dtype.
         num_splits: Number of parts that the keys are split into.
-        all_seen: Whether every entry of `seen` is True.
-
-    Returns:
-        `[B, 1, groups * N, S]`, or for n parts `[B, n, groups * N, L]` (see `split_mask`). If `all_seen`, None, or
-        `[1, n, 1, L]` for parts that overlap.
+        all_seen: Whether every entry of `seen` is True: then None, or `[1, n, 1, L]` for parts that overlap.
     """
     keys, device = seen.shape[-1], seen.device
     if all_seen:
@@ -320,8 +309,7 @@ def multiprocessors(device: torch.device) -> int:
 def works(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether the kernel computes correct results for these head sizes; tried once, which synchronizes the device.
 
-    Raises:
-        torch.OutOfMemoryError: The trial run does not fit in memory; the next call tries again.
+    If the trial run does not fit in memory, that is raised, and the next call tries again.
     """
     note_one_time_work()
     if dtype not in KERNEL_TOLERANCE:
@@ -385,11 +373,7 @@ def exact_attention(
 def num_parts(batch: int, heads: int, rows: int, keys: int, processors: int) -> int:
     """Choose the number of parts to split the keys into, from sizes alone: a capture must not read from the device.
 
-    Args:
-        batch: Batch size; with several parts, each row of the batch is a separate kernel call.
-        heads, rows: Key heads, and packed queries per key head.
-        keys: Keys per row.
-        processors: Multiprocessors of the device.
+    `rows` are packed queries per key head. With several parts, each row of the batch is a separate kernel call.
 
     Example: a batch of 1, 8 heads, 128 rows (32 nodes, 4 query heads per key head) and 4,096 keys on 132
     multiprocessors give 8 parts, which are 128 thread blocks.
@@ -415,8 +399,7 @@ def part_sizes(keys: int, num_splits: int) -> tuple[int, int]:
 def split_mask(mask: Tensor, num_splits: int) -> Tensor:
     """Cut an additive mask `[B, 1, M, S]` into n parts `[B, n, M, L]`; show each key only in the last part it is in.
 
-    Returns:
-        A view if parts do not overlap and are aligned, otherwise a copy, made once for all layers of a forward.
+    The result is a view if parts do not overlap and are aligned, otherwise a copy, made once for all layers.
     """
     step, length = part_sizes(mask.shape[-1], num_splits)
     parts = mask.unfold(-1, length, step)[:, 0].transpose(1, 2)
@@ -438,13 +421,8 @@ def split_attention(
     be combined into one dimension of a view, so each batch row is a separate kernel call. Queries are expanded with
     stride 0.
 
-    Args:
-        query, key, value: `[B, H, M, D]` (packed), `[B, H, S, D]` and `[B, H, S, Dv]`.
-        mask: Result of `packed_mask` for this number of parts.
-        scale: Scale of the scores; None means `D ** -0.5`.
-        num_splits: Number of parts.
-        kernel: Must return finite outputs, and a log-sum-exp near `HIDDEN_SCORE`, for a row that sees no key of a
-            part.
+    The mask is that of `packed_mask` for this number of parts. The kernel, whose arguments the others are, must return
+    finite outputs, and a log-sum-exp near `HIDDEN_SCORE`, for a row that sees no key of a part.
     """
     step, length = part_sizes(key.shape[2], num_splits)
     keys, values = (

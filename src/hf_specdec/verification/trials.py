@@ -94,10 +94,7 @@ def why_not_transformers_loop(model: GenerationMixin) -> str:
 def run_plainly(model: PreTrainedModel, num_texts: int, num_tokens: int) -> PlainRun:
     """Let the model's own `generate()` give fixed answers to short prompts; costs `num_tokens` + 1 forwards.
 
-    Args:
-        model: Any model that passes `gate`, attached or not.
-        num_texts: Prompts without padding, and prompts with padding.
-        num_tokens: T, the length of the answers.
+    Half of the prompts, of which there are twice `num_texts`, are padded.
 
     Raises:
         UnsupportedModelError: `generate()` fails on a text prompt, does not return the prompt followed by new tokens,
