@@ -121,7 +121,7 @@ class Attention:
         """Return a function that runs the attention of all layers of a forward, which share one mask."""
         import torch
 
-        from hf_specdec.verification.attention import AttentionContext
+        from hf_specdec.verification.tree_attention import AttentionContext
 
         kind, groups = "full_attention", HEADS["query"] // HEADS["shared"]
         whole = frozenset([kind]) if self.query.shape[2] == 1 else frozenset()

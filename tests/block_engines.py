@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_specdec import Budget, DFlashHead, SpeculativeGenerationMixin, load_head
 from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
 from hf_specdec.heads.stages import stages_of
-from hf_specdec.trees.product import reachable
+from hf_specdec.trees.growth import reachable
 from hf_specdec.verification.cache import TreeCache
 
 Tensors = dict[str, Tensor]

@@ -30,8 +30,7 @@ from hf_specdec.drafters.dflash import BlockOutputs, DFlashDrafter, grow_block
 from hf_specdec.generation import plan
 from hf_specdec.heads.dflash import default_layers
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import StaticLevels
-from hf_specdec.trees.product import reachable
+from hf_specdec.trees.growth import StaticLevels, reachable
 from hf_specdec.verification.model import CACHE_FIELD, lm_head_rows
 from models import prompts
 from test_drafters import Wandering

@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.cpu.growing import PackedMarkov, grow_corrected
-from hf_specdec.cpu.search import can_search
+from hf_specdec.cpu.operations import can_search
 from hf_specdec.drafters.base import HOW_TO_LOAD
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
 from hf_specdec.drafters.features import DraftPlan, Entries, HeadFunctions, LayerLimits, first_positions
@@ -28,14 +28,22 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.dflash import DFlashHead, block_masks
 from hf_specdec.heads.stages import Stages
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import Level, StaticLevels, TreeShape, grow, growable, scored
-from hf_specdec.trees.product import children_of_likeliest, likeliest_nodes, reachable
+from hf_specdec.trees.growth import (
+    Level,
+    StaticLevels,
+    TreeShape,
+    children_of_likeliest,
+    grow,
+    growable,
+    likeliest_nodes,
+    reachable,
+    scored,
+)
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding, committed_slots
-from hf_specdec.verification.window import token_positions
+from hf_specdec.verification.masks import PromptPadding, committed_slots, token_positions
 
 DEFAULT_TOP_K = 4
 

@@ -32,16 +32,15 @@ from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.stages import Stages, stages_of, traced_stages
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import Level, StaticLevels, grow, growable, limits_of, scored
+from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.masks import PromptPadding, Window, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.target import Target
-from hf_specdec.verification.window import Window, token_positions
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 4
@@ -102,7 +101,7 @@ class LayerDrafter(Drafter):
             limits = LayerLimits(self.largest(Budget(wanted, num_steps, top_k)), None, self.feature_window(config))
         else:
             choices = tuple(validate_choices(tree))
-            limits = LayerLimits(limits_of(choices), choices, self.feature_window(config))
+            limits = LayerLimits(choices_budget(choices), choices, self.feature_window(config))
             for name, wanted, actual in (
                 ("num_draft_tokens", config.num_draft_tokens, limits.budget.num_nodes),
                 ("num_steps", config.num_steps, limits.budget.num_steps),

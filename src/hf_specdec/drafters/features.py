@@ -38,10 +38,9 @@ from hf_specdec.verification.graphs import (
     Slots,
     width_for,
 )
-from hf_specdec.verification.masks import PromptPadding, committed_slots
+from hf_specdec.verification.masks import PromptPadding, Window, committed_slots, shifted_padding
 from hf_specdec.verification.memory import bucket_of
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.window import Window, shifted_padding
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in a head's cache."""

@@ -9,14 +9,13 @@ from torch import Tensor
 from transformers import Cache
 
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-from hf_specdec.verification.attention import AttentionContext
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, Bucket, Graphed, Input, KeptMemory, Key, width_for
-from hf_specdec.verification.length_bounds import UNBOUNDED
-from hf_specdec.verification.masks import MaskLayout, TreeInputs, bucket_masks
+from hf_specdec.verification.masks import UNBOUNDED, MaskLayout, TreeInputs, bucket_masks
 from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows
 from hf_specdec.verification.runners import Runner
+from hf_specdec.verification.tree_attention import AttentionContext
 
 
 class GraphForward(Runner):

@@ -25,8 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.graph_backends import CapturableOnly, GraphBackend, NotCapturableError
-from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, persistent_tensors
-from hf_specdec.verification.one_time import note_one_time_work
+from hf_specdec.verification.memory import CacheLayout, KeyValueStore, Share, note_one_time_work, persistent_tensors
 
 logger = logging.getLogger(__name__)
 
