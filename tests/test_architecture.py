@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1115, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1375, "cpu": 1524,
-    "drafters": 6660, "generation": 3537, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
+    "drafters": 6660, "generation": 3537, "heads": 4252, "reporting": 506, "training": 4500, "trees": 729,
     "verification": 5172, "viz": 1017,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
@@ -163,9 +163,9 @@ def test_imports_stand_at_the_top() -> None:
         ("bench.report", "matplotlib.figure"),
         ("training.data", None),
         ("training.data", "pyarrow"),
-        ("training.connections", None),
-        ("training.connections", "anyio.from_thread"),
-        ("training.medusa2", "peft"),
+        ("training.servers", None),
+        ("training.servers", "anyio.from_thread"),
+        ("training.medusa_objectives", "peft"),
         ("viz.stepper", "PIL"),  # comes with matplotlib
         ("viz.stepper", None),
     }

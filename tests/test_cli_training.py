@@ -43,11 +43,11 @@ from hf_specdec.training import (
     capture_features,
     read_conversations,
 )
-from hf_specdec.training.estimate import RunEstimate
+from hf_specdec.training.trainer import RunEstimate
 from launched import launch
 from test_cli import error_line, run
 from test_distill import CLI
-from test_training import TALKS
+from trained import TALKS
 
 
 @pytest.fixture

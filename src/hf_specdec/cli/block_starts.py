@@ -9,7 +9,8 @@ from hf_specdec.cli.new_heads import choose_mask_token, head_to_train, new_head,
 from hf_specdec.cli.runs import print_note
 from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
-from hf_specdec.training.dflash import DFlashTrainingConfig, check_full_attention
+from hf_specdec.training import DFlashTrainingConfig
+from hf_specdec.training.objectives import check_full_attention
 from hf_specdec.verification.features import LAST
 
 if TYPE_CHECKING:
