@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedModel
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import shortened
-from hf_specdec.validation import MAX_STEPS, check_names, is_integer, is_number
+from hf_specdec.training.run_setup import check_number
+from hf_specdec.validation import MAX_STEPS, check_names
 from hf_specdec.verification.features import LAST
 from hf_specdec.verification.model import lm_head_rows
 
@@ -77,20 +77,10 @@ def check_settings(
         InvalidConfigError: A value is invalid; the message names the first such field.
     """
     for setting in fields(settings):
-        name, default, value = setting.name, setting.default, getattr(settings, setting.name)
-        least, most = limits.get(name, otherwise)
-        if isinstance(default, bool):
-            valid, expected = isinstance(value, bool), "true or false"
-        elif isinstance(default, int | float):
-            whole = isinstance(default, int)
-            valid = (is_integer(value) if whole else is_number(value)) and least <= value <= most
-            valid = valid and (value != 0 or name not in NONZERO)
-            bounds = f"above 0 and at most {most}" if name in NONZERO else f"from {least} to {most}"
-            expected = f"{'an integer' if whole else 'a finite number'} {bounds}"
-        else:
-            continue
-        if not valid:
-            raise InvalidConfigError(f"`{name}` must be {expected}, got {shortened(value)}.")
+        name, kind = setting.name, type(setting.default)
+        if kind in (bool, int, float):
+            bounds = limits.get(name, otherwise)
+            check_number(f"`{name}`", getattr(settings, name), {kind}, bounds, nonzero=name in NONZERO)
 
 
 def grown(whole: int, progress: float, growing: float) -> int:

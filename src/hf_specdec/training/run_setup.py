@@ -116,7 +116,9 @@ def head_arguments(
     for name, value in given.items():
         kinds = set(typing.get_args(hints.get(name))) or {hints.get(name)}
         if kinds <= {int, float, bool, type(None)}:
-            _check_number(name, value, kinds)
+            maximum = MAX_SEED if name in ("seed", "data_seed") else MAX_VALUE
+            limits = MAY_BE_NEGATIVE.get(name, 0), maximum
+            check_number(f"The training argument `{name}`", value, kinds, limits, nonzero=name in POSITIVE)
         if name in JSON_ARGUMENTS:
             if not isinstance(value, str | dict | None):  # transformers would open an integer as a file descriptor
                 raise InvalidConfigError(
@@ -133,19 +135,19 @@ def head_arguments(
     return arguments
 
 
-def _check_number(name: str, value: Any, kinds: set[Any]) -> None:
-    """Check type and range of a number or boolean, which transformers does not."""
+def check_number(what: str, value: Any, kinds: set[Any], limits: tuple[int, int], *, nonzero: bool = False) -> None:
+    """Raise `InvalidConfigError` unless a value is of one of the types and within limits; bools are no numbers."""
     if (value is None and type(None) in kinds) or (isinstance(value, bool) and bool in kinds):
         return
-    minimum = MAY_BE_NEGATIVE.get(name, 0)
-    maximum = MAX_SEED if name in ("seed", "data_seed") else MAX_VALUE
-    number = is_number(value) if float in kinds else is_integer(value)
-    if kinds & {int, float} and number and minimum <= value <= maximum and (value > 0 or name not in POSITIVE):
+    least, most = limits
+    is_numeric = bool(kinds & {int, float})
+    fits = is_number(value) if float in kinds else is_integer(value)
+    if is_numeric and fits and least <= value <= most and (value != 0 or not nonzero):
         return
-    what = "a number" if float in kinds else "an integer" if int in kinds else "true or false"
-    if kinds & {int, float}:
-        what += f" above 0 and at most {maximum}" if name in POSITIVE else f" from {minimum} to {maximum}"
-    raise InvalidConfigError(f"The training argument `{name}` must be {what}, got {shortened(value)}.")
+    expected = "a number" if float in kinds else "an integer" if int in kinds else "true or false"
+    if is_numeric:
+        expected += f" above 0 and at most {most}" if nonzero else f" from {least} to {most}"
+    raise InvalidConfigError(f"{what} must be {expected}, got {shortened(value)}.")
 
 
 # ---------------------------------------------------------------------------------------------------------- resuming

@@ -60,13 +60,6 @@ REFUSALS = (400, 413, 422)
 
 URL_HINT = "Give the base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."
 
-# reasons for which answers are dropped, in addition to failed requests and malformed responses
-OTHER_PROMPT = "server's prompt token count differs from the prompt"
-OTHER_COUNT = "length differs from the server's token count"
-UNKNOWN_END = "unknown end token"
-OTHER_END = "end token is not the last token"
-OTHER_IDS = "text cannot be encoded after its prompt"
-
 
 class AnswerError(SpeculativeDecodingError):
     """Raised or returned if a request to a server failed or its answer cannot be used.
@@ -230,10 +223,17 @@ class ServerTeacher(Teacher):
             if isinstance(reply, AnswerError):
                 found.append(reply)
             elif reply.num_prompt_tokens != len(prompt):
-                found.append(AnswerError(OTHER_PROMPT, f"{reply.num_prompt_tokens}, not {len(prompt)}"))
+                found.append(
+                    AnswerError(
+                        "server's prompt token count differs from the prompt",
+                        f"{reply.num_prompt_tokens}, not {len(prompt)}",
+                    )
+                )
             else:
                 ids = self._encode_after(prompt, reply.text) if reply.token_ids is None else reply.token_ids
-                found.append(AnswerError(OTHER_IDS, repr(reply.text)) if ids is None else ids)
+                found.append(
+                    AnswerError("text cannot be encoded after its prompt", repr(reply.text)) if ids is None else ids
+                )
                 if ids is not None and reply.ended:
                     self._count_offsets[reply.num_tokens - len(ids)] += 1
         offset = max((0, 1), key=lambda value: self._count_offsets[value])  # 1: counts an unsent end token
@@ -253,18 +253,18 @@ class ServerTeacher(Teacher):
             offset: 1 if the server counts an end token that it does not send, else 0.
         """
         if reply.num_tokens != len(ids) + (offset if reply.ended else 0):
-            return AnswerError(OTHER_COUNT, f"{reply.num_tokens}, not {len(ids)}")
+            return AnswerError("length differs from the server's token count", f"{reply.num_tokens}, not {len(ids)}")
         if not reply.ended or ids[-1:] in [[end] for end in self.end_ids]:
             return ids
         if reply.token_ids is not None:
             if reply.matched_stop not in (None, ids[-1]):
-                return AnswerError(OTHER_END, str(reply.matched_stop))
+                return AnswerError("end token is not the last token", str(reply.matched_stop))
             self.end_ids = [*self.end_ids, ids[-1]]  # an end token that only the server knew
             return ids
         end = reply.matched_stop
         if end is None and len(self.end_ids) == 1:
             (end,) = self.end_ids
-        return AnswerError(UNKNOWN_END, f"one of {self.end_ids}") if end is None else [*ids, end]
+        return AnswerError("unknown end token", f"one of {self.end_ids}") if end is None else [*ids, end]
 
     def _encode_after(self, prompt: list[int], text: str) -> list[int] | None:
         """Encode the text that follows a prompt; None if encoding both together changes the ids of the prompt."""

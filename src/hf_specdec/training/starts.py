@@ -122,7 +122,7 @@ def _copy_block_layer(own: Any, theirs: nn.Module, model: PreTrainedModel) -> bo
     if not (
         _copy_mlp(own.mlp, own.post_attention_layernorm, own.mlp.config.hidden_act, theirs, model)
         and copy_linears(own.self_attn, attention, ("q_proj", "o_proj"))
-        and _copy_groups(own.self_attn, attention, ("k_proj", "v_proj"))
+        and copy_linears(own.self_attn, attention, ("k_proj", "v_proj"), own.self_attn.head_dim)
         and copy_norm(own.input_layernorm, getattr(theirs, "input_layernorm", None))
     ):
         return False
@@ -139,27 +139,11 @@ def _copy_block_layer(own: Any, theirs: nn.Module, model: PreTrainedModel) -> bo
     return True
 
 
-def _copy_groups(own: Any, theirs: Any, names: Sequence[str]) -> bool:
-    """Copy key and value projections; if the head has more key heads than the target, each is copied several times."""
-    for name in names:
-        target, source = getattr(own, name), getattr(theirs, name, None)
-        if source is None or (source.bias is not None) != (target.bias is not None):
-            return False
-        weight = linear_weight(source, target.in_features)
-        copies, rest = divmod(len(target.weight), len(weight))
-        if rest or not copies:
-            return False
-        for mine, rows in ((target.weight, weight), (target.bias, source.bias)):
-            if mine is not None:
-                heads = rows.unflatten(0, (-1, own.head_dim))
-                mine.copy_(heads.repeat_interleave(copies, dim=0).flatten(0, 1))
-    return True
-
-
-def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str]) -> bool:
+def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str], head_dim: int = 0) -> bool:
     """Copy linear layers by name. If a layer of the head has more input columns, only the last ones are overwritten.
 
-    The additional columns read the token embedding.
+    The additional columns read the token embedding. If `head_dim` is given, the layers are key and value projections:
+    if the head has more key heads than the target, each is copied several times.
 
     Returns:
         Whether all were copied. False if a layer is missing, has another size, or only one of the two has a bias; the
@@ -167,15 +151,19 @@ def copy_linears(own: nn.Module, theirs: nn.Module | None, names: Sequence[str])
     """
     for name in names:
         target, source = getattr(own, name), getattr(theirs, name, None)
-        size = getattr(source, "in_features", None)
-        if source is None or size is None or (getattr(source, "bias", None) is not None) != (target.bias is not None):
+        size, bias = getattr(source, "in_features", None), getattr(source, "bias", None)
+        if source is None or size is None or (bias is not None) != (target.bias is not None):
             return False
         weight, columns = linear_weight(source, size), target.weight[:, -size:]
+        copies = len(columns) // len(weight)
+        if head_dim and copies > 1:
+            weight = weight.unflatten(0, (-1, head_dim)).repeat_interleave(copies, 0).flatten(0, 1)
+            bias = None if bias is None else bias.unflatten(0, (-1, head_dim)).repeat_interleave(copies, 0).flatten()
         if columns.shape != weight.shape:
             return False
         columns.copy_(weight)
-        if target.bias is not None:
-            target.bias.copy_(source.bias)
+        if bias is not None:
+            target.bias.copy_(bias)
     return True
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,24 +73,20 @@ class TreeSearch:
         return {path: node_acceptance(path, self.accuracies) for path in self.choices}
 
 
-def search_tree(
-    model: PreTrainedModel, head: DraftHead, data: TrainingData, *, num_nodes: int | None = None, max_nodes: int = 64,
-    num_steps: int = 5, top_k: int = 10, context: int = 256,
-) -> TreeSearch:  # fmt: skip
+def search_tree(model: PreTrainedModel, head: DraftHead, data: TrainingData, **sizes: Any) -> TreeSearch:
     """Find a tree with `find_tree` and set it in the head's config, which `head.save_pretrained` stores.
 
     Logs a warning if the tree is expected to be slower than plain decoding.
 
     Args:
-        model, data, num_nodes, max_nodes, num_steps, top_k, context: See `find_tree`.
+        model, data: See `find_tree`.
         head: A trained head; its `config.tree` and `config.num_draft_tokens` are set.
+        **sizes: `num_nodes`, `max_nodes`, `num_steps`, `top_k` and `context`, see `find_tree`.
 
     Raises:
         InvalidConfigError, DrafterMismatchError: See `find_tree`.
     """
-    found = find_tree(
-        model, head, data, num_nodes=num_nodes, max_nodes=max_nodes, num_steps=num_steps, top_k=top_k, context=context
-    )
+    found = find_tree(model, head, data, **sizes)
     if found.expected_speed_up is not None and found.expected_speed_up < 1:
         logger.warning(
             "No tree of this head is faster than plain decoding here: the best one, with %d nodes, is expected to run "
