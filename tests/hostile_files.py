@@ -50,9 +50,9 @@ from hf_specdec.training import (
     read_conversations,
     read_prompts,
 )
-from hf_specdec.training.batches import collate
-from hf_specdec.training.conversations import Conversation, check_tokens
-from hf_specdec.training.runs import last_checkpoint
+from hf_specdec.training.data import Conversation, check_tokens
+from hf_specdec.training.feature_store import collate
+from hf_specdec.training.run_setup import last_checkpoint
 from hf_specdec.training.teachers import Teacher
 
 LONGEST = 20

@@ -89,10 +89,10 @@ TESTS: dict[str, list[str]] = {
     "heads/schema.py": ["test_untrusted", "test_hub"],
     "checkpoints/engines.py": ["test_layouts"],
     "checkpoints/export.py": ["test_layouts", "test_cli"],
-    "training/eagle.py": ["test_training"],
-    "training/medusa.py": ["test_training"],
-    "training/medusa2.py": ["test_medusa2"],
-    "training/distill.py": ["test_distill"],
+    "training/eagle_objective.py": ["test_training"],
+    "training/medusa_objectives.py": ["test_training", "test_medusa2"],
+    "training/objectives.py": ["test_training"],
+    "training/distillation.py": ["test_distill"],
     "training/tree_search.py": ["test_tree_search"],
 }
 """Which tests know a file, those that notice soonest first."""

@@ -163,9 +163,9 @@ def test_imports_stand_at_the_top() -> None:
         ("bench.report", "matplotlib.figure"),
         ("training.data", None),
         ("training.data", "pyarrow"),
-        ("training.connections", None),
-        ("training.connections", "anyio.from_thread"),
-        ("training.medusa2", "peft"),
+        ("training.servers", None),
+        ("training.servers", "anyio.from_thread"),
+        ("training.medusa_objectives", "peft"),
         ("viz.stepper", "PIL"),  # comes with matplotlib
         ("viz.stepper", None),
     }

@@ -19,7 +19,7 @@ from hf_specdec.training.tree_search import count_correct
 from hf_specdec.trees.growth import likeliest_choices, node_acceptance
 from hf_specdec.validation import validate_choices
 from hf_specdec.viz import plot_tree, save_plot
-from test_training import answered
+from trained import answered
 
 ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.1, 0.05), (0.4, 0.3, 0.0))
 
