@@ -23,8 +23,8 @@ from transformers import CompileConfig
 
 import zoo
 from hf_specdec import SpeculativeGenerationMixin, bench, cli
-from hf_specdec.bench import machine, measuring, methods
-from hf_specdec.cli import benching as command
+from hf_specdec.bench import machine, methods, timing
+from hf_specdec.cli import bench as command
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
@@ -152,17 +152,17 @@ def test_methods_with_compiled_forwards_are_named() -> None:
     rows = [made("plain", "1"), made("auto", "1", forwards="kernels"),
             made("auto", "2", forwards="kernels"), made("eagle", "1", forwards="cuda_graph"),
             made("auto+none", "1", forwards="eager")]  # fmt: skip
-    first, second = command.forwards_used(rows)
+    first, second = command.notes_of([], rows, "float32")
     assert first.startswith("With CPU kernels: auto. ")
     assert second.startswith("With captured graphs: eagle. ")
-    assert command.forwards_used(rows[:1]) == []
+    assert command.notes_of([], rows[:1], "float32") == []
 
 
 def test_ids_that_differ_in_half_precision_are_explained() -> None:
     (equal, differing) = ({"ids_equal": number, "questions": 1} for number in (1, 0))
-    (note,) = command.equality_note([equal, differing], "bfloat16")
+    (note,) = command.notes_of([equal, differing], [], "bfloat16")
     assert note.endswith("--dtype float32 compares exactly.")
-    assert command.equality_note([equal, differing], "float32") == command.equality_note([equal], "bfloat16") == []
+    assert command.notes_of([equal, differing], [], "float32") == command.notes_of([equal], [], "bfloat16") == []
 
 
 def test_a_plot_needs_matplotlib(
@@ -227,16 +227,16 @@ def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
 def test_every_method_goes_on_with_its_own_answers(llama: Any, template: str | None) -> None:
     tokenizer, question = zoo.chat_tokenizer(template), QUESTIONS[0]
     rows = list(bench.measure(llama, tokenizer, [question], ["prompt_lookup"], max_new_tokens=8, all_turns=True))
-    caller = measuring._Caller(llama, tokenizer, 8, lambda: None)
+    caller = timing._Caller(llama, tokenizer, 8, lambda: None)
     caller.options["plain"] = {}
     first = caller.answer(caller.encode(question.turns[:1]), "plain").ids
     texts = [question.turns[0], tokenizer.decode(first, skip_special_tokens=True), question.turns[1]]
     inputs = encode_chat(tokenizer, texts, llama.device)
     if template:
         assert tokenizer.decode(inputs["input_ids"][0]).startswith("w90 w05 w06 w07 w05 w06 w92 w91 ")
-    seen = measuring._Round()
+    seen = timing._Round()
     for turn in question.turns:
-        measuring._take_turn(caller, seen, turn, "plain")
+        caller.take_turn(seen, turn, "plain")
     assert torch.equal(seen.prompts[1]["input_ids"], inputs["input_ids"])
     assert [(row.method, row.num_tokens, row.turns, row.ids_equal) for row in rows] == [
         ("plain", 16, 2, True),
@@ -272,9 +272,9 @@ def test_the_first_difference_is_told_in_its_turn() -> None:
         return SimpleNamespace(answers=[SimpleNamespace(ids=torch.tensor(ids)) for ids in turns])
 
     plain = answers([1, 2, 3], [4, 5, 6])
-    assert measuring._first_difference(plain, answers([1, 2, 3], [4, 5, 6])) is None
-    assert measuring._first_difference(plain, answers([1, 2, 3], [4, 9, 9])) == (1, 1)
-    assert measuring._first_difference(plain, answers([1, 2], [9])) == (0, 2)
+    assert timing._first_difference(plain, answers([1, 2, 3], [4, 5, 6])) is None
+    assert timing._first_difference(plain, answers([1, 2, 3], [4, 9, 9])) == (1, 1)
+    assert timing._first_difference(plain, answers([1, 2], [9])) == (0, 2)
 
 
 # ------------------------------------------------------------------------------------------------- time
@@ -293,7 +293,7 @@ def test_the_first_token_is_timed_behind_the_prompts_forward(
         time.sleep(0.05 if len(forwards) == 1 else 0.02)
         return forward(self, *args, **kwargs)
 
-    caller = measuring._Caller(llama, zoo.chat_tokenizer(), 6, lambda: None)
+    caller = timing._Caller(llama, zoo.chat_tokenizer(), 6, lambda: None)
     caller.options[method] = methods.call_options(method, None, llama, 0)
     monkeypatch.setattr(type(llama), "forward", slow)
     caller.answer(caller.encode(["w05 w06"]), method)  # what is made for the first call

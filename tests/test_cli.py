@@ -20,23 +20,24 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import zoo
+from command_line import error_line, run
 from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.bench import PEERS
 from hf_specdec.bench.methods import SHOWN_SUFFIXES, SUFFIXES
 from hf_specdec.checkpoints.directories import check_new_head
 from hf_specdec.cli import demo
-from hf_specdec.cli.answers import head_for, source_of
+from hf_specdec.cli.answers import head_for
 from hf_specdec.cli.bench import METHODS_HELP, OTHER_METHODS
-from hf_specdec.cli.inputs import ALIASES, ASSISTANT_METHOD, FROM_PYTHON, TRANSFORMERS_METHODS
-from hf_specdec.cli.layout import PAGES
-from hf_specdec.cli.options import METHOD_NAMES, METHODS, NUM_EXPERIMENTAL
-from hf_specdec.cli.race import Race, colored_pieces
+from hf_specdec.cli.help import PAGES
+from hf_specdec.cli.parameters import ALIASES, ASSISTANT_METHOD, EXPERIMENTAL, FROM_PYTHON, METHOD_NAMES, METHODS
 from hf_specdec.cli.status import working
 from hf_specdec.config import COMPILE_ALIASES
 from hf_specdec.drafters import registry
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.reporting.palette import PALETTE
+
+COMMAND_NAMES = list(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +51,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1").save_pretrained(folder)
     EagleHead(EagleConfig.for_target(model.config)).save_pretrained(folder / "head")
     return folder
-
-
-def error_line(stderr: str) -> str:
-    """Return the only line that is not one of progress, such as "Loading the model ..."."""
-    (line,) = (line for line in stderr.splitlines() if not line.endswith(" ..."))
-    return line
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["hf-specdec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_demo_shows_speeds_tau_and_equality(
@@ -89,9 +77,8 @@ def test_demo_times_both_answers_with_a_streamer_or_both_without(
 
     monkeypatch.setattr(llama, "generate", noted)
     tokenizer, written = zoo.chat_tokenizer(), list[str]()
-    answers = {"plain": demo.Answer(tokenizer), "speculative": demo.Answer(tokenizer, write=written.append)}
-    settings: dict[str, Any] = {"method": "prompt_lookup", "max_new_tokens": 12}
-    result = demo.run(llama, tokenizer, "w05 w06", **settings, **(answers if stream else {}))
+    answers = {"plain": demo.TimedAnswer(tokenizer), "speculative": demo.TimedAnswer(tokenizer, write=written.append)}
+    result = demo.run(llama, tokenizer, "w05 w06", "prompt_lookup", 12, **(answers if stream else {}))
     assert used == (list(answers.values()) if stream else [None, None])
     if not stream:
         return
@@ -123,7 +110,7 @@ def test_demo_races_in_a_terminal(
     assert re.search("as fast: |slower here: ", shown)
 
 
-def drawn(race: Race, console: Console) -> tuple[str, ...]:
+def drawn(race: demo.RacePanels, console: Console) -> tuple[str, ...]:
     with console.capture() as captured:
         console.print(race.render())
     return tuple(re.sub("\x1b\\[[0-9;]*m", "", captured.get()).splitlines())
@@ -131,9 +118,9 @@ def drawn(race: Race, console: Console) -> tuple[str, ...]:
 
 def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
     tokenizer = zoo.chat_tokenizer()
-    plain, speculative = demo.Answer(tokenizer), demo.Answer(tokenizer)
+    plain, speculative = demo.TimedAnswer(tokenizer), demo.TimedAnswer(tokenizer)
     console = Console(width=80, height=24, force_terminal=True, color_system="truecolor")
-    race = Race(console, plain, speculative, "auto")
+    race = demo.RacePanels(console, plain, speculative, "auto")
     assert "waiting" in drawn(race, console)[-1]
     assert "runs after the" in drawn(race, console)[1]
     plain.start()
@@ -152,20 +139,20 @@ def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
     frozen = plain.seconds
     assert f"{frozen:.1f} s · 3 tokens" in drawn(race, console)[-1]
     assert plain.seconds == frozen
-    texts = [colored_pieces(answer.pieces, colored=color) for answer, color in ((plain, False), (speculative, True))]
+    texts = [answer.text(colored=color) for answer, color in ((plain, False), (speculative, True))]
     assert texts[0].plain == texts[1].plain == tokenizer.decode([5, 6, 7])
     assert [(str(span.style), texts[1].plain[span.start : span.end]) for span in texts[1].spans] == [
         (PALETTE[0], speculative.pieces[1].text)
     ]
     narrow = Console(width=40, height=24, force_terminal=True)
-    assert len(drawn(Race(narrow, plain, speculative, "auto"), narrow)) == 8  # one above the other
+    assert len(drawn(demo.RacePanels(narrow, plain, speculative, "auto"), narrow)) == 8  # one above the other
 
 
 def test_a_long_answer_scrolls_in_its_panel_until_it_is_complete() -> None:
     tokenizer = zoo.chat_tokenizer()
     console = Console(width=80, height=20, force_terminal=True)
-    answers = demo.Answer(tokenizer), demo.Answer(tokenizer)
-    race = Race(console, *answers, "auto")
+    answers = demo.TimedAnswer(tokenizer), demo.TimedAnswer(tokenizer)
+    race = demo.RacePanels(console, *answers, "auto")
     for answer in answers:
         answer.start()
         for token in [[1], *[[5 + number % 9] for number in range(300)]]:
@@ -491,7 +478,7 @@ def test_the_help_names_every_method() -> None:
     assert named - {"auto", "hybrid"} == own
     assert sorted(ALIASES) == sorted(alias for row in registry.methods().values() for alias in row.aliases)
     assert own | {ASSISTANT_METHOD, *FROM_PYTHON} == set(registry.methods())
-    assert set(TRANSFORMERS_METHODS) == set(PEERS)
+    assert {*OTHER_METHODS} - {ASSISTANT_METHOD} == set(PEERS)
     for name in (*METHOD_NAMES, *OTHER_METHODS, *SHOWN_SUFFIXES):
         assert re.search(rf"(?<!\w){re.escape(name)}\b", METHODS_HELP), name
     modes = {COMPILE_ALIASES.get(mode, mode) for mode in SUFFIXES.values()}
@@ -528,7 +515,7 @@ def test_arguments_have_upper_case_names_without_braces(command: str, usage: str
 
 
 def test_every_help_ends_with_a_page_that_exists() -> None:
-    for command in ([], *([name] for name in cli.COMMANDS), ["train", "eagle"]):
+    for command in ([], *([name] for name in COMMAND_NAMES), ["train", "eagle"]):
         shown = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}).output
         last = shown.splitlines()[-1]
         assert last.startswith(f"Docs: {PAGES}"), command
@@ -538,14 +525,15 @@ def test_every_help_ends_with_a_page_that_exists() -> None:
 def test_the_experimental_methods_are_those_of_the_page() -> None:
     page = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
     table = page.split("\nExperimental: ")[1].split("\n\n")[1]
-    assert set(re.findall(r'^\| \[`"(\w+)"', table, re.MULTILINE)) == set(METHOD_NAMES[-NUM_EXPERIMENTAL:])
+    assert set(re.findall(r'^\| \[`"(\w+)"', table, re.MULTILINE)) == set(EXPERIMENTAL)
 
 
 def test_without_a_head_the_shipped_one_of_the_method_is_read() -> None:
     for method, name in (("medusa", "medusa"), ("dflash", "dflash"), ("eagle", "eagle3"), ("auto", "eagle3")):
-        head = head_for([method], None, None, shown=False)
-        assert source_of(head, None, None, method) == str(SHIPPED_HEAD.parent / f"smollm2-135m-instruct-{name}")
-        assert load_head(source_of(head, None, None, method) or "").method == (head and head.method)
+        head, source = head_for([method], None, None, shown=False)
+        assert source == str(SHIPPED_HEAD.parent / f"smollm2-135m-instruct-{name}")
+        assert head is not None
+        assert head.method == ("eagle" if method == "auto" else method)
 
 
 def test_bench_reads_prompts_as_distill_does(
@@ -568,18 +556,14 @@ def test_bench_reads_prompts_as_distill_does(
     assert all(name in streams.out for name in ("prose", "reasoning", "copying"))
 
 
-def test_the_list_of_commands_shows_what_each_command_says_of_itself() -> None:
-    for name, entry in cli.COMMANDS.items():
-        own = " ".join((cli.load(name).help or "").split("\n\n")[0].split())
-        assert entry.summary == own, name
-
-
 def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
     """So they are shown at once."""
     code = """
 import sys
 from hf_specdec import cli
-commands = [[name] for name in cli.COMMANDS] + [["train", kind] for kind in ("medusa", "eagle", "dflash")]
+import typer
+names = typer.main.get_command(cli.app).commands
+commands = [[name] for name in names] + [["train", kind] for kind in ("medusa", "eagle", "dflash")]
 mistakes = ["generate w --method foo", "generate w --model /no", "demo --drafter /no", "doctor /no", "inspect /no",
             "bench --prompts /no", "distill --prompts /no --output /tmp/no", "convert /no /tmp/no",
             "tree --drafter /no --data d --output /tmp/no", *(f"train {kind} --data /no --output /tmp/no"
@@ -596,7 +580,7 @@ for arguments in (*helps, *([*each, "--typo"] for each in commands), *map(str.sp
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--max-new-tokens" in done.stdout
-    assert done.stderr.count("There is no option --typo.") == len(cli.COMMANDS) + 3
+    assert done.stderr.count("There is no option --typo.") == len(COMMAND_NAMES) + 3
     assert done.stderr.count("'/no' cannot be ") + done.stderr.count("'/no' does not exist.") == 11
 
 
@@ -628,7 +612,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_specdec.cli.machine.show_environment", interrupt)
+    monkeypatch.setattr("hf_specdec.cli.doctor._kernels", interrupt)
     assert run(monkeypatch, "env") == 130
     assert error_line(capsys.readouterr().err.strip()) == "hf-specdec: interrupted."
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import zoo
+from command_line import error_line, run
 from hf_specdec import DFlashHead, EagleConfig, EagleHead, InvalidConfigError, SpeculativeGenerationMixin
-from hf_specdec.cli.new_heads import choose_mask_token
+from hf_specdec.cli.training_run import choose_mask_token
 from hf_specdec.training import Conversation, FeatureStore
-from test_cli import error_line, run
 from test_cli_training import no_model, talks  # noqa: F401  (fixtures)
 
 Patch = pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def test_from_conversations_to_a_head_that_drafts(
     assert after.config.mask_token_id == 95
     assert any(not torch.equal(*pair) for pair in zip(head.parameters(), after.parameters(), strict=True))
     more.write_text(json.dumps({"save_steps": 2}))
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", None)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
     assert run(monkeypatch, *common, "--output", tmp_path / "second", "--initial-head", tmp_path / "first") == 2
     assert "settings.answer_tokens was 3, is 0" in capsys.readouterr().err
 

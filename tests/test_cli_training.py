@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from command_line import error_line, run
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     DFlashConfig,
@@ -32,7 +33,7 @@ from hf_specdec import (
     cli,
     load_head,
 )
-from hf_specdec.cli.options import OBJECT_EXAMPLES
+from hf_specdec.cli.parameters import OBJECT_EXAMPLES
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
@@ -45,7 +46,6 @@ from hf_specdec.training import (
 )
 from hf_specdec.training.estimate import RunEstimate
 from launched import launch
-from test_cli import error_line, run
 from test_distill import CLI
 from test_training import TALKS
 
@@ -186,7 +186,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_target(*_: Any) -> Any:
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", load_target)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", load_target)
 
 
 def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -371,7 +371,7 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     assert run(monkeypatch, *command) == 0
     assert load_head(tmp_path / "head").config.base_model_name_or_path == "org/target"
     assert "The head starts from the target's lm_head" in capsys.readouterr().err
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", None)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
     assert run(monkeypatch, *command, "--aligned-steps", 2) == 2
     assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
 

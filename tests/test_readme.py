@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 
 import hf_specdec
 from drafters import random_head, random_heads
@@ -72,8 +73,9 @@ def test_the_commands_of_the_tutorial_exist() -> None:
     page = (ROOT / "docs" / "tutorial.md").read_text()
     lines = re.findall(r"^hf-specdec (\w+) (.*)$", page, flags=re.MULTILINE)
     assert {"doctor", "bench"} <= {name for name, _ in lines}
+    commands: Any = typer.main.get_command(cli.app)
     for name, arguments in lines:
-        options = {option for parameter in cli.load(name).params for option in parameter.opts}
+        options = {option for parameter in commands.commands[name].params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
 
 

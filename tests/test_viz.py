@@ -14,8 +14,7 @@ import pytest
 import drafters
 from hf_specdec import InvalidConfigError, viz
 from hf_specdec.reporting.palette import DRAFTER_COLORS, PALETTE, SMALL_TEXT, THEMES, Theme, drafter_colors
-from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.reporting.trace import TracedRow, TracedStep
+from hf_specdec.reporting.stats import SpeculationStats, TracedRow, TracedStep
 from models import prompts
 
 matplotlib.use("Agg")

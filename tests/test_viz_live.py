@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from PIL import Image
 
 from hf_specdec import viz
-from hf_specdec.viz import stepper
+from hf_specdec.viz import tree_plots as stepper
 from models import prompts
 from test_viz import Letters, traced
 
