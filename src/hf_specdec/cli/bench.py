@@ -46,7 +46,7 @@ METHODS_HELP = (
 )
 OTHER_METHODS = ("plain", "transformers_prompt_lookup", "transformers_assisted", "plain_static_compiled",
                  ASSISTANT_METHOD)  # fmt: skip
-"""What can be measured in addition to `METHOD_NAMES`: methods of transformers, see `bench.PEERS`, and the assistant's."""
+"""What can be measured in addition to `METHOD_NAMES`: methods of transformers (`bench.PEERS`), and the assistant's."""
 
 ALL_TURNS_HELP = (
     "Answer all turns of a question instead of the first. As in Spec-Bench, each method continues its own answers; "
