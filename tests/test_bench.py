@@ -161,9 +161,7 @@ def eager(model: Any) -> CompileConfig:
     return config
 
 
-def test_the_compiled_baseline_is_compiled_before_it_is_timed(
-    monkeypatch: Patch,
-) -> None:
+def test_the_compiled_baseline_is_compiled_before_it_is_timed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(methods, "_compile_config", eager)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     graphs = methods.compiled_graphs()

@@ -460,11 +460,7 @@ def check_answers(saved: Path, head: Path) -> DFlashHead:
 
 
 def test_from_conversations_to_a_head_that_drafts(
-    saved: Path,
-    talks: Path,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    capsys: Captured,
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """DSpark's parts on captured features, with held-out conversations; then a second run continues from it."""
     rows = [{"prompt_ids": [5, 6, number], "response_ids": [8, 9, number, 11, 12, 13]} for number in range(30, 54)]

@@ -30,16 +30,8 @@ def head_for(
 ) -> tuple[DraftHead | None, str | None]:
     """Load the draft head for a model and check, before the model is loaded, that all methods have what they need.
 
-    Args:
-        methods: Values of `speculative=`, or `"plain"`.
-        model: Path or Hub id of the model; None is the packaged model.
-        drafter: Path or Hub id of the head; None is the model's default head, if it has one: for the packaged model
-            the shipped head for the only method that needs one.
-        assistant: Whether the user has given an assistant model.
-        shown: See `working`.
-
-    Returns:
-        The head, and its path or Hub id; None and None if none is given and the model has no default head.
+    Without a `drafter` it is the model's default head, if it has one: for the packaged model (None) the shipped head
+    for the only method that needs one. Returns the head and its path or Hub id, or None and None.
     """
     wanted = [name for name in (method_named(method, ("plain",)) for method in methods) if name != "plain"]
     known = known_methods()
@@ -68,11 +60,7 @@ def head_for(
 def loaded_with_head(
     methods: list[str], model: str | None, drafter: str | None, dtype: str, *, shown: bool
 ) -> tuple[Any, Any, str | None]:
-    """Load a model with speculation and its head; arguments as for `head_for`.
-
-    Returns:
-        The model, its tokenizer, and the path or Hub id of the head; None if none of the methods drafts with it.
-    """
+    """Load model, tokenizer and head; return the path or Hub id of the head, None if no method drafts with it."""
     head, source = head_for(methods, model, drafter, shown=shown)
     with working("Loading the model", shown=shown):
         lm, tokenizer = load_model(model, head, dtype)
@@ -128,17 +116,7 @@ def _answered(
 def answer(
     model: Any, tokenizer: Any, prompt: str, options: dict[str, Any], head: str | None, *, colors: bool, as_json: bool
 ) -> None:  # fmt: skip
-    """Answer a prompt: stream the text to stdout and print a summary on stderr, or print one JSON object.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        prompt: The prompt.
-        options: Arguments of `generate()`.
-        head: Path or Hub id of the head that drafts; None if there is none.
-        colors: Print the text at the end, coloured by decoding step.
-        as_json: Print a JSON object instead of text.
-    """
+    """Answer a prompt: stream the text to stdout and print a summary on stderr, or print one JSON object."""
     is_streamed = not as_json and not colors
     ids, summary = _answered(model, tokenizer, [prompt], options, head, streamed=is_streamed, shown=colors)
     stats = None if options["speculative"] is None else model.last_speculation

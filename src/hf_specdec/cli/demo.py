@@ -135,16 +135,8 @@ def run(
 ) -> DemoResult:  # fmt: skip
     """Answer a prompt by greedy decoding, first plainly, then speculatively; compare token ids and speeds.
 
-    The calls run one after the other, because they would slow each other down at the same time.
-
-    Args:
-        model: A model with `SpeculativeGenerationMixin`; call `prepare` first.
-        tokenizer: Its tokenizer.
-        prompt: The prompt.
-        method: Method of the speculative call.
-        max_new_tokens: Maximum number of tokens of each answer.
-        plain: Streamer of the plain answer. Give both streamers or none, so that both times include the same work.
-        speculative: Streamer of the speculative answer.
+    The calls run one after the other, because they would slow each other down at the same time. Give both streamers
+    or none, so that both times include the same work.
     """
     inputs = encode(tokenizer, prompt, model.device)
     length = inputs["input_ids"].shape[1]
@@ -236,14 +228,7 @@ def show_race(
     model: Any, tokenizer: Any, prompt: str, method: str, max_new_tokens: int, head: str | None, given: Sequence[str],
     console: Console,
 ) -> None:  # fmt: skip
-    """Run the comparison, draw both answers while they grow, and print what it shows and what to try next.
-
-    Args:
-        model, tokenizer, prompt, method, max_new_tokens: As for `run`.
-        head: Path or Hub id of the head that drafts; None if there is none.
-        given: Options of the command that select model and head, for the commands to try.
-        console: The terminal.
-    """
+    """Run the comparison, draw both answers while they grow, and print what it shows and what to try next."""
     plain, speculative = TimedAnswer(tokenizer), TimedAnswer(tokenizer)
     panels = RacePanels(console, plain, speculative, method)
     with Live(get_renderable=panels.render, console=console, refresh_per_second=FRAMES_PER_SECOND,

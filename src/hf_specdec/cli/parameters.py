@@ -197,10 +197,7 @@ FORWARDS = {"kernels": "CPU kernels", "inductor": "inductor's programs", "cuda_g
 def check_method_names(names: Iterable[str], others: Sequence[str] = (), *, assistant: bool = False) -> None:
     """Check names of methods, unless an installed package may have added some: then only the registry knows them.
 
-    Args:
-        names: Values of `--method`.
-        others: Further names that the command accepts; its help lists them before `METHOD_NAMES`.
-        assistant: Whether the user has given an assistant model.
+    The command also accepts `others`, which its help lists before `METHOD_NAMES`.
     """
     listed = (*others, *METHOD_NAMES)
     for name in names:

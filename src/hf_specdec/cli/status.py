@@ -16,10 +16,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 def working(text: str, *, shown: bool = True) -> Iterator[None]:
     """Show what is being done while the block runs; if stderr is not a terminal, the line is printed once.
 
-    Args:
-        text: What is being done.
-        shown: False prints no line; a terminal still shows the spinner, which is erased at the end. Under a launcher
-            such as `accelerate launch`, only the first process shows anything.
+    With `shown=False` no line is printed; a terminal still shows the spinner, which is erased at the end. Under a
+    launcher such as `accelerate launch`, only the first process shows anything.
     """
     console = Console(stderr=True)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -39,9 +37,6 @@ def importing(*, shown: bool = True) -> Iterator[None]:
     """Context manager around a command's imports of torch and transformers, which take seconds; silences libraries.
 
     Commands import them after their options are parsed, so that help and mistakes are shown at once.
-
-    Args:
-        shown: Whether to print a line if stderr is not a terminal; none is printed if they are imported already.
     """
     with working("Importing PyTorch and transformers", shown=shown and "transformers" not in sys.modules):
         import transformers

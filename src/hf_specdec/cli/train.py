@@ -262,13 +262,8 @@ def _train(
 ) -> None:  # fmt: skip
     """Check the options of a run, import torch, and train.
 
-    Args:
-        kind: Key of `training_run.KINDS`.
-        options: Options that all commands share.
-        fields: Config fields of a new head; None is the default. Those of `--head-fields` override them.
-        settings: Fields of the recipe; None is the default. They override those of `--recipe`.
-        random_start: Copy no weights of the target into a new head.
-        saved_model: Subfolder of the output directory for the target, to train it together with the heads.
+    `fields` are of a new head's config, and `settings` of the recipe; None is the default. `--head-fields` overrides
+    the first, and the second override `--recipe`.
     """
     initial = options.initial_head
     fields = {**fields, "draft_vocab_size": options.draft_vocab_size}

@@ -52,13 +52,7 @@ HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
 
 
 def load_training_target(name: str | None, dtype: str, *, shown: bool = False) -> tuple[PreTrainedModel, Any]:
-    """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode.
-
-    Args:
-        name: Path or Hub id of the model; None is the packaged model.
-        dtype: Dtype of the weights.
-        shown: Whether to show on stderr what is being done.
-    """
+    """Load a target model and its tokenizer; put the model on this process's device, in evaluation mode."""
     with working("Loading the model", shown=shown):
         target, tokenizer = load_target(name, dtype)
     return target.to(processes().device).eval(), tokenizer
@@ -186,11 +180,6 @@ def choose_mask_token(tokenizer: Any, conversations: list[Conversation], vocab_s
 
     Prefers rows of the embedding beyond the tokenizer's vocabulary, which no text uses, then added and special tokens,
     then any token.
-
-    Args:
-        tokenizer: The target's tokenizer.
-        conversations: The training data.
-        vocab_size: Rows of the target's embedding.
     """
     used = {token for one in conversations for token in one.input_ids}
     used |= {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
@@ -214,14 +203,7 @@ def train_head(
 ) -> None:  # fmt: skip
     """Train a head and save it; everything is checked before the target's weights are loaded.
 
-    Args:
-        kind_name: Key of `KINDS`.
-        options: Options that all commands share.
-        fields: Config fields of a new head.
-        recipe: Fields of the training recipe.
-        more: `TrainingArguments` that override those of the options.
-        random_start: Copy no weights of the target into a new head.
-        saved_model: Subfolder of the output directory for the target, to train it together with the heads (Medusa-2).
+    With `saved_model`, a subfolder of the output directory, the target is trained as well and saved there (Medusa-2).
     """
     kind, output, is_new = KINDS[kind_name], options.output, options.initial_head is None
     _check_own_run(output)
