@@ -15,16 +15,13 @@ import transformers
 import typer
 
 import hf_specdec
+from benchmark_script import code_block
 from drafters import random_head, random_heads
 from hf_specdec import DrafterMismatchError, cli
 from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-
-
-def code_block(text: str, after: str) -> str:
-    return text[text.index(after) :].split("```python\n", 1)[1].split("```", 1)[0]
 
 
 @pytest.mark.slow
