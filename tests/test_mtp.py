@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache
 import layouts
 import native_mtp
 import zoo
+from benchmark_script import code_block
 from drafters import random_head, random_module
 from hf_specdec import (
     CheckpointFormatError,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec import training
-from hf_specdec.cli.new_heads import choose_mask_token, head_to_train, new_head, set_draft_vocabulary
+from hf_specdec.cli.new_heads import head_to_train, new_head, set_draft_vocabulary
 from hf_specdec.cli.runs import print_note
+from hf_specdec.cli.training_run import choose_mask_token
 from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
 from hf_specdec.training.objectives import check_full_attention

@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_specdec.cli.inputs import check_places
-from hf_specdec.cli.options import (
+from hf_specdec.cli.options import Model
+from hf_specdec.cli.parameters import (
     Json,
-    Model,
+    Output,
     Seed,
     TrainingPrecision,
+    check_places,
     check_writable_directory,
     require_package,
     temperature_in_range,
 )
 from hf_specdec.cli.status import importing
-from hf_specdec.cli.training_options import Output
 from hf_specdec.errors import InvalidConfigError
 
 Temperatures = Annotated[

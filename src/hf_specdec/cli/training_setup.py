@@ -9,7 +9,7 @@ from transformers import set_seed
 
 from hf_specdec import records, training
 from hf_specdec.checkpoints.directories import overwritten
-from hf_specdec.cli.options import check_writable_directory
+from hf_specdec.cli.parameters import check_writable_directory
 from hf_specdec.cli.runs import load_conversations, print_note
 from hf_specdec.errors import InvalidConfigError, listed
 from hf_specdec.training.feature_store import check_features_folder
