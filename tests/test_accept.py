@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.acceptance.rules import (
     AcceptanceRule,
     block,
@@ -60,7 +60,7 @@ def says(*tokens: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).float() * 9
 
 
-def by_kernel(tree: TokenTree, logits: torch.Tensor, text: Transcript) -> Acceptance:
+def by_kernel(tree: TokenTree, logits: torch.Tensor, text: Transcript) -> Accepted:
     """Apply `greedy` with the CPU kernels loaded, which find all choices at once."""
     library.load_or_none()
     return greedy(tree, logits, text)

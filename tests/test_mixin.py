@@ -43,7 +43,7 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.base import Needs
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.generation.plan import Request
+from hf_specdec.generation.call import Request
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.model import CACHE_FIELD
 from reference import OracleDrafter

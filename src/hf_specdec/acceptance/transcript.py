@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.acceptance.pipelining import Launch
+from hf_specdec.acceptance.accepted import DeviceAccount, Launch, RowEnds
 from hf_specdec.acceptance.processors import ignores_text, of_row
-from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.host_sync import read
 
 RESERVED_TOKENS = 1024

@@ -9,7 +9,7 @@ from typing import Any
 from hf_specdec.bench.measuring import measure
 from hf_specdec.bench.questions import Question
 from hf_specdec.bench.report import summarise
-from hf_specdec.control.costs import verify_seconds
+from hf_specdec.control.costs import time_forwards
 from hf_specdec.generation.model_programs import current_program
 from hf_specdec.generation.state import current_facts
 from hf_specdec.reporting.stats import EAGER
@@ -85,7 +85,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     facts = current_facts(model)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
-    eager = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
+    eager = time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(
         facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, eager,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
@@ -97,5 +97,5 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None
     if runner is None:
         return found
-    compiled = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
+    compiled = time_forwards(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
     return replace(found, compiled_seconds=compiled)

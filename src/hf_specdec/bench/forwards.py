@@ -43,4 +43,4 @@ def verify_seconds(
         require_integer("sizes", size, 1)
     require_integer("context", context, 1)
     require_integer("rows", rows, 1)
-    return costs.verify_seconds(model, sizes, context, rows=rows)
+    return costs.time_forwards(model, sizes, context, rows=rows)

@@ -1,4 +1,7 @@
-"""Learn from real steps how long a step takes by its number of nodes, and time forwards for `warmup()` and trees."""
+"""What a step costs by its number of nodes, and whether drafting pays at all: learned from real steps.
+
+`StepCosts.measure` times forwards for `warmup()`; `time_forwards` and `draft_seconds` time them to search a tree.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import exp, inf, log, log2
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.control.arms import ArmGains
-from hf_specdec.control.constants import (
-    CHEAP_TREES,
-    COST_SMOOTHING,
-    EXPECTED_NODE_COST,
-    FIRST_STEPS,
-    MAX_MEASURED_NODES,
-    MAX_SURPRISE,
-    MEASURED_CONTEXT,
-    MEASURED_WIDTHS,
-    MIN_MEASURED_WIDTH,
-    MIN_TRIAL_WIDTH,
-    QUICK_ROUNDS,
-    RETRY_STEPS,
-    STALE_STEPS,
-    TIMED_ROUNDS,
-)
 from hf_specdec.heads.base import DraftHead
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.tree import TokenTree
@@ -40,11 +27,62 @@ from hf_specdec.verification.runners import Runner
 
 logger = logging.getLogger(__name__)
 
+MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Widths (nodes per row) whose cost is learned or measured, up to the largest width needed, which is added; costs
+between them are interpolated."""
+
+EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
+"""Seconds of one more node relative to a plain step of one row, assumed until steps have been timed. CPUs took 0.04 to
+0.1, the higher values for many nodes with the CPU kernels. GPUs take about as long for dozens of nodes as for one."""
+
+MIN_TRIAL_WIDTH, CHEAP_TREES = 8, 1.5
+"""Width up to which the first trees may grow; wider ones have at most twice the nodes of any step so far, because
+neither their cost nor their source is known. Unlimited if the widest step is expected to take less than the second
+number of plain steps."""
+
+FIRST_STEPS = 3
+"""Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
+slower, others up to half."""
+
+TIMED_ROUNDS = 5
+"""Default number of timed forwards per tree size, used while no user waits (`search_tree`); the median is reported."""
+
+QUICK_ROUNDS = 3
+"""Timed forwards per width in `warmup()`; the fastest is used, because noise only makes a forward slower."""
+
+MEASURED_CONTEXT = 512
+"""Maximum context, in tokens, of the forwards timed for `StepCosts`; real steps correct it for longer contexts."""
+
+MAX_MEASURED_NODES = 128
+"""Maximum nodes of all rows together in a step whose cost `StepCosts` has; widths up to `MIN_MEASURED_WIDTH` may
+exceed it."""
+
+MIN_MEASURED_WIDTH = 4
+"""Width up to which costs are known for every batch size."""
+
+COST_SMOOTHING = 0.2
+"""Weight of a real step in the moving (geometric) average of the cost of its width; more if the width was unused for
+long, see `StepCosts.observe`."""
+
+MAX_SURPRISE = 2.0
+"""Limit of the ratio of a step's time to its expected time; larger ratios come from other load and are clamped to it.
+A step that takes less than 1 / `MAX_SURPRISE` of its expected time corrects the cost fully, because other load makes
+no step faster. A stretch of steps counts as at least 1 / `MAX_SURPRISE` as fast as plain ones."""
+
+STALE_STEPS = 50
+"""A width that was unused for this many steps reacts to deviations at other widths with 63 % of `COST_SMOOTHING`: a
+lasting change, such as other load or a faster clock, affects all widths."""
+
+RETRY_STEPS = 300
+"""A width that was unused for this many steps is assumed to cost 63 % less, so that it is tried and a bad measurement
+corrected. A width that is 10 % slower than the best one is tried every 30 steps, one that takes twice as long every
+200; this wastes less than 0.5 %."""
+
 Pick = Callable[[Sequence[float]], float]
 
 
 @torch.no_grad()
-def verify_seconds(
+def time_forwards(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
     rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
@@ -200,7 +238,7 @@ class StepCosts:
         cls, model: PreTrainedModel, facts: TargetFacts, *, rows: int, widest: int, context: int,
         runner: Runner | None = None,
     ) -> StepCosts:  # fmt: skip
-        """Time the verify forward at a few widths (see `verify_seconds`) and create the costs from it.
+        """Time the verify forward at a few widths (see `time_forwards`) and create the costs from it.
 
         Args:
             model: The target.
@@ -212,9 +250,7 @@ class StepCosts:
         """
         widths, context = _widths(widest, rows), max(1, min(context, MEASURED_CONTEXT))
         begin = time.perf_counter()
-        seconds = verify_seconds(
-            model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner
-        )
+        seconds = time_forwards(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner)
         measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
             "A step of %s with batch size %d takes (milliseconds by nodes per row): %s. Measured once, in %.1f s.",
@@ -339,3 +375,115 @@ def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
         step = (seconds[high] - seconds[low]) / (high - low)
         found += [seconds[low] + step * index for index in range(high - low)]
     return (*found, seconds[widths[-1]])
+
+
+# ------------------------------------------------------------------------------------------- drafting or not
+
+STRETCH_STEPS = 8
+"""Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting."""
+
+RETRIAL_STEPS = 4
+"""Steps of a stretch of drafting after it has lost."""
+
+MAX_PLAIN_STEPS = 64
+"""Longest pause of drafting, in steps, while plain decoding wins. A stretch of `RETRIAL_STEPS` that takes 30 % longer
+for each token then costs 2 %."""
+
+ARM_SMOOTHING = 0.15
+"""Minimum weight of the newest stretch in the average of an arm's gain (higher at first, see `ArmGains.learn`)."""
+
+ARM_MARGIN = 0.03
+"""Drafting continues if it loses less than this: text that repeats may begin at any time."""
+
+CLEAR_GAIN, PLAIN_TRIAL_STEPS = 1.15, 256
+"""If drafting gains less than the first over plain decoding, a stretch of plain decoding is tried once per this many
+steps, which costs at most 0.5 %."""
+
+Arm = Literal["drafting", "plain"]
+
+
+class ArmGains:
+    """What is known about both arms at one batch size and in one execution mode, kept across calls.
+
+    *Gain*: tokens per second, relative to those of plain steps as the cost model expects them. The relation makes
+    stretches comparable although texts grow and rows leave.
+
+    Attributes:
+        gains: Moving average of each arm's gain; at first, plain decoding has 1 and drafting is unknown.
+        pause: Plain steps of the next stretch of plain decoding.
+        plain_steps: Plain steps left until drafting is tried again; 0 during a stretch of drafting.
+        since_plain: Drafting steps since a stretch of plain decoding.
+    """
+
+    def __init__(self) -> None:
+        self.gains: dict[Arm, float | None] = {"drafting": None, "plain": 1.0}
+        self.pause, self.plain_steps, self.since_plain = STRETCH_STEPS, 0, 0
+        self._stretches: dict[Arm, int] = {"drafting": 0, "plain": 1}
+
+    def learn(self, arm: Arm, gain: float) -> None:
+        """Add a stretch to the average gain of an arm: the arithmetic mean at first, then a moving average.
+
+        Gains below 1 / `MAX_SURPRISE` count as that: other load has slowed the stretch down.
+        """
+        known, gain = self.gains[arm], max(gain, 1 / MAX_SURPRISE)
+        self._stretches[arm] += 1
+        weight = max(ARM_SMOOTHING, 1 / self._stretches[arm])
+        self.gains[arm] = gain if known is None else known + weight * (gain - known)
+
+    def advantage(self) -> float:
+        """Return the gain of drafting relative to that of plain decoding; 1 if it is unknown."""
+        drafting, plain = self.gains["drafting"], self.gains["plain"]
+        return 1.0 if drafting is None or not plain else drafting / plain
+
+
+class Arms:
+    """The arm of each step of one generation.
+
+    Args:
+        known: What earlier calls have learned; updated.
+    """
+
+    def __init__(self, known: ArmGains) -> None:
+        self._known = known
+        self._steps = 0  # of this stretch
+        self._progress = self._seconds = 0.0  # of this stretch
+
+    @property
+    def arm(self) -> Arm:
+        """The arm of the next step."""
+        return "plain" if self._known.plain_steps else "drafting"
+
+    def observe(self, tokens: float, seconds: float, plain_seconds: float) -> None:
+        """Count a step of the current arm; at the end of a stretch, choose the next arm.
+
+        Args:
+            tokens: Tokens emitted per row that took part.
+            seconds: Duration of the step, drafting included.
+            plain_seconds: Expected duration of a plain step of the same rows.
+        """
+        known, arm = self._known, self.arm
+        self._progress += tokens * plain_seconds
+        self._seconds += seconds
+        self._steps += 1
+        if arm == "plain":
+            known.plain_steps = max(known.plain_steps - 1, 0)  # another thread may share what is known
+            if known.plain_steps:
+                return
+            known.pause, known.since_plain = min(2 * known.pause, MAX_PLAIN_STEPS), 0
+        else:
+            known.since_plain += 1
+            if self._steps < (RETRIAL_STEPS if known.pause > STRETCH_STEPS else STRETCH_STEPS):
+                return
+        if self._seconds:
+            known.learn(arm, self._progress / self._seconds)
+        self._steps, self._progress, self._seconds = 0, 0.0, 0.0
+        if arm == "drafting":
+            known.plain_steps = self._next_plain_steps()
+
+    def _next_plain_steps(self) -> int:
+        """Return how many plain steps follow a stretch of drafting."""
+        known, advantage = self._known, self._known.advantage()
+        if advantage < 1 - ARM_MARGIN:
+            return known.pause
+        known.pause = STRETCH_STEPS
+        return STRETCH_STEPS if advantage < CLEAR_GAIN and known.since_plain >= PLAIN_TRIAL_STEPS else 0

@@ -14,7 +14,7 @@ from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.graph_backends import GraphBackend
 from hf_specdec.verification.graphs import CAPTURED_WIDTHS, CapturableStep, Captures, width_for
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.step import Step
 
 
 class CapturedRecycling:
@@ -30,7 +30,7 @@ class CapturedRecycling:
         self._captures, self._turn = Captures(backend, "Token recycling"), threading.Lock()
 
     def advance(
-        self, table: RecycledTokens, step: UnreadStep, previous: Tensor, budget: Budget
+        self, table: RecycledTokens, step: Step, previous: Tensor, budget: Budget
     ) -> tuple[Draft, Tensor] | None:
         """Learn from a step and draft the next tree.
 
@@ -81,7 +81,7 @@ class _Recycling(CapturableStep):
             self._ids = torch.zeros(rows, width, candidates, dtype=torch.long, device=device)
             self._log_probs = torch.zeros(rows, width, candidates, dtype=torch.float32, device=device)
 
-    def fill(self, step: UnreadStep, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
+    def fill(self, step: Step, log_probs: Tensor, ids: Tensor, previous: Tensor) -> None:
         """Copy a step into the buffers, padded with nodes and path entries that `learn` ignores."""
         tree, kept = step.draft.tree, step.acceptance
         num_nodes, length = tree.num_nodes, kept.path.shape[1]

@@ -34,7 +34,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 from hf_specdec.verification.window import token_positions
 
@@ -152,7 +152,7 @@ class _DFlashSession(FeatureSession):
         outputs = BlockOutputs(self._head, self._roots, slots, self._lm_head, self._hot_token_ids)
         return grow_block(outputs, shape, self._threshold)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; if the head is captured, one graph reads the step and drafts."""
         if self._prompt is not None or self._pending:
             return super().launch(step, budget)

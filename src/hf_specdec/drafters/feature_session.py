@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
-from hf_specdec.acceptance.pipelining import Decision
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.launching import LaunchingSession, features_of
@@ -22,7 +21,7 @@ from hf_specdec.validation import Choice
 from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import PromptPadding, committed_slots
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.window import Window, shifted_padding
 
 RESERVED_SLOTS = 512
@@ -73,9 +72,9 @@ class FeatureSession(LaunchingSession):
         self._prompt: Entries | None
         self._prompt, self._padding = prompt_entries(context, head.feature_layers, limits.window)
 
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         kept, features = step.acceptance, features_of(step)
-        if isinstance(kept, Acceptance):
+        if kept.is_read:
             nodes: list[range] | None = [range(count) for count in kept.counts]
         else:
             nodes, unread = None, [*([] if self._prompt is None else [self._prompt]), *self._pending]
@@ -85,13 +84,11 @@ class FeatureSession(LaunchingSession):
             self._known_lengths = lengths
         self._pending.append(self._entries(kept, features, nodes))
 
-    def _settle(self, acceptance: Acceptance) -> None:
+    def _settle(self, acceptance: Accepted) -> None:
         known = zip(self._known_lengths, acceptance.counts, strict=True)
         self._cache.correct_lengths([length + count for length, count in known])
 
-    def _entries(
-        self, kept: Decision | Acceptance, features: Features, nodes: Sequence[Sequence[int]] | None
-    ) -> Entries:
+    def _entries(self, kept: Accepted, features: Features, nodes: Sequence[Sequence[int]] | None) -> Entries:
         """Return the entries of a step's accepted path, for the head to read later."""
         states = features.of(self._head.feature_layers)
         index = kept.path.clamp(min=0).to(states.device)[:, :, None].expand(-1, -1, states.shape[-1])

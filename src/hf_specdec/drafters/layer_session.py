@@ -19,7 +19,7 @@ from hf_specdec.drafters.launching import features_of
 from hf_specdec.heads.layer import AcceptedStep, TreeStart
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, TreeShape, grow, growable, scored
-from hf_specdec.verification.step import UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.window import token_positions
 
 
@@ -62,7 +62,7 @@ class EagleSession(FeatureSession):
         self._cache.rollback()
         return draft
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; if the layer is captured, one graph reads the step and grows the tree."""
         if self._prompt is not None or self._pending:
             return super().launch(step, budget)

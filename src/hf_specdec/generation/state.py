@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
@@ -27,7 +27,7 @@ from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy
 from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
-from hf_specdec.verification.model import execution_device
+from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
 from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
@@ -103,7 +103,7 @@ class SpeculationState:
         self.compiled: WeakKeyDictionary[Drafter, dict[ExecutionMode, tuple[WeightsVersion, Drafter | None]]] = (
             WeakKeyDictionary()
         )
-        self.has_noted_batching = False  # see `note_continuous_batching`
+        self.has_noted_batching = False
         self.last: SpeculationStats | None = None
         self.history: AnswerHistory | None = None  # created when first used
         self._threads: Counter[int] = Counter()  # running generations by thread
@@ -200,6 +200,14 @@ def state_of(model: Any) -> SpeculationState:
     """Return the model's `SpeculationState`; add one if it has none."""
     state: SpeculationState = model.__dict__.setdefault(STATE, SpeculationState())
     return state
+
+
+def answer_history(model: PreTrainedModel) -> AnswerHistory:
+    """Return the history of the model's answers; create an empty one if it has none."""
+    state = state_of(model)
+    if state.history is None:
+        state.history = AnswerHistory(vocab_size=num_embedded_tokens(model))
+    return state.history
 
 
 def current_facts(model: PreTrainedModel) -> TargetFacts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import Positions, PromptPadding
@@ -59,7 +59,7 @@ class ActiveRows:
             draft_probs=None if tree.draft_probs is None else tree.draft_probs[index],
         )
 
-    def of_acceptance(self, acceptance: Acceptance) -> tuple[Tensor, list[tuple[int, ...]]]:
+    def of_acceptance(self, acceptance: Accepted) -> tuple[Tensor, list[tuple[int, ...]]]:
         """Return the kept paths of these rows, on the device and on the host."""
         return acceptance.path[self.index], [acceptance.nodes[row] for row in self.rows]
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, settle
-from hf_specdec.acceptance.pipelining import Decision
-from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
+from hf_specdec.acceptance.accepted import Accepted, DeviceAccount, RowEnds
+from hf_specdec.acceptance.paths import settle
 from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -35,7 +34,7 @@ class CapturedGreedy:
         self._captures = Captures(backend, "Acceptance")
         self._ends: dict[RowEnds, int] = {}  # an index for each, used in shape keys
 
-    def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Acceptance:
+    def __call__(self, tree: TokenTree, logits: Tensor, transcript: Transcript) -> Accepted:
         """Return the accepted paths, see `rules.greedy`, for logits `[B, N, V]`.
 
         No graph is used if the host must choose or keep scores (see `Transcript.decides_on`), if scores are processed
@@ -53,7 +52,7 @@ class CapturedGreedy:
             step.fill(tree, logits.max(-1).indices, account.remaining)
             (packed,) = self._captures.run(step)
             packed = packed.clone()  # the next run of this size overwrites the outputs
-        return settle(_unpacked(packed, tree.depth_bound + 1), transcript)
+        return settle(*_unpacked(packed, tree.depth_bound + 1), transcript)
 
 
 class _Match(CapturableStep):
@@ -93,13 +92,13 @@ class _Match(CapturableStep):
     def compute(self) -> Sequence[Tensor]:
         """Return `[B, 3 + 2 * width]`: next token, number of drafted tokens, remaining tokens, path and its tokens."""
         tree = TokenTree(self._tokens, self._parents)
-        cut = match(tree, self._choices, self._remaining, self._eos, self._ends)
-        columns = [tensor[:, None] for tensor in (cut.decision.next_token, cut.num_drafted, cut.remaining)]
-        return [torch.cat([*columns, cut.decision.path, cut.decision.tokens], dim=-1)]
+        kept, num_drafted, remaining = match(tree, self._choices, self._remaining, self._eos, self._ends)
+        columns = [tensor[:, None] for tensor in (kept.next_token, num_drafted, remaining)]
+        return [torch.cat([*columns, kept.path, kept.tokens], dim=-1)]
 
 
-def _unpacked(packed: Tensor, path_length: int) -> Cut:
+def _unpacked(packed: Tensor, path_length: int) -> tuple[Accepted, Tensor, Tensor]:
     """Unpack the output `[B, 3 + 2 * width]` of `_Match`; paths and tokens are cut to `path_length` columns."""
     width = (packed.shape[1] - 3) // 2
     path, tokens = packed[:, 3 : 3 + path_length], packed[:, 3 + width : 3 + width + path_length]
-    return Cut(Decision(path, tokens, packed[:, 0]), packed[:, 1], packed[:, 2])
+    return Accepted(path, tokens, packed[:, 0]), packed[:, 1], packed[:, 2]

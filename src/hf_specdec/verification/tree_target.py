@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -24,7 +24,7 @@ from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries, tree_masks
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
-from hf_specdec.verification.target import Target, Verification
+from hf_specdec.verification.target import Target, Verified
 from hf_specdec.verification.window import Window
 
 logger = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ class TreeTarget(Target):
         *,
         prompt_logits: bool = False,
         window: Window | None = None,
-    ) -> Verification:
+    ) -> Verified:
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
         return super().prefill(input_ids, generation_config, model_kwargs, prompt_logits=prompt_logits, window=window)
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row, in place."""
         active = self.cache.active
         if active is None:
@@ -118,7 +118,7 @@ class TreeTarget(Target):
         active = self.cache.active
         return 1.0 if active is None else len(active.rows) / active.num_rows
 
-    def verify(self, tree: TokenTree) -> Verification:
+    def verify(self, tree: TokenTree) -> Verified:
         """See `Target`; logits and features of rows left out are zeros."""
         verification, active = super().verify(tree), self.cache.active
         if active is None:
