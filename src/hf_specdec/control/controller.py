@@ -12,10 +12,6 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, StepCostFunction
 from hf_specdec.verification.step import Step
 
-MARGIN = 0.5
-"""Margin in accepted drafted tokens (SGLang's value). Without hysteresis, the next lower tier is chosen if the average
-is at most its depth - `MARGIN`, the next higher tier if the average exceeds the current depth - `MARGIN`."""
-
 
 class Controller(Protocol):
     """Protocol of the object that decides the budget of every step.
@@ -62,9 +58,11 @@ class FixedController:
 
 
 class TierController:
-    """Controller that switches between the depths of `candidate_steps`; each has a tree size, see `tier_budget`.
+    """Controller that switches between the depths of `candidate_steps` by a moving average of accepted tokens.
 
-    It starts with the middle depth, or the higher of the two middle ones.
+    It starts with the middle depth, or the higher of the two middle ones, and decides every few steps after a warm-up,
+    with hysteresis against oscillation. Source: SGLang's adaptive speculative decoding (`adaptive_spec_params.py`,
+    https://github.com/sgl-project/sglang).
 
     Args:
         config: The depths, and when to switch.
@@ -85,12 +83,9 @@ class TierController:
                 "Give smaller depths, or increase num_steps.",
             )
         self._index = len(self.tiers) // 2
-        self._average = float(max(self._depth - 1, 0))
-        self._batches, self._used = 0, Counter[int]()
-
-    @property
-    def _depth(self) -> int:
-        return self.tiers[self._index].num_steps
+        self._average = float(max(self.next().num_steps - 1, 0))
+        self._batches = 0
+        self._used = Counter[int]()
 
     def next(self) -> Budget:
         """Return the budget of the current tier."""
@@ -99,36 +94,34 @@ class TierController:
     def observe(self, step: Step) -> None:
         """Update the average of accepted drafted tokens per row, and choose a tier if a decision is due.
 
-        Decisions are made after `warmup_batches` steps and then every `update_interval` steps; steps without active
-        rows do not count.
+        Without hysteresis, the next lower tier is chosen if the average is at most its depth - 0.5 (SGLang's margin),
+        the next higher one if the average exceeds the current depth - 0.5. Steps without active rows do not count.
         """
-        accepted = [count - 1 for count in step.acceptance.counts if count]
+        config, accepted = self._config, [count - 1 for count in step.acceptance.counts if count]
         if not accepted:
             return
-        self._used[self._depth] += 1
-        weight = self._config.ema_alpha
-        self._average += weight * (sum(accepted) / len(accepted) - self._average)
+        self._used[self.next().num_steps] += 1
+        self._average += config.ema_alpha * (sum(accepted) / len(accepted) - self._average)
         self._batches += 1
-        since = self._batches - self._config.warmup_batches
-        if since >= 0 and since % self._config.update_interval == 0:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Move to lower tiers while the average is too low, otherwise to higher ones; see `MARGIN`."""
-        before, average = self._index, self._average
-        down, up = self._config.down_hysteresis - MARGIN, self._config.up_hysteresis - MARGIN
-        while self._index and average <= self.tiers[self._index - 1].num_steps + down:
+        since = self._batches - config.warmup_batches
+        if since < 0 or since % config.update_interval:
+            return
+        before, average, depths = self._index, self._average, [tier.num_steps for tier in self.tiers]
+        while self._index and average <= depths[self._index - 1] + config.down_hysteresis - 0.5:
             self._index -= 1
         if self._index == before:
-            while self._index + 1 < len(self.tiers) and average > self._depth + up:
+            while self._index + 1 < len(depths) and average > depths[self._index] + config.up_hysteresis - 0.5:
                 self._index += 1
 
     def report(self) -> dict[str, Any]:
         """Return the number of steps in each tier, the current tier and the average of accepted drafted tokens."""
         return {
-            "controller": "tiers", "candidate_steps": [tier.num_steps for tier in self.tiers], "tier": self._depth,
-            "steps_by_tier": dict(sorted(self._used.items())), "average_accepted": self._average,
-        }  # fmt: skip
+            "controller": "tiers",
+            "candidate_steps": [tier.num_steps for tier in self.tiers],
+            "tier": self.next().num_steps,
+            "steps_by_tier": dict(sorted(self._used.items())),
+            "average_accepted": self._average,
+        }
 
 
 def tier_budget(num_steps: int, limits: Budget) -> Budget:
@@ -174,26 +167,24 @@ class CostModelController:
 
         The first step of all counts as such, because torch prepares its products.
         """
-        seconds = step.seconds
-        width, share = step.draft.tree.num_nodes, seconds.active_share
-        is_reference = not self._costs.is_plain_known
+        width, seconds = step.draft.tree.num_nodes, step.seconds
+        is_reference = not self._costs.is_plain_known  # one of the first steps: what plain steps take is not known yet
         arm: Arm = "plain" if is_reference else self._arms.arm
-        plain = self._costs.plain_seconds(share)
-        self._share = share
+        plain = self._costs.plain_seconds(seconds.active_share)
         is_usual = seconds.usual and not (is_reference and not self._widths)
         if is_usual:
-            self._costs.observe(width, seconds.verify + seconds.rest, share)
+            self._costs.observe(width, seconds.verify + seconds.rest, seconds.active_share)
         active = [count for count in step.acceptance.counts if count]
         taken, per_row = seconds.draft + seconds.verify + seconds.rest, sum(active) / max(len(active), 1)
+        self._share = seconds.active_share
         self._widths.append(width)
         self._tokens[arm] += per_row
         self._emitted[arm] += sum(active)
         self._seconds[arm] += taken
-        if is_reference:  # one of the first steps, see `next`; what plain steps take is not known yet
-            return
-        self._lost += max(0.0, taken - per_row * plain)
-        if is_usual:
-            self._arms.observe(per_row, taken, plain)
+        if not is_reference:
+            self._lost += max(0.0, taken - per_row * plain)
+            if is_usual:
+                self._arms.observe(per_row, taken, plain)
 
     def report(self) -> dict[str, Any]:
         """Return the widths of all steps, the fraction and cost of plain steps, and how both arms did.
@@ -208,7 +199,9 @@ class CostModelController:
         seconds, tokens = sum(self._seconds.values()), sum(self._tokens.values())
         arms: tuple[Arm, ...] = ("drafting", "plain")
         return {
-            "controller": "cost_model", "widths": dict(sorted(widths.items())), "width_by_step": list(self._widths),
+            "controller": "cost_model",
+            "widths": dict(sorted(widths.items())),
+            "width_by_step": list(self._widths),
             "plain_steps": widths[1] / len(self._widths) if self._widths else 0.0,
             "plain_step_seconds": plain,
             "gain": tokens * plain / seconds if seconds and plain else 1.0,
@@ -216,4 +209,4 @@ class CostModelController:
             "tokens_per_second": {
                 arm: self._emitted[arm] / self._seconds[arm] if self._seconds[arm] else None for arm in arms
             },
-        }  # fmt: skip
+        }

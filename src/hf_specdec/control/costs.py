@@ -1,6 +1,7 @@
 """What a step costs by its number of nodes, and whether drafting pays at all: learned from real steps.
 
 `StepCosts.measure` times forwards for `warmup()`; `time_forwards` and `draft_seconds` time them to search a tree.
+*Width*: nodes per row of a verified tree, root included. *Plain step*: a step of width 1, which drafts nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import exp, inf, log, log2
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.heads.base import DraftHead
@@ -28,8 +29,11 @@ from hf_specdec.verification.runners import Runner
 logger = logging.getLogger(__name__)
 
 MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Widths (nodes per row) whose cost is learned or measured, up to the largest width needed, which is added; costs
-between them are interpolated."""
+"""Widths whose cost is learned or measured, up to the largest width needed, which is added; costs between them are
+interpolated."""
+
+MAX_MEASURED_NODES, MIN_MEASURED_WIDTH = 128, 4
+"""Maximum nodes of all rows together in a step whose cost is known; widths up to the second number may exceed it."""
 
 EXPECTED_NODE_COST = {"cpu": 0.06, "accelerator": 0.005}
 """Seconds of one more node relative to a plain step of one row, assumed until steps have been timed. CPUs took 0.04 to
@@ -43,22 +47,6 @@ number of plain steps."""
 FIRST_STEPS = 3
 """Steps of a width that count more than later ones: those faster than expected fully, because noise only makes a step
 slower, others up to half."""
-
-TIMED_ROUNDS = 5
-"""Default number of timed forwards per tree size, used while no user waits (`search_tree`); the median is reported."""
-
-QUICK_ROUNDS = 3
-"""Timed forwards per width in `warmup()`; the fastest is used, because noise only makes a forward slower."""
-
-MEASURED_CONTEXT = 512
-"""Maximum context, in tokens, of the forwards timed for `StepCosts`; real steps correct it for longer contexts."""
-
-MAX_MEASURED_NODES = 128
-"""Maximum nodes of all rows together in a step whose cost `StepCosts` has; widths up to `MIN_MEASURED_WIDTH` may
-exceed it."""
-
-MIN_MEASURED_WIDTH = 4
-"""Width up to which costs are known for every batch size."""
 
 COST_SMOOTHING = 0.2
 """Weight of a real step in the moving (geometric) average of the cost of its width; more if the width was unused for
@@ -78,13 +66,14 @@ RETRY_STEPS = 300
 corrected. A width that is 10 % slower than the best one is tried every 30 steps, one that takes twice as long every
 200; this wastes less than 0.5 %."""
 
-Pick = Callable[[Sequence[float]], float]
+
+# ------------------------------------------------------------------------------------------- timing forwards
 
 
 @torch.no_grad()
 def time_forwards(
     model: PreTrainedModel, sizes: Sequence[int], context: int, facts: TargetFacts | None = None, *, rows: int = 1,
-    rounds: int = TIMED_ROUNDS, pick: Pick = statistics.median, runner: Runner | None = None,
+    rounds: int = 5, pick: Callable[[Sequence[float]], float] = statistics.median, runner: Runner | None = None,
 ) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a verify forward by the number of nodes of its tree.
 
@@ -109,20 +98,15 @@ def time_forwards(
     target = facts.new_target(model, context + max(sizes) + (reserve or 0), reserve, runner=runner)
     inputs = {"attention_mask": torch.ones_like(ids[:, :context]), cache_argument(model): target.cache}
     target.prefill(ids[:, :context], GenerationConfig(), {**inputs, "use_cache": True})
-    trees = {size: _tree(ids[:, context : context + size], branches=facts.supports_trees) for size in sizes}
-
-    def forward(size: int) -> None:
-        target.verify(trees[size])
-
+    trees = {}
+    for size in sizes:
+        nodes = torch.arange(size, device=device)
+        parents = (nodes - 1).div(2, rounding_mode="floor") if facts.supports_trees else nodes - 1
+        trees[size] = TokenTree(ids[:, context : context + size], parents)
     with decode_optimizations(model):  # as generation runs it
-        return _seconds_by_size(forward, sizes, device, undo=target.rollback, rounds=rounds, pick=pick)
-
-
-def _tree(tokens: Tensor, *, branches: bool) -> TokenTree:
-    """Arrange tokens `[B, N]` in a binary tree, or in a chain if `branches` is False."""
-    nodes = torch.arange(tokens.shape[1], device=tokens.device)
-    parents = (nodes - 1).div(2, rounding_mode="floor") if branches else nodes - 1
-    return TokenTree(tokens, parents)
+        return _seconds_by_size(
+            lambda size: target.verify(trees[size]), sizes, device, target.rollback, rounds=rounds, pick=pick
+        )
 
 
 @torch.no_grad()
@@ -137,30 +121,17 @@ def draft_seconds(model: PreTrainedModel, head: DraftHead, position: int) -> flo
     parameter, size = next(head.parameters()), int(head.config.hidden_size)
     features = torch.zeros(1, 1, size, device=parameter.device, dtype=parameter.dtype)
     rows: nn.Module | None = lm_head_rows(model, head.hot_token_ids) if head.shares_lm_head else None
-
-    def forward(_size: int) -> None:
-        head.draft_logits(features, position, rows)
-
-    return _seconds_by_size(forward, [1], parameter.device)[1]
+    return _seconds_by_size(lambda _: head.draft_logits(features, position, rows), [1], parameter.device)[1]
 
 
 def _seconds_by_size(
-    forward: Callable[[int], None],
-    sizes: Sequence[int],
-    device: torch.device,
-    undo: Callable[[int], None] = lambda _size: None,
-    rounds: int = TIMED_ROUNDS,
-    pick: Pick = statistics.median,
-) -> dict[int, float]:
+    forward: Callable[[int], object], sizes: Sequence[int], device: torch.device,
+    undo: Callable[[int], None] = lambda _size: None, *, rounds: int = 5,
+    pick: Callable[[Sequence[float]], float] = statistics.median,
+) -> dict[int, float]:  # fmt: skip
     """Return the seconds of a call by size. Each round times every size once, so that other load affects all of them.
 
-    Args:
-        forward: The timed function; gets the size.
-        sizes: The sizes.
-        device: Device to synchronise with.
-        undo: Restores the state after each call, untimed; gets the size.
-        rounds: Timed rounds, after one warm-up round.
-        pick: Reduces the times of one size to one number.
+    `undo` restores the state after each call, untimed. One warm-up round comes first.
     """
     taken: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 1):
@@ -175,15 +146,7 @@ def _seconds_by_size(
     return {size: pick(seconds) for size, seconds in taken.items()}
 
 
-def _widest(widest: int, rows: int) -> int:
-    """Return the largest width with a cost."""
-    return min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
-
-
-def _widths(widest: int, rows: int) -> list[int]:
-    """Return the widths whose costs are known or learned, ascending."""
-    most = _widest(widest, rows)
-    return [*(width for width in MEASURED_WIDTHS if width < most), most]
+# ------------------------------------------------------------------------------------------- costs
 
 
 class StepCosts:
@@ -205,9 +168,7 @@ class StepCosts:
         self.arms = ArmGains()
         self._given = dict(sorted(seconds.items()))
         self._factors = dict.fromkeys(self._given, 1.0)
-        self._seen = dict.fromkeys(
-            self._given, float(FIRST_STEPS) if is_measured else 0.0
-        )  # steps of about this width
+        self._seen = dict.fromkeys(self._given, float(FIRST_STEPS * is_measured))  # steps of about this width
         self._unvisited = dict.fromkeys(self._given, 0.0)  # steps since a step of about this width
 
     @classmethod
@@ -245,12 +206,14 @@ class StepCosts:
             facts: The result of the probe.
             rows: Batch size.
             widest: Nodes per row of the largest tree; fewer are timed for large batches, see `MAX_MEASURED_NODES`.
-            context: Tokens of the prompt; at most `MEASURED_CONTEXT` are used.
+            context: Tokens of the prompt; at most 512 are used, because real steps correct longer contexts.
             runner: Compiled or captured forward; None: the model's own.
         """
-        widths, context = _widths(widest, rows), max(1, min(context, MEASURED_CONTEXT))
-        begin = time.perf_counter()
-        seconds = time_forwards(model, widths, context, facts, rows=rows, rounds=QUICK_ROUNDS, pick=min, runner=runner)
+        widths, begin = _widths(widest, rows), time.perf_counter()
+        # the fastest of few, because noise only makes a forward slower
+        seconds = time_forwards(
+            model, widths, max(1, min(context, 512)), facts, rows=rows, rounds=3, pick=min, runner=runner
+        )
         measured = ", ".join(f"{width}: {1000 * value:.1f}" for width, value in seconds.items())
         logger.info(
             "A step of %s with batch size %d takes (milliseconds by nodes per row): %s. Measured once, in %.1f s.",
@@ -265,7 +228,7 @@ class StepCosts:
 
     def covers(self, widest: int, rows: int) -> bool:
         """Whether there is a cost for the largest width needed with this batch size and trees up to `widest` nodes."""
-        return self.max_width >= _widest(widest, rows)
+        return self.max_width >= _widths(widest, rows)[-1]
 
     @property
     def max_width(self) -> int:
@@ -331,26 +294,29 @@ class StepCosts:
     def _current(self) -> dict[int, float]:
         """Return the seconds by width, with the factors learned so far.
 
-        A step costs at most as much per node as a narrower one: verifying the nodes in several steps would take no
-        longer. A higher cost was measured beside other work.
+        A width that no step has had gets a factor between those of the nearest widths that steps had. A step costs at
+        most as much per node as a narrower one: verifying the nodes in several steps would take no longer. A higher
+        cost was measured beside other work.
         """
         found, least_per_node = dict[int, float](), inf
+        visited = [width for width, seen in self._seen.items() if seen]
         for width, seconds in self._given.items():
-            found[width] = min(seconds * self._factor(width), least_per_node * width)
+            below = max((known for known in visited if known <= width), default=None)
+            above = min((known for known in visited if known >= width), default=None)
+            nearest = below or above or width
+            factor = self._factors[nearest]
+            if below and above and below < above:
+                part = log2(width / below) / log2(above / below)
+                factor = exp((1 - part) * log(self._factors[below]) + part * log(self._factors[above]))
+            found[width] = min(seconds * factor, least_per_node * width)
             least_per_node = min(least_per_node, found[width] / width)
         return found
 
-    def _factor(self, width: int) -> float:
-        """Return the factor of a width; if no step has had it, between those of the nearest widths that steps had."""
-        if self._seen[width]:
-            return self._factors[width]
-        below = max((known for known, seen in self._seen.items() if seen and known < width), default=None)
-        above = min((known for known, seen in self._seen.items() if seen and known > width), default=None)
-        if below is None or above is None:
-            nearest = below or above
-            return self._factors[nearest or width]
-        part = log2(width / below) / log2(above / below)
-        return exp((1 - part) * log(self._factors[below]) + part * log(self._factors[above]))
+
+def _widths(widest: int, rows: int) -> list[int]:
+    """Return the widths whose costs are known or learned, ascending."""
+    most = min(widest, max(MAX_MEASURED_NODES // rows, MIN_MEASURED_WIDTH))
+    return [*(width for width in MEASURED_WIDTHS if width < most), most]
 
 
 def _at(seconds: Sequence[float], width: float) -> float:
@@ -379,15 +345,9 @@ def _interpolated(seconds: Mapping[int, float]) -> tuple[float, ...]:
 
 # ------------------------------------------------------------------------------------------- drafting or not
 
-STRETCH_STEPS = 8
-"""Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting."""
-
-RETRIAL_STEPS = 4
-"""Steps of a stretch of drafting after it has lost."""
-
-MAX_PLAIN_STEPS = 64
-"""Longest pause of drafting, in steps, while plain decoding wins. A stretch of `RETRIAL_STEPS` that takes 30 % longer
-for each token then costs 2 %."""
+STRETCH_STEPS, MAX_PLAIN_STEPS = 8, 64
+"""Steps of a stretch, after which drafting and plain decoding are compared; also the first pause of drafting. Pauses
+double to the second number of steps while plain decoding wins: a stretch that takes 30 % longer then costs 3 %."""
 
 ARM_SMOOTHING = 0.15
 """Minimum weight of the newest stretch in the average of an arm's gain (higher at first, see `ArmGains.learn`)."""
@@ -395,15 +355,11 @@ ARM_SMOOTHING = 0.15
 ARM_MARGIN = 0.03
 """Drafting continues if it loses less than this: text that repeats may begin at any time."""
 
-CLEAR_GAIN, PLAIN_TRIAL_STEPS = 1.15, 256
-"""If drafting gains less than the first over plain decoding, a stretch of plain decoding is tried once per this many
-steps, which costs at most 0.5 %."""
-
 Arm = Literal["drafting", "plain"]
 
 
 class ArmGains:
-    """What is known about both arms at one batch size and in one execution mode, kept across calls.
+    """What is known about drafting and plain decoding at one batch size and in one execution mode, kept across calls.
 
     *Gain*: tokens per second, relative to those of plain steps as the cost model expects them. The relation makes
     stretches comparable although texts grow and rows leave.
@@ -412,12 +368,11 @@ class ArmGains:
         gains: Moving average of each arm's gain; at first, plain decoding has 1 and drafting is unknown.
         pause: Plain steps of the next stretch of plain decoding.
         plain_steps: Plain steps left until drafting is tried again; 0 during a stretch of drafting.
-        since_plain: Drafting steps since a stretch of plain decoding.
     """
 
     def __init__(self) -> None:
         self.gains: dict[Arm, float | None] = {"drafting": None, "plain": 1.0}
-        self.pause, self.plain_steps, self.since_plain = STRETCH_STEPS, 0, 0
+        self.pause, self.plain_steps = STRETCH_STEPS, 0
         self._stretches: dict[Arm, int] = {"drafting": 0, "plain": 1}
 
     def learn(self, arm: Arm, gain: float) -> None:
@@ -430,14 +385,12 @@ class ArmGains:
         weight = max(ARM_SMOOTHING, 1 / self._stretches[arm])
         self.gains[arm] = gain if known is None else known + weight * (gain - known)
 
-    def advantage(self) -> float:
-        """Return the gain of drafting relative to that of plain decoding; 1 if it is unknown."""
-        drafting, plain = self.gains["drafting"], self.gains["plain"]
-        return 1.0 if drafting is None or not plain else drafting / plain
-
 
 class Arms:
-    """The arm of each step of one generation.
+    """The arm of each step of one generation: a two-armed bandit over the speed that each arm has really reached.
+
+    What the cost model leaves out (querying, bookkeeping, other load) counts here. Steps are grouped into stretches of
+    one arm. While plain decoding wins, drafting is tried again after pauses that double.
 
     Args:
         known: What earlier calls have learned; updated.
@@ -469,21 +422,15 @@ class Arms:
             known.plain_steps = max(known.plain_steps - 1, 0)  # another thread may share what is known
             if known.plain_steps:
                 return
-            known.pause, known.since_plain = min(2 * known.pause, MAX_PLAIN_STEPS), 0
-        else:
-            known.since_plain += 1
-            if self._steps < (RETRIAL_STEPS if known.pause > STRETCH_STEPS else STRETCH_STEPS):
-                return
+            known.pause = min(2 * known.pause, MAX_PLAIN_STEPS)
+        elif self._steps < STRETCH_STEPS:
+            return
         if self._seconds:
             known.learn(arm, self._progress / self._seconds)
         self._steps, self._progress, self._seconds = 0, 0.0, 0.0
         if arm == "drafting":
-            known.plain_steps = self._next_plain_steps()
-
-    def _next_plain_steps(self) -> int:
-        """Return how many plain steps follow a stretch of drafting."""
-        known, advantage = self._known, self._known.advantage()
-        if advantage < 1 - ARM_MARGIN:
-            return known.pause
-        known.pause = STRETCH_STEPS
-        return STRETCH_STEPS if advantage < CLEAR_GAIN and known.since_plain >= PLAIN_TRIAL_STEPS else 0
+            drafting, plain = known.gains["drafting"], known.gains["plain"]
+            if drafting is not None and plain and drafting < (1 - ARM_MARGIN) * plain:
+                known.plain_steps = known.pause
+            else:
+                known.pause = STRETCH_STEPS
