@@ -16,9 +16,7 @@ from typing import Any
 
 from hf_specdec.trees.draft import StepCostFunction
 
-SLOW_ROW_POWER = 4
-"""Exponent p of `mean(tokens ** -p) ** (-1 / p)`, the mean of expected tokens over rows (1: harmonic). A high value
-favours the rows with the fewest tokens, because a batch ends with its slowest row."""
+# ------------------------------------------------------------------------------------------- how wide a tree is
 
 MIN_BATCH_GAIN = 1.1
 """Minimum expected speed-up over a plain step for drafting with several rows, because estimates are uncertain."""
@@ -91,7 +89,7 @@ def best_width(rows: Sequence[Sequence[float]], costs: Sequence[float], draft_se
         for index, row in enumerate(rows):
             if len(row) >= width:
                 expected[index] += row[width - 1]
-        mean = (sum(tokens**-SLOW_ROW_POWER for tokens in expected) / count) ** (-1 / SLOW_ROW_POWER)
+        mean = (sum(tokens**-4 for tokens in expected) / count) ** (-1 / 4)
         wider = Width(width, sum(expected), count * mean, costs[width - 1] + draft_seconds)
         required = MIN_BATCH_GAIN if count > 1 and best.num_nodes == 1 else 1.0
         if wider.rate > required * best.rate:
@@ -137,7 +135,11 @@ add none. Also the start of the last class of `_gain_class`, in tokens per row."
 
 @dataclass(slots=True)
 class QueryStats:
-    """Measured gain and cost of querying a head to one depth, and when to try this depth again."""
+    """Measured gain and cost of querying a head to one depth, and when to try this depth again.
+
+    Its gain is the number of tokens that it adds to a step. If another source has found a long match in the prompt, a
+    head adds little; so gains are averaged separately for each class of the tokens expected without the head.
+    """
 
     num_steps: int
     gains: dict[int, tuple[int, float]] = field(default_factory=dict)  # by `_gain_class`: (queries, mean tokens a row)
@@ -171,13 +173,17 @@ class QueryStats:
 
     def rate(self, without: Width, rows: int) -> float:
         """Return the expected progress (see `Width`) per second of a step that queries the head to this depth."""
-        expected = without.tokens / rows
-        _, gain = self.gains.get(_gain_class(expected), (0, _prior_gain(expected)))
+        _, gain = self._known(without.tokens / rows)
         return self._rate(without, rows, gain)
 
     def _rate(self, without: Width, rows: int, gain: float) -> float:
         progress = without.progress * (without.tokens + rows * gain) / without.tokens
         return progress / (without.seconds + self.seconds)
+
+    def _known(self, expected: float) -> tuple[int, float]:
+        """Return queries and gain if so many tokens per row are expected without the head."""
+        prior = PRIOR_GAIN * max(0.0, 1 - (expected - 1) / SATURATED_TOKENS)
+        return self.gains.get(_gain_class(expected), (0, prior))
 
     def learn(self, without: Width, with_it: Width, gained: float, rows: int) -> None:
         """Update gain and cost after a step with a query.
@@ -187,13 +193,14 @@ class QueryStats:
             gained: Emitted tokens of all rows beyond those expected without the head; may be negative.
             rows: Active rows.
         """
-        expected, self.num_queries = without.tokens / rows, self.num_queries + 1
-        queries, gain = self.gains.get(_gain_class(expected), (0, _prior_gain(expected)))
+        expected = without.tokens / rows
+        queries, gain = self._known(expected)
         stale = min(1 - (1 - HEAD_SMOOTHING) ** self.stale, STALE_WEIGHT)
         weight = max(HEAD_SMOOTHING, 1 / (queries + 2), stale)
         self.gains[_gain_class(expected)] = (queries + 1, gain + weight * (gained / rows - gain))
-        seconds = with_it.seconds - without.seconds
-        self.seconds = _average_time(self.seconds, seconds, max(HEAD_SMOOTHING, 1 / self.num_queries))
+        self.num_queries += 1
+        weight = max(HEAD_SMOOTHING, 1 / self.num_queries)
+        self.seconds = _average_time(self.seconds, with_it.seconds - without.seconds, weight)
 
 
 def _average_time(average: float, seconds: float, weight: float) -> float:
@@ -209,10 +216,6 @@ def _average_time(average: float, seconds: float, weight: float) -> float:
 def _gain_class(expected: float) -> int:
     """Return the class of an expected number of tokens per row: 2 in [1.0, 1.5), 3 in [1.5, 2.0), ..., 16 from 8.0."""
     return int(2 * min(expected, SATURATED_TOKENS))
-
-
-def _prior_gain(expected: float) -> float:
-    return PRIOR_GAIN * max(0.0, 1 - (expected - 1) / SATURATED_TOKENS)
 
 
 class HeadSchedule:
@@ -369,9 +372,14 @@ class LearnedStats:
         classes = self._hits.get(source)
         if classes is None:
             return UNKNOWN
+
+        def ratio(expected: float, hits: float, guess: float) -> float:
+            return (hits + TRUST_WEIGHT * guess) / (expected + TRUST_WEIGHT)
+
         total, found = sum(expected for expected, _ in classes), sum(hits for _, hits in classes)
-        guesses = [_ratio(total - expected, found - hits, INITIAL_TRUST) for expected, hits in classes]
-        return tuple(_ratio(*counts, guess) for counts, guess in zip(classes, guesses, strict=True))
+        return tuple(
+            ratio(expected, hits, ratio(total - expected, found - hits, INITIAL_TRUST)) for expected, hits in classes
+        )
 
     def count(self, source: str, candidates: Sequence[tuple[int, float]], emitted: int) -> None:
         """Count one emitted position at which a source had candidates.
@@ -390,18 +398,11 @@ class LearnedStats:
         self._hits[source] = classes
 
 
-def _ratio(expected: float, hits: float, guess: float) -> float:
-    return (hits + TRUST_WEIGHT * guess) / (expected + TRUST_WEIGHT)
-
-
 # ------------------------------------------------------------------------------------------- one generation
 
-IDLE_QUERY_SHARE = 0.05
-"""Fraction of plain steps' time that may be spent on querying free sources while no draft pays."""
-
-PAUSE_STEPS = 8
-"""Querying pauses once more than this number of consecutive steps were plain; also the maximum length of a pause in
-steps."""
+IDLE_QUERY_SHARE, PAUSE_STEPS = 0.05, 8
+"""Fraction of plain steps' time that may be spent on querying free sources while no draft pays. Querying pauses once
+more than the second number of consecutive steps were plain; a pause lasts at most as many steps."""
 
 
 class MergePolicy:
@@ -449,9 +450,7 @@ class MergePolicy:
 
         In a batch, a tree grows as far as would pay if all rows had one like it.
         """
-        if not self._costs:
-            return None
-        return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds)
+        return StopRule(self._costs[:num_nodes], self._free_seconds + head_seconds) if self._costs else None
 
     def choose_width(self, rows: Sequence[Sequence[float]], num_nodes: int, head_seconds: float = 0.0) -> Width:
         """Return the best width; the largest, with placeholders for tokens and seconds, if costs are unknown.
@@ -493,9 +492,8 @@ class MergePolicy:
         """
         if self._expected is not None:
             self._free_seconds += HEAD_SMOOTHING * free_seconds
-        if self._expected:
             self.expected_drafts += self._expected
-            self.accepted_drafts += num_accepted
+            self.accepted_drafts += num_accepted if self._expected else 0
         self._expected = None
         if self._queries:
             # tokens beyond those expected from the free sources are credited to the heads by their expected gains
@@ -514,9 +512,7 @@ class MergePolicy:
 
     def choose_query(self, schedule: HeadSchedule, without: Width, active_rows: int) -> QueryStats | None:
         """Return the statistics of the depth to query a head to; None: do not query it."""
-        if self._step_costs is None:
-            return schedule.deepest
-        return schedule.choose(without, active_rows)
+        return schedule.deepest if self._step_costs is None else schedule.choose(without, active_rows)
 
     def choose_launch(self, schedule: HeadSchedule, active_rows: int) -> QueryStats | None:
         """Apply `choose_query` for the next step, before the host has read the result of this step.
