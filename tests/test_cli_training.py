@@ -43,11 +43,11 @@ from hf_specdec.training import (
     capture_features,
     read_conversations,
 )
-from hf_specdec.training.estimate import RunEstimate
+from hf_specdec.training.trainer import RunEstimate
 from launched import launch
 from test_cli import error_line, run
 from test_distill import CLI
-from test_training import TALKS
+from trained import TALKS
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["eagle", "--max-steps", "0"], "'--max-steps': must be at least 1"),
         (["eagle", "--version", "7"], "'--version': must be 1 or 3, got 7"),
         (["eagle", "--aligned-steps", "65"], "must be at most 64"),
-        (["eagle", "--recipe", {"aligned_steps": 65}], "must be an integer of at most 64, got 65"),
+        (["eagle", "--recipe", {"aligned_steps": 65}], "must be an integer from 1 to 64, got 65"),
         (["eagle", "--features", "OTHER"], "is not empty and holds no captured features"),
         (["eagle", "--output", "OTHER"], "holds README.md, which was not trained by this command"),
         (["medusa", "--joint", "--output", "OTHER"], "holds model, where --joint saves the target"),
@@ -229,7 +229,7 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (["eagle", "--initial-head", "STRANGER", "--draft-vocab-size", "40"], "draft_vocab_size would be ignored"),
         (["medusa", "--initial-head", "STRANGER", "--num-heads", "2"], "medusa_num_heads would be ignored"),
         (["eagle", "--initial-head", "STRANGER", "--random-start"], "Drop one of them"),
-        (["eagle", "--recipe", {"answer_tokens": -1}], "must be >= 0"),
+        (["eagle", "--recipe", {"answer_tokens": -1}], "must be an integer from 0 to"),
         (["medusa", "--recipe", {"soft_tokens": True}], "has no field 'soft_tokens'"),
         (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "--joint cannot be combined"),
     ],

@@ -132,7 +132,7 @@ def _questions(path: Path | None, limit: int | None, per_category: int | None) -
         return chosen(QUESTIONS, limit=limit, per_category=per_category)
     if not _has_prompts(path):
         return read_questions(path, limit=limit, per_category=per_category)
-    from hf_specdec.training.prompts import prompt_of
+    from hf_specdec.training.data import prompt_of
 
     prompts = [(str(number), prompt_of(row, f"{path}, line {number}", "")) for number, row in read_records(path)]
     if systems := [number for number, prompt in prompts if prompt.system]:

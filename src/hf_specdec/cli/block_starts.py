@@ -9,18 +9,17 @@ from hf_specdec.cli.new_heads import choose_mask_token, head_to_train, new_head,
 from hf_specdec.cli.runs import print_note
 from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
-from hf_specdec.training.dflash import DFlashTrainingConfig, check_full_attention
+from hf_specdec.training.objectives import check_full_attention
 from hf_specdec.verification.features import LAST
 
 if TYPE_CHECKING:
     from hf_specdec.training import Conversation
 
 
-def block_recipe(fields: dict[str, Any], anchors: int | None) -> DFlashTrainingConfig:
+def block_recipe(fields: dict[str, Any], anchors: int | None) -> training.DFlashTrainingConfig:
     """Return the recipe with the fields of `--recipe` and the value of `--anchors`, if given."""
     changes = {} if anchors is None else {"anchors": anchors}
-    config: DFlashTrainingConfig = DFlashTrainingConfig().changed(**{**fields, **changes})
-    return config
+    return training.DFlashTrainingConfig().changed(**{**fields, **changes})
 
 
 def choose_tokens(head: DFlashHead, conversations: list[Conversation], model: str | None, chosen: bool) -> None:

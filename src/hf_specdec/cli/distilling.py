@@ -70,7 +70,7 @@ def distill(
         from hf_specdec import training
         from hf_specdec.cli.runs import load_training_target, print_result
         from hf_specdec.generation.loading import end_tokens, load_tokenizer
-        from hf_specdec.training.distill import check_new_data
+        from hf_specdec.training.distillation import check_new_data
 
     questions = _questions(prompts, invent, model, turns, split=split, limit=limit)
     check_new_data(output)
@@ -100,7 +100,7 @@ def _questions(prompts: str | None, invent: int, model: str | None, turns: int, 
     """
     from hf_specdec import training
     from hf_specdec.generation.loading import load_tokenizer
-    from hf_specdec.training.prompts import check_prompts
+    from hf_specdec.training.distillation import check_prompts
 
     given = [] if prompts is None else training.read_prompts(prompts, **read)
     if not given and not invent:

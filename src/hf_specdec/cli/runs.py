@@ -17,13 +17,13 @@ from hf_specdec.cli.status import working
 from hf_specdec.errors import InvalidConfigError, SpeculativeDecodingError
 from hf_specdec.generation.loading import load_target, load_tokenizer
 from hf_specdec.heads.card import RUN_PICTURE
-from hf_specdec.training.processes import processes
+from hf_specdec.training.run_setup import processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_specdec.training import Conversation
-    from hf_specdec.training.features import TrainingData
+    from hf_specdec.training.feature_store import TrainingData
 
 MAX_LOG_BYTES = 256 * 2**20
 """Maximum size of `trainer_state.json`, to which training adds log entries; above the default for JSON files."""

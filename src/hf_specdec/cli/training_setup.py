@@ -12,14 +12,14 @@ from hf_specdec.checkpoints.directories import overwritten
 from hf_specdec.cli.options import check_writable_directory
 from hf_specdec.cli.runs import load_conversations, print_note
 from hf_specdec.errors import InvalidConfigError, listed
-from hf_specdec.training.features import check_features_folder
-from hf_specdec.training.runs import RUN_NAME
+from hf_specdec.training.feature_store import check_features_folder
+from hf_specdec.training.run_setup import RUN_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from hf_specdec.training import Conversation
-    from hf_specdec.training.features import TrainingData
+    from hf_specdec.training.feature_store import TrainingData
 
 HELD_OUT_EVERY, MAX_HELD_OUT = 20, 64
 """By default, one in 20 conversations is held out for evaluation, but no more than 64."""

@@ -56,12 +56,12 @@ from hf_specdec.transformers_private import has_unfinished, pad_token_id
 from hf_specdec.trees.draft import Budget
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import CAPTURE_AFTER
-from hf_specdec.verification.memory import RESERVED_SLOTS, bucket_of
+from hf_specdec.verification.memory import ANSWER_SLOTS, bucket_of
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.plain import NO_TOKEN, ordinary_tokens
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.runners import Runner, WeightsVersion
 from hf_specdec.verification.target import Target
+from hf_specdec.verification.trials import NO_TOKEN, ordinary_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Call:
         """Create the target, whose cache can hold prompt, answer and one tree, and the programs that run it."""
         self.use_programs(new_tokens)
         limit = self.config.max_cache_length
-        reserve = RESERVED_SLOTS if limit is None else None
+        reserve = ANSWER_SLOTS if limit is None else None
         wanted = {f"output_{output}": True for output, asked in self.layer_outputs.items() if asked}
         self.target = self.facts.new_target(self.model, limit or needed_slots, reserve, wanted, self.runner)
 

@@ -28,12 +28,12 @@ from hf_specdec.errors import (
     SpeculativeDecodingError,
     UnsupportedGenerationError,
 )
-from hf_specdec.verification.adopted_cache import check_fits, seen_tokens
+from hf_specdec.verification.cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts
 from hf_specdec.verification.target import PREPARED_INPUTS, REPEATED_INPUTS, TEXT_INPUTS, Target
-from hf_specdec.verification.trial_runs import drops_cache
+from hf_specdec.verification.trials import drops_cache
 
 KEPT_INPUTS = frozenset({
     *PREPARED_INPUTS, *REPEATED_INPUTS, *TEXT_INPUTS, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "image_grid_thw",

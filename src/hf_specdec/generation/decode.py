@@ -28,9 +28,9 @@ from hf_specdec.reporting.trace import TracedRow, TracedStep
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Draft
 from hf_specdec.trees.tree import ROOT_PARENT
-from hf_specdec.verification.adopted_cache import layer_windows
+from hf_specdec.verification.cache import layer_windows
+from hf_specdec.verification.memory import one_time_work
 from hf_specdec.verification.model import CACHE_FIELD, text_config
-from hf_specdec.verification.one_time import one_time_work
 from hf_specdec.verification.step import Step, StepSeconds
 from hf_specdec.verification.target import Verified
 

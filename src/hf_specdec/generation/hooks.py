@@ -24,10 +24,10 @@ from hf_specdec.generation import checks
 from hf_specdec.generation.call import Call, Request, call_in, plan_call
 from hf_specdec.generation.decode import decode
 from hf_specdec.generation.state import STATE, SWAP, SpeculationState, answer_history, state_of
-from hf_specdec.verification.adopted_cache import seen_tokens
+from hf_specdec.verification.cache import seen_tokens
 from hf_specdec.verification.model import cache_argument
-from hf_specdec.verification.plain import IN_TRIAL
 from hf_specdec.verification.probe import gate, inspect_target
+from hf_specdec.verification.trials import IN_TRIAL
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
