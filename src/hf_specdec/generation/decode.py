@@ -23,8 +23,7 @@ from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.checked import start_session
 from hf_specdec.generation.call import Call
 from hf_specdec.host_sync import read
-from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.reporting.trace import TracedRow, TracedStep
+from hf_specdec.reporting.stats import SpeculationStats, TracedRow, TracedStep
 from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Draft
 from hf_specdec.trees.tree import ROOT_PARENT

@@ -8,20 +8,114 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.bench.machine import OtherProcesses
-from hf_specdec.bench.measurements import External, Measurement
+from hf_specdec.bench.machine import OtherProcesses, is_disturbed
 from hf_specdec.bench.methods import COMPILED, MAX_WARM_UPS, PEERS, call_options, check_compiled, compiled_graphs
 from hf_specdec.bench.questions import Question
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
 
-WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 8
 SPARE_SLOTS = 64
 """Extra slots of a static KV cache for later turns: earlier answers, tokenised again, may be some tokens longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Timed answer of another program to one prompt.
+
+    Args:
+        ids: New tokens of greedy decoding, including the EOS if generated.
+        seconds: Duration of the whole answer.
+        first_token_seconds: Time until the first token.
+        tau: Tokens per target forward; None if unknown.
+    """
+
+    ids: list[int]
+    seconds: float
+    first_token_seconds: float
+    tau: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """Decoding method that runs in another program, such as an inference server.
+
+    Args:
+        ask: Returns the reply; called with the prompt's ids and the maximum number of new tokens.
+        processes: Returns the processes of that program, which are not counted as other processes.
+    """
+
+    ask: Callable[[list[int], int], Reply]
+    processes: Callable[[], Sequence[psutil.Process]] = tuple
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Speed and output of one method on one question; tokens and seconds are sums over the question's turns.
+
+    Args:
+        question_id: Id of the question.
+        category: Its category.
+        method: Name of the method.
+        num_tokens: Number of new tokens in the last round.
+        seconds: Duration of each round.
+        ids_equal: Whether every turn has the same token ids as plain decoding.
+        first_difference: Index of the first token that differs from plain, in the first turn that differs.
+        top_two_gap: Difference of the two highest logits at that index, after plain's tokens.
+        tau: Tokens per target forward, mean over the turns; 1.0 if unknown, as for transformers' methods.
+        stages: Median seconds per stage.
+        first_token_seconds: Time until the first token in each round, prefill included.
+        others_cores: Number of cores that other processes used in each round; None if unknown.
+        turns: Number of turns that were answered.
+        warm_up_seconds: Duration of this method's untimed calls, compilation included.
+        compiled_in_rounds: Timed rounds in which something was compiled.
+        forwards: How the verify forwards ran, see `SpeculationStats.forwards`; empty if unknown.
+    """
+
+    question_id: str
+    category: str
+    method: str
+    num_tokens: int
+    seconds: list[float]
+    ids_equal: bool
+    first_difference: int | None
+    top_two_gap: float | None
+    tau: float
+    stages: dict[str, float] = field(default_factory=dict)
+    first_token_seconds: list[float] = field(default_factory=list)
+    others_cores: list[float | None] = field(default_factory=list)
+    turns: int = 1
+    warm_up_seconds: float = 0.0
+    compiled_in_rounds: int = 0
+    forwards: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the whole calls, from the median of the rounds' durations."""
+        return self.num_tokens / statistics.median(self.seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens per second after each turn's first token; None without such tokens or a positive time for them."""
+        rest = [total - first for total, first in zip(self.seconds, self.first_token_seconds, strict=False)]
+        if not rest or self.num_tokens <= self.turns or statistics.median(rest) <= 0:
+            return None
+        return (self.num_tokens - self.turns) / statistics.median(rest)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds until a call's first token, median over rounds and mean over turns; None if unknown."""
+        return statistics.median(self.first_token_seconds) / self.turns if self.first_token_seconds else None
+
+    @property
+    def disturbed_rounds(self) -> int:
+        """Number of rounds in which other processes used more than 5 % of a core (and at least 5 ticks in all)."""
+        return sum(map(is_disturbed, self.others_cores, self.seconds))
 
 
 def measure(
@@ -133,36 +227,35 @@ class _Caller:
         self.warm_up_seconds: dict[str, float] = {}
         self.states: dict[str, Any] = {}  # learned state of the drafters, by method
 
+    def is_own(self, method: str) -> bool:
+        """Whether a method is one of this package."""
+        return method not in PEERS and method not in self.externals
+
     def encode(self, texts: Sequence[str]) -> Any:
         """Tokenise a conversation (user and assistant in turn) into the inputs of `generate()`."""
         return encode_chat(self.tokenizer, texts, self.model.device)
 
-    def text_of(self, ids: Tensor) -> str:
-        """Decode an answer to the text that the prompts of later turns contain."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text.strip()
-
-    def timed_call(self, inputs: Any, method: str) -> _Answer:
-        """Run and time one call; load the method's learned state before it and store the new one afterwards."""
-        if method in PEERS or method in self.externals:
-            return self.answer(inputs, method)
+    def take_turn(self, seen: _Round, turn: str, method: str) -> None:
+        """Answer one turn with the method's learned state, and store the new one; append turn and answer to `seen`."""
+        seen.texts.append(turn)
+        inputs = self.encode(seen.texts)
         state = state_of(self.model)
-        state.load_state_dict(self.states[method])
+        if self.is_own(method):
+            state.load_state_dict(self.states[method])
         answer = self.answer(inputs, method)
-        self.states[method] = state.state_dict()
-        return answer
+        if self.is_own(method):
+            self.states[method] = state.state_dict()
+        seen.prompts.append(inputs)
+        seen.answers.append(answer)
+        seen.texts.append(self.tokenizer.decode(answer.ids, skip_special_tokens=True).strip())
 
     def warm_up(self, method: str, question: Question) -> None:
-        """Call a method until a call compiles nothing, at most `MAX_WARM_UPS` times, and record the total duration.
-
-        Raises:
-            InvalidConfigError: The method should have compiled the model's forward, but did not.
-        """
+        """Call a method until a call compiles nothing, at most `MAX_WARM_UPS` times, and record the total duration."""
         inputs, begin = self.encode(question.turns[:1]), time.perf_counter()
-        if method not in PEERS and method not in self.externals:  # also what "auto" would compile only in later calls
+        if self.is_own(method):  # also what "auto" would compile only in later calls
             self.model.warmup(self.options[method]["speculative"], prompt_length=inputs["input_ids"].shape[1])
         for _ in range(MAX_WARM_UPS):
-            if not self.answer(inputs, method, min(WARM_UP_TOKENS, self.max_new_tokens)).compiled:
+            if not self.answer(inputs, method, min(_WARM_UP_TOKENS, self.max_new_tokens)).compiled:
                 break
         self.warm_up_seconds[method] = time.perf_counter() - begin
         check_compiled(method, self.model)
@@ -170,21 +263,25 @@ class _Caller:
     def answer(self, inputs: Any, method: str, max_new_tokens: int | None = None) -> _Answer:
         """Run and time one call, with the drafters in their current state."""
         self.idle()
+        prompt: Tensor = inputs["input_ids"]
         count = max_new_tokens or self.max_new_tokens
         if method in self.externals:
-            return self._call_external(inputs, self.externals[method], count)
+            external = self.externals[method]
+            others = OtherProcesses(external.processes())
+            reply = external.ask(prompt[0].tolist(), count)
+            cores = others.cores()
+            ids = torch.tensor(reply.ids, dtype=prompt.dtype, device=prompt.device)
+            return _Answer(ids, reply.seconds, reply.first_token_seconds, cores, compiled=False, tau=reply.tau or 1.0)
         self._wait_for_device()
         streamer, graphs, others = _FirstToken(), compiled_graphs(), OtherProcesses()
         begin = time.perf_counter()
-        ids: Tensor = self.model.generate(
+        ids = self.model.generate(
             **inputs, max_new_tokens=count, do_sample=False, streamer=streamer, **self.options[method]
-        )
+        )[0, prompt.shape[1] :]
         self._wait_for_device()
         seconds = time.perf_counter() - begin
-        answer = _Answer(
-            ids[0, inputs["input_ids"].shape[1] :], seconds, streamer.time - begin, others.cores(),
-            compiled_graphs() > graphs,
-        )  # fmt: skip
+        compiled = compiled_graphs() > graphs
+        answer = _Answer(ids, seconds, streamer.time - begin, others.cores(), compiled)
         if method not in PEERS:
             stats = self.model.last_speculation
             answer.tau, answer.forwards = stats.mean_accepted_length, stats.forwards
@@ -194,14 +291,6 @@ class _Caller:
     def _wait_for_device(self) -> None:
         if self.model.device.type != "cpu":
             torch.accelerator.synchronize()
-
-    def _call_external(self, inputs: Any, external: External, max_new_tokens: int) -> _Answer:
-        prompt: Tensor = inputs["input_ids"]
-        others = OtherProcesses(external.processes())
-        reply = external.ask(prompt[0].tolist(), max_new_tokens)
-        cores = others.cores()
-        ids = torch.tensor(reply.ids, dtype=prompt.dtype, device=prompt.device)
-        return _Answer(ids, reply.seconds, reply.first_token_seconds, cores, compiled=False, tau=reply.tau or 1.0)
 
 
 @dataclass(slots=True)
@@ -215,11 +304,6 @@ class _Round:
     @property
     def seconds(self) -> float:
         return sum(answer.seconds for answer in self.answers)
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Seconds per stage, summed over the turns."""
-        return {key: sum(answer.stages[key] for answer in self.answers) for key in self.answers[0].stages}
 
     @property
     def others_cores(self) -> float | None:
@@ -237,7 +321,7 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
         caller.states = dict(before)
         for turn in question.turns:
             for method in order:
-                _take_turn(caller, seen[method][number], turn, method)
+                caller.take_turn(seen[method][number], turn, method)
     plain = seen["plain"][-1]
     for method in order:
         all_rounds, last = seen[method], seen[method][-1]
@@ -246,29 +330,22 @@ def _measure_question(caller: _Caller, question: Question, order: Sequence[str],
         if difference is not None:
             turn_index, index = difference
             gap = _top_two_gap(caller.model, plain.prompts[turn_index], plain.answers[turn_index].ids[:index])
+        stages = {
+            key: statistics.median(sum(answer.stages[key] for answer in each.answers) for each in all_rounds)
+            for key in last.answers[0].stages
+        }
         yield Measurement(
             question_id=question.question_id, category=question.category, method=method,
             num_tokens=sum(len(answer.ids) for answer in last.answers),
             seconds=[each.seconds for each in all_rounds],
             ids_equal=difference is None, first_difference=None if difference is None else difference[1],
-            top_two_gap=gap, tau=statistics.mean(answer.tau for answer in last.answers),
-            stages={key: statistics.median(each.stages[key] for each in all_rounds) for key in last.stages},
+            top_two_gap=gap, tau=statistics.mean(answer.tau for answer in last.answers), stages=stages,
             first_token_seconds=[sum(answer.first_token_seconds for answer in each.answers) for each in all_rounds],
             others_cores=[each.others_cores for each in all_rounds],
             turns=len(question.turns), warm_up_seconds=caller.warm_up_seconds[method],
             compiled_in_rounds=sum(any(answer.compiled for answer in each.answers) for each in all_rounds),
             forwards=last.answers[-1].forwards,
         )  # fmt: skip
-
-
-def _take_turn(caller: _Caller, seen: _Round, turn: str, method: str) -> None:
-    """Answer one turn with a method, and append the turn and the answer to the method's conversation."""
-    seen.texts.append(turn)
-    inputs = caller.encode(seen.texts)
-    answer = caller.timed_call(inputs, method)
-    seen.prompts.append(inputs)
-    seen.answers.append(answer)
-    seen.texts.append(caller.text_of(answer.ids))
 
 
 def _first_difference(plain: _Round, other: _Round) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_specdec.atomic import whole_file
 from hf_specdec.bench.machine import DISTURBING_SHARE
-from hf_specdec.bench.measurements import Measurement
+from hf_specdec.bench.timing import Measurement
 from hf_specdec.reporting.palette import SMALL_TEXT, Theme, plot_style
 
 SHARES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}

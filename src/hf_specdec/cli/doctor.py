@@ -1,4 +1,4 @@
-"""What `hf-specdec env` and `doctor` show: versions, devices and features; the fastest method for a model."""
+"""The commands `hf-specdec env` and `doctor`: versions, devices and features; the fastest method for a model."""
 
 from __future__ import annotations
 
@@ -9,48 +9,53 @@ import shutil
 from dataclasses import asdict
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.bench.diagnosis import Diagnosis, diagnose
-from hf_specdec.bench.machine import versions
-from hf_specdec.cli.answers import dtype_of, head_for, source_of
-from hf_specdec.cli.options import FORWARDS, METHOD_NAMES
-from hf_specdec.cli.status import say, working
-from hf_specdec.cpu.library import NoKernelsError, load_library
-from hf_specdec.drafters.registry import methods as known_methods
-from hf_specdec.generation.loading import load_model
+from hf_specdec.cli.parameters import (
+    FORWARDS,
+    METHOD_NAMES,
+    HeadOption,
+    Json,
+    ModelArgument,
+    NewTokens,
+    Precision,
+    check_places,
+)
+from hf_specdec.cli.status import importing, say, working
 from hf_specdec.generation.packaged import PACKAGE
 from hf_specdec.reporting.stats import EAGER
-from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 
 PACKAGES = ("accelerate", "peft", "datasets", "safetensors", "huggingface-hub", "tokenizers", "gguf", "matplotlib",
             "openai")  # fmt: skip
 """Packages whose versions `hf-specdec env` prints, in addition to torch and transformers."""
 
 
-def show_environment(*, as_json: bool) -> None:
-    """Print versions, devices and supported features, as lines or as one JSON object."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+def env(as_json: Json = False) -> None:
+    """Show versions, devices and supported features, for a bug report."""
+    with importing(shown=not as_json):
+        import torch
+
+        from hf_specdec.bench.machine import versions
+        from hf_specdec.drafters.registry import methods as known_methods
+        from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+
+    has_accelerator = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if has_accelerator else torch.device("cpu")
+    has_graphs = device is not None and device.type in GRAPH_BACKENDS
+    instructions, reason = _kernels()
     found: dict[str, Any] = {
         **versions(device or torch.device("cpu")),
         **{name: _version(name) for name in PACKAGES},
-        "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
-        'compile="kernels"': _kernels_or_reason(),
+        "accelerators": torch.accelerator.device_count() if has_accelerator else 0,
+        'compile="kernels"': f"yes ({instructions})" if instructions else f"no: {reason}",
         'compile="inductor"': "yes" if _compiler() else "no C++ compiler (g++ or clang++) found",
-        'compile="cuda_graph"': "yes"
-        if device is not None and device.type in GRAPH_BACKENDS
-        else "not on this device",
+        'compile="cuda_graph"': "yes" if has_graphs else "not on this device",
         "packaged model": "installed" if importlib.util.find_spec(PACKAGE) else "not installed",
         "methods": ", ".join(dict.fromkeys(("plain", *METHOD_NAMES, *known_methods()))),
     }
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    for name, value in found.items():
-        typer.echo(f"{name}: {value}")
+    typer.echo(json.dumps(found) if as_json else "\n".join(f"{name}: {value}" for name, value in found.items()))
 
 
 def _version(package: str) -> str:
@@ -60,17 +65,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _kernels() -> str | NoKernelsError:
-    """Return the instruction set of the CPU kernels, or why there are none; they are built if they were not yet."""
+def _kernels() -> tuple[str, str]:
+    """Return the instruction set of the CPU kernels, which are built if they were not yet, or "" and why not."""
+    from hf_specdec.cpu.library import NoKernelsError, load_library
+
     try:
-        return load_library()[0].name
+        return load_library()[0].name, ""
     except NoKernelsError as error:
-        return error
-
-
-def _kernels_or_reason() -> str:
-    kernels = _kernels()
-    return f"no: {kernels}" if isinstance(kernels, NoKernelsError) else f"yes ({kernels})"
+        return "", str(error)
 
 
 def _compiler() -> str | None:
@@ -78,23 +80,30 @@ def _compiler() -> str | None:
     return next((place for name in ("g++", "clang++", "c++") if (place := shutil.which(name))), None)
 
 
-def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_new_tokens: int, as_json: bool) -> None:
-    """Print whether a model can verify trees, milliseconds per forward, and the fastest method on three prompts.
+def doctor(
+    model: ModelArgument = None,
+    drafter: HeadOption = None,
+    max_new_tokens: NewTokens = 64,
+    dtype: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Check whether a model can verify several drafts in one forward, time its forwards, find the fastest method.
 
-    Args:
-        model: Path or Hub id of the model; None is the packaged model.
-        drafter: Path or Hub id of a head; None is the model's default head, if it has one.
-        dtype: Dtype of the weights.
-        max_new_tokens: Maximum number of tokens of each answer.
-        as_json: Print one JSON object instead of text.
+    Drafts that are verified in one forward are a tree. The methods are
+    compared on three prompts; hf-specdec bench compares them on yours.
     """
-    head = head_for(["auto"], model, drafter, shown=not as_json)
+    check_places(model, drafter)
+    with importing(shown=not as_json):
+        from hf_specdec.bench import diagnosis
+        from hf_specdec.cli.answers import dtype_of, head_for
+        from hf_specdec.generation.loading import load_model
+
+    head, source = head_for(["auto"], model, drafter, shown=not as_json)
     with working("Loading the model", shown=not as_json):
         lm, tokenizer = load_model(model, head, dtype)
     methods = ["prompt_lookup", *([] if head is None else [head.method]), "auto"]
     with working("Timing forwards and methods on three prompts", shown=not as_json):
-        found = diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
-    source = source_of(head, model, drafter)
+        found = diagnosis.diagnose(lm, tokenizer, methods, max_new_tokens=max_new_tokens)
     if as_json:
         typer.echo(json.dumps({**asdict(found), "best": found.best, "dtype": dtype_of(lm), "head": source}))
         return
@@ -102,12 +111,18 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     drafts = "trees, several drafts at once" if found.supports_trees else chains
     say(f"{type(lm).__name__}, weights in {dtype_of(lm)}: verifies {drafts}")
     say(f"head: {source or 'none'}")
+    timed = {EAGER: found.forward_seconds}
+    if found.compiled_seconds:
+        timed[FORWARDS[found.compiled]] = found.compiled_seconds
+    forwards = Table("tokens per forward", *(column for how in timed for column in (f"{how}, ms", "x one token")))
+    for width in found.forward_seconds:
+        cells = ((f"{1000 * seconds[width]:.1f}", f"{seconds[width] / seconds[1]:.2f}") for seconds in timed.values())
+        forwards.add_row(str(width), *(text for pair in cells for text in pair))
     tried = Table("method", "x plain", "slowest prompt", "tau", "forwards")
     for method, ratio in found.speed_up.items():
         how = FORWARDS.get(found.forwards[method], found.forwards[method])
         tried.add_row(method, f"{ratio:.2f}", f"{found.worst[method]:.2f}", f"{found.tau[method]:.2f}", how)
-    console = Console()
-    console.print(_forwards_table(found), tried)
+    Console().print(forwards, tried)
     if found.compiled_seconds:
         say(
             f"Without drafting, a forward of one token is {found.gain_of_forwards:.2f}x as fast with "
@@ -123,26 +138,14 @@ def diagnose_model(model: str | None, drafter: str | None, dtype: str, *, max_ne
     say(compile_hint(lm.device.type))
 
 
-def _forwards_table(found: Diagnosis) -> Table:
-    """Return a table of milliseconds per forward: eager ones and, if a method used them, compiled ones."""
-    timed = {EAGER: found.forward_seconds}
-    if found.compiled_seconds:
-        timed[FORWARDS[found.compiled]] = found.compiled_seconds
-    table = Table("tokens per forward", *(column for how in timed for column in (f"{how}, ms", "x one token")))
-    for width in found.forward_seconds:
-        table.add_row(str(width), *(
-            text for seconds in timed.values()
-            for text in (f"{1000 * seconds[width]:.1f}", f"{seconds[width] / seconds[1]:.2f}")
-        ))  # fmt: skip
-    return table
-
-
 def compile_hint(device: str) -> str:
     """Return what compiled modes there are on a type of device, and how to measure them."""
+    from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
+
     if device in GRAPH_BACKENDS:
         found, suffix = 'compile="cuda_graph" captures forwards as graphs', "cuda_graph"
-    elif device == "cpu" and not isinstance(kernels := _kernels(), NoKernelsError):
-        found, suffix = f'compile="kernels" runs forwards with CPU kernels ({kernels})', "kernels"
+    elif device == "cpu" and (instructions := _kernels()[0]):
+        found, suffix = f'compile="kernels" runs forwards with CPU kernels ({instructions})', "kernels"
     elif device == "cpu" and _compiler() is not None:
         found, suffix = 'compile="inductor" compiles forwards with PyTorch', "inductor"
     else:
