@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -30,7 +30,7 @@ from hf_specdec.acceptance import rules
 from hf_specdec.acceptance.processors import is_rowwise
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.checkpoints.pard import drafts_in_parallel
-from hf_specdec.config import COMBINED, AdaptiveConfig, SpeculativeConfig
+from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, CostModelController, FixedController, TierController
 from hf_specdec.control.costs import time_forwards
 from hf_specdec.drafters.base import Drafter
@@ -39,7 +39,7 @@ from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.pard import PardDrafter, fields_of
 from hf_specdec.drafters.registry import choose_drafter
-from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
+from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.generation import checks
 from hf_specdec.generation.model_programs import captured_rule, compiled_drafter, current_program, kernels_pay
 from hf_specdec.generation.state import (
@@ -50,7 +50,6 @@ from hf_specdec.generation.state import (
     rebind_if_changed,
     state_of,
 )
-from hf_specdec.records import shortened
 from hf_specdec.reporting.stats import EAGER
 from hf_specdec.transformers_private import has_unfinished, pad_token_id
 from hf_specdec.trees.draft import Budget
@@ -250,11 +249,7 @@ def plan_call(
         name: bool(generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}"))
         for name in ("hidden_states", "attentions")
     }
-    if layer_outputs["attentions"] and not facts.supports_trees:
-        raise UnsupportedGenerationError(
-            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
-            "Drop one of them.",
-        )
+    checks.check_attentions(layer_outputs["attentions"], facts)
     limits = limits if facts.supports_trees else limits.chain
     rule = _rule(config, generation_config)
     return Call(model, config, drafter, limits, rule, facts, layer_outputs)
@@ -314,36 +309,12 @@ def _assisted_drafters(
     Those of the last call are used again if they fit. If the config names neither method, there is one drafter: a PARD
     assistant drafts several tokens per forward, any other token by token. The latter samples its drafts if the call
     samples losslessly with chains of this drafter alone.
-
-    Raises:
-        InvalidConfigError: Only the assistant's tokenizer is given.
-        UnsupportedGenerationError: Neither the method nor one of the `methods` drafts with an assistant model, or the
-            assistant is not a loaded model.
     """
-    model, tokenizers = request.assistant_model, dict[str, Any]()
-    if config.method not in (ASSISTED, PARD, *COMBINED):
-        raise UnsupportedGenerationError(
-            f"`assistant_model` has no effect with speculative={config.method!r}.",
-            f"Use speculative={ASSISTED!r}, {PARD!r}, 'hybrid' or 'auto', or drop it.",
-        )
-    if not isinstance(model, nn.Module):
-        raise UnsupportedGenerationError(
-            f"`assistant_model` must be a loaded model, got {shortened(model)}.",
-            "Load it: AutoModelForCausalLM.from_pretrained(...).",
-        )
-    named = {ASSISTED, PARD} & {config.method, *(config.methods or ())}
-    if config.methods and not named:
-        raise UnsupportedGenerationError(
-            f"`assistant_model` has no effect with methods={list(config.methods)}.",
-            f"Add {ASSISTED!r} to them, or drop it.",
-        )
-    if request.assistant_tokenizer is not None:
-        if request.tokenizer is None:
-            raise InvalidConfigError(
-                "`assistant_tokenizer` is given, but `tokenizer`, that of the model itself, is not.",
-                "Pass both, or neither if they are the same.",
-            )
-        tokenizers = {"tokenizer": request.tokenizer, "assistant_tokenizer": request.assistant_tokenizer}
+    model, named = request.assistant_model, {ASSISTED, PARD} & {config.method, *(config.methods or ())}
+    checks.check_assistant(model, request.tokenizer, request.assistant_tokenizer, config, ASSISTED, PARD)
+    tokenizers = {"tokenizer": request.tokenizer, "assistant_tokenizer": request.assistant_tokenizer}
+    if request.assistant_tokenizer is None:  # that of the target
+        tokenizers = {}
     samples = (
         bool(generation_config.do_sample)
         and config.method == ASSISTED

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_specdec.acceptance.processors import is_rowwise
-from hf_specdec.config import PER_PROMPT, SpeculativeConfig
+from hf_specdec.config import COMBINED, PER_PROMPT, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import is_third_party
 from hf_specdec.errors import (
@@ -28,6 +28,7 @@ from hf_specdec.errors import (
     SpeculativeDecodingError,
     UnsupportedGenerationError,
 )
+from hf_specdec.records import shortened
 from hf_specdec.verification.cache import check_fits, seen_tokens
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import CACHE_FIELD, cache_argument, execution_device, text_config
@@ -135,6 +136,52 @@ def _static_attentions(config: GenerationConfig, is_static: bool) -> Row:
         is_static and config.return_dict_in_generate and config.output_attentions,
         "`speculative` does not support `output_attentions` with a static cache.",
         "Use a dynamic cache.",
+    )
+
+
+def check_assistant(
+    model: Any, tokenizer: Any, assistant_tokenizer: Any, config: SpeculativeConfig, *methods: str
+) -> None:
+    """Refuse an assistant that has no effect or is not loaded, and its tokenizer without that of the model.
+
+    Args:
+        model, tokenizer, assistant_tokenizer, config: Of the call.
+        methods: Names of the methods that draft with an assistant.
+    """
+    assisted, pard = methods
+    _refuse(
+        (
+            config.method not in (*methods, *COMBINED),
+            f"`assistant_model` has no effect with speculative={config.method!r}.",
+            f"Use speculative={assisted!r}, {pard!r}, 'hybrid' or 'auto', or drop it.",
+        ),
+        (
+            not isinstance(model, nn.Module),
+            f"`assistant_model` must be a loaded model, got {shortened(model)}.",
+            "Load it: AutoModelForCausalLM.from_pretrained(...).",
+        ),
+        (
+            config.methods and not {config.method, *config.methods} & {*methods},
+            f"`assistant_model` has no effect with methods={list(config.methods or ())}.",
+            f"Add {assisted!r} to them, or drop it.",
+        ),
+        (
+            assistant_tokenizer is not None and tokenizer is None,
+            "`assistant_tokenizer` is given, but `tokenizer`, that of the model itself, is not.",
+            "Pass both, or neither if they are the same.",
+            InvalidConfigError,
+        ),
+    )
+
+
+def check_attentions(wanted: bool, facts: TargetFacts) -> None:
+    """Refuse attentions of a model that verifies chains only."""
+    _refuse(
+        (
+            wanted and not facts.supports_trees,
+            "`speculative` does not support `output_attentions` for a model that cannot verify trees.",
+            "Drop one of them.",
+        ),
     )
 
 
