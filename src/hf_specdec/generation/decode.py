@@ -213,89 +213,67 @@ class _Loop:
 
     def output(self, config: GenerationConfig, cache: Any) -> SpeculativeOutput:
         """Return the output of the call, with its statistics."""
-        text, stats = self._call.text, self._stats
+        text, stats, layers = self._call.text, self._stats, self._layers
         stats.num_generated_tokens = sum(text.num_generated)
         stats.control = {**self._call.controller.report(), **self._session.report()}
         return SpeculativeOutput(
             sequences=text.sequences(),
             scores=tuple(text.scores) if config.output_scores else None,
             logits=tuple(text.logits) if config.output_logits else None,
-            hidden_states=self._layers.hidden_states,
-            attentions=self._layers.attentions,
+            hidden_states=None if layers.hidden_states is None else tuple(layers.hidden_states),
+            attentions=None if layers.attentions is None else tuple(layers.attentions),
             speculation=stats,
             **{CACHE_FIELD: cache},
         )
 
 
 class _LayerOutputs:
-    """Collector of hidden states and attentions, one entry per emitted token.
+    """Hidden states and attentions, one entry per emitted token as in plain `generate()`; None if unwanted.
 
-    The entry of the first token is the prompt's; that of any other token is the tree node's after which it was chosen.
-
-    Args:
-        config: Config of the text decoder; gives each layer's sliding window.
-        hidden_states, attentions: Whether to collect them.
+    The entry of the first token is the prompt's, `[B, P, D]` and `[B, H, P, slots]` per layer; that of any other token
+    is the tree node's after which it was chosen, with one row, and with the slots of the text up to this token.
     """
 
     def __init__(self, config: Any, *, hidden_states: bool, attentions: bool) -> None:
         self._windows = layer_windows(config) if attentions else []
-        self._collects_hidden, self._collects_attentions = hidden_states, attentions
-        self._hidden: list[tuple[Tensor, ...]] = []
-        self._attentions: list[tuple[Tensor | None, ...]] = []
-
-    @property
-    def hidden_states(self) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Per token and layer: `[B, P, D]` for the first token, `[B, 1, D]` for all others. None if not collected."""
-        return tuple(self._hidden) if self._collects_hidden else None
-
-    @property
-    def attentions(self) -> tuple[tuple[Tensor | None, ...], ...] | None:
-        """Per token and layer: `[B, H, P, slots]` for the first token, `[B, H, 1, slots]` for all others.
-
-        Slots are those of the text up to this token, as in plain `generate()`. None if not collected; an entry is None
-        if the layer returns no weights.
-        """
-        return tuple(self._attentions) if self._collects_attentions else None
+        self.hidden_states: list[tuple[Tensor, ...]] | None = [] if hidden_states else None
+        self.attentions: list[tuple[Tensor | None, ...]] | None = [] if attentions else None
 
     def add_prompt(self, prefill: Verified) -> None:
-        """Add the outputs of the prompt as the entry of the first token; nothing if they were not requested."""
-        if prefill.hidden_states is not None:
-            self._hidden.append(prefill.hidden_states)
-        if prefill.attentions is not None:
-            self._attentions.append(
-                tuple(self._within(layer, weights) for layer, weights in enumerate(prefill.attentions))
-            )
+        """Add the outputs of the prompt as the entry of the first token."""
+        if self.hidden_states is not None and prefill.hidden_states is not None:
+            self.hidden_states.append(prefill.hidden_states)
+        if self.attentions is not None and prefill.attentions is not None:
+            self.attentions.append(tuple(map(self._within, range(len(prefill.attentions)), prefill.attentions)))
 
-    def add(self, verification: Verified, acceptance: Accepted, start: int) -> None:
+    def add(self, verified: Verified, accepted: Accepted, start: int) -> None:
         """Add the entries of one step's tokens.
 
         Args:
-            verification: Result of the tree's verify forward.
-            acceptance: Kept paths, which have the same length in all rows (lockstep).
+            verified: Result of the tree's verify forward.
+            accepted: Kept paths, which have the same length in all rows (lockstep).
             start: Cache slot of the root, before the step is committed.
         """
-        if verification.hidden_states is None and verification.attentions is None:
+        if self.hidden_states is None and self.attentions is None:
             return
-        rows = torch.arange(len(acceptance.nodes), device=acceptance.path.device)
-        for place in range(max(acceptance.counts)):
-            nodes = acceptance.path[:, place]
-            if verification.hidden_states is not None:
-                self._hidden.append(
-                    # [..., B, N, D]: Gemma 3n's states have a leading dimension
-                    tuple(states[..., rows, nodes, :][..., None, :] for states in verification.hidden_states)
-                )
-            if verification.attentions is not None:
-                slots = torch.tensor(
-                    [[*range(start), *(start + node for node in path[: place + 1])] for path in acceptance.nodes],
-                    dtype=torch.long,
-                    device=rows.device,
-                )
-                self._attentions.append(
-                    tuple(
-                        None if weights is None else self._within(layer, _columns(weights[rows, :, nodes], slots))
-                        for layer, weights in enumerate(verification.attentions)
-                    )
-                )
+        rows = torch.arange(len(accepted.nodes), device=accepted.path.device)
+        for place in range(max(accepted.counts)):
+            nodes = accepted.path[:, place]
+            if self.hidden_states is not None and verified.hidden_states is not None:
+                # [..., B, N, D]: Gemma 3n's states have a leading dimension
+                states = (layer[..., rows, nodes, :][..., None, :] for layer in verified.hidden_states)
+                self.hidden_states.append(tuple(states))
+            if self.attentions is not None and verified.attentions is not None:
+                slots = [[*range(start), *(start + node for node in path[: place + 1])] for path in accepted.nodes]
+                index = torch.tensor(slots, dtype=torch.long, device=rows.device)[:, None]
+                found = []
+                for layer, weights in enumerate(verified.attentions):
+                    if weights is not None:  # [B, H, S] after the node, of which the text's slots are gathered
+                        weights = weights[rows, :, nodes]
+                        slot = index.to(weights.device).expand(-1, weights.shape[1], -1)
+                        weights = self._within(layer, weights.gather(-1, slot)[:, :, None])
+                    found.append(weights)
+                self.attentions.append(tuple(found))
 
     def _within(self, layer: int, weights: Tensor | None) -> Tensor | None:
         """Cut weights `[B, H, N, slots]` of a sliding-window layer to the columns that transformers' cache would hold.
@@ -306,12 +284,6 @@ class _LayerOutputs:
         if weights is None or window is None or weights.shape[-1] == weights.shape[-2]:
             return weights
         return weights[..., -(window - 1 + weights.shape[-2]) :]
-
-
-def _columns(weights: Tensor, slots: Tensor) -> Tensor:
-    """Gather the slots `[B, L]` of weights `[B, H, S]` into `[B, H, 1, L]`."""
-    indices = slots.to(weights.device)[:, None].expand(-1, weights.shape[1], -1)
-    return weights.gather(-1, indices)[:, :, None]
 
 
 def _traced(step: Step, method: str, begin: float) -> TracedStep:
