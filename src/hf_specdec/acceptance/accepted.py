@@ -185,18 +185,22 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        event_type = event_class(device)
-        self._new_mark: Callable[[], Any] = time.perf_counter
-        if event_type is not None:
-            self._new_mark = lambda: _timing_event(event_type)
+        self._event_type = event_class(device)
         self._marks: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Stopwatch:
-        self._begin = self._new_mark()
+        self._begin = self._mark()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._marks.append((self._begin, self._new_mark()))
+        self._marks.append((self._begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if self._event_type is None:
+            return time.perf_counter()
+        event = self._event_type(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> float:
         """Return the total seconds of all blocks since the last call of `take`, and forget these blocks.
@@ -204,22 +208,11 @@ class Stopwatch:
         Blocks whose work is still running count as 0.0: their work overlaps with the host's.
         """
         marks, self._marks = self._marks, []
-        return sum(_between(begin, end) for begin, end in marks)
+        if self._event_type is None:
+            return float(sum(end - begin for begin, end in marks))
+        return float(sum(begin.elapsed_time(end) / 1000 for begin, end in marks if end.query()))
 
 
 def event_class(device: torch.device) -> Any:
     """Return the event class of a device; None if it has no events."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "Event", None)
-
-
-def _between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    return float(begin.elapsed_time(end) / 1000) if end.query() else 0.0
-
-
-def _timing_event(event_type: Any) -> Any:
-    """Create an event with a time stamp and record it in the current stream."""
-    event = event_type(enable_timing=True)
-    event.record()
-    return event
