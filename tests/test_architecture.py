@@ -44,9 +44,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1091, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1189, "cpu": 1524,
-    "drafters": 6662, "generation": 3277, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
-    "verification": 5172, "viz": 1017,
+    "acceptance": 1084, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1189, "cpu": 1524,
+    "drafters": 6680, "generation": 3277, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
+    "verification": 5172, "viz": 1046,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1404
@@ -165,8 +165,8 @@ def test_imports_stand_at_the_top() -> None:
         ("training.servers", None),
         ("training.servers", "anyio.from_thread"),
         ("training.medusa_objectives", "peft"),
-        ("viz.stepper", "PIL"),  # comes with matplotlib
-        ("viz.stepper", None),
+        ("viz.tree_plots", "PIL"),  # comes with matplotlib
+        ("viz.tree_plots", None),
     }
 
 
