@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.records import read_object
@@ -304,7 +304,7 @@ def _probe(
     tree = TokenTree(nodes, torch.tensor(parents, dtype=torch.long, device=nodes.device))
     kept = tuple(path[:2])
     rows = (kept,) * len(nodes)
-    acceptance = Acceptance(
+    acceptance = Accepted(
         torch.tensor(rows, dtype=torch.long, device=nodes.device), answer[:, :2], answer[:, -1], rows,
         ((0, 0),) * len(nodes), (3,) * len(nodes),
     )  # fmt: skip
