@@ -40,8 +40,7 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.checkpoints.files import read_json, shard_names
-from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
+from hf_specdec.checkpoints.files import NotTensorsError, TorchFile, read_json, shard_names
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
@@ -427,7 +426,7 @@ def test_tensors_are_at_most_so_many_times_their_file(tmp_path: Path, monkeypatc
     path = tmp_path / "file.pt"
     write_views(path, View(0, (6,), (1,)), View(1, (3,), (1,)))
     for times, fits in ((9 * 4 / path.stat().st_size, True), (8.9 * 4 / path.stat().st_size, False)):
-        monkeypatch.setattr("hf_specdec.checkpoints.pickles.MAX_SHARING", times)
+        monkeypatch.setattr("hf_specdec.checkpoints.files.MAX_SHARING", times)
         with contextlib.nullcontext() if fits else pytest.raises(NotTensorsError, match="times its"):
             assert len(TorchFile(path.open("rb")).content) == 2
 

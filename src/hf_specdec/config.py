@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.validation import (
     MAX_NODES,
     MAX_SLOTS,
@@ -99,7 +99,7 @@ class AdaptiveConfig(ConfigFields):
             InvalidConfigError: The file cannot be read, is not a JSON object, or has unknown fields or invalid values.
         """
         try:
-            values = read_object(Path(path))
+            values = read_json(Path(path))
         except InvalidConfigError as error:
             raise InvalidConfigError(f"`adaptive` must be a JSON file of AdaptiveConfig's fields: {error}") from error
         return cls.from_dict(values)

@@ -48,12 +48,8 @@ Fields = dict[str, Any]
 ErrorClass = type[SpeculativeDecodingError]
 
 
-def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
+def checked_path(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
     """Return a file's or directory's name, which need not exist, as a path.
-
-    Args:
-        value: The name.
-        error: Class of the error to raise.
 
     Raises:
         SpeculativeDecodingError: The value is neither text nor a path, the name is too long, or its directory cannot
@@ -67,19 +63,27 @@ def path_of(value: Any, error: ErrorClass = InvalidConfigError) -> Path:
     return path
 
 
-def existing_path(source: str | Path) -> Path | None:
-    """Return a source of rows as a path, or None if it may be the name of a dataset on the Hub.
+def existing_path(
+    source: str | Path, what: str = "", hint: str = "", error: ErrorClass = InvalidConfigError
+) -> Path | None:
+    """Return the path that a name of data, a head or a model refers to; None if it may be a name on the Hub.
+
+    Args:
+        source: The name.
+        what: What it names, as the beginning of the error message.
+        hint: What to give instead.
+        error: Class of the error to raise.
 
     Raises:
-        InvalidConfigError: The file or directory does not exist, and the source cannot be the name of a dataset,
-            because it is a path in another directory, or a file by its suffix.
+        SpeculativeDecodingError: Nothing exists there, and the name cannot be one on the Hub, because it is a path in
+            another directory, or a file of data by its suffix; of class `error`.
     """
-    path = path_of(source)
+    path = checked_path(source, error)
     if path.exists():
         return path
     text = str(source)
-    if text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
-        raise InvalidConfigError(f"{text!r} does not exist.")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith(DATA_SUFFIXES):
+        raise error(f"{what} {text!r} does not exist.".lstrip(), hint)
     return None
 
 
@@ -103,7 +107,7 @@ def open_regular(path: Path, error: ErrorClass = InvalidConfigError) -> IO[bytes
     return os.fdopen(descriptor, "rb")
 
 
-def read_object(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
+def read_json(path: Path, max_bytes: int = MAX_OBJECT_BYTES, error: ErrorClass = InvalidConfigError) -> Fields:
     """Read a file with one JSON object; its numbers must be finite.
 
     Args:

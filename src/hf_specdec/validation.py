@@ -82,7 +82,7 @@ class ConfigFields:
             InvalidConfigError: An unknown field (the message names the most similar one) or an invalid value.
         """
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        check_names(cls.__name__, values, [*names, *cls._aliases])
+        check_known(cls.__name__, values, [*names, *cls._aliases])
         return cls(**values)
 
 
@@ -93,14 +93,14 @@ def refuse_unknown_keywords(cls: type[ConfigClass]) -> type[ConfigClass]:
 
     @functools.wraps(create)
     def create_from_known(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(cls.__name__, kwargs, [*names, *cls._aliases])
+        check_known(cls.__name__, kwargs, [*names, *cls._aliases])
         create(self, *args, **kwargs)
 
     cls.__init__ = create_from_known  # type: ignore[method-assign]
     return cls
 
 
-def check_names(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
+def check_known(owner: str, given: Iterable[Any], known: Sequence[str], kind: str = "field") -> None:
     """Check that all given names of fields, or of another kind, are known.
 
     Raises:

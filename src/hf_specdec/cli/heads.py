@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from hf_specdec.checkpoints.directories import check_new_head
+from hf_specdec.checkpoints.sources import check_new_head
 from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import Json, check_writable_directory
 from hf_specdec.cli.status import importing, working
@@ -31,7 +31,7 @@ def inspect(
     """Show a head's layout, target, sizes and config; every tensor is read and checked."""
     check_places(head=head)
     with importing(shown=not as_json):
-        from hf_specdec.checkpoints.report import inspect_head
+        from hf_specdec.checkpoints.hub import inspect_head
 
     with working("Reading the head", shown=not as_json):
         report = inspect_head(head, revision=revision)

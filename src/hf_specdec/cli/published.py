@@ -31,7 +31,7 @@ def find(
     with working("Searching the Hub", shown=not as_json):
         from huggingface_hub.utils import logging
 
-        from hf_specdec.checkpoints.published import find_heads
+        from hf_specdec.checkpoints.hub import find_heads
 
         logging.set_verbosity_error()  # no warning on each new try
         heads = find_heads(model)

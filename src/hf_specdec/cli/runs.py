@@ -99,7 +99,7 @@ def _save_head(head: Head, output: Path, as_json: bool) -> None:
 
     Draws nothing without matplotlib, or if the log has no accuracies.
     """
-    log = records.read_object(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
+    log = records.read_json(output / "trainer_state.json", MAX_LOG_BYTES)["log_history"]
     rows = [row for row in log if "predicted_tau" in row]
     if rows and importlib.util.find_spec("matplotlib") is None:
         print_note(f"{RUN_PICTURE} was not drawn. Run: pip install matplotlib")

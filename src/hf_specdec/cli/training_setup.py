@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import set_seed
 
 from hf_specdec import records, training
-from hf_specdec.checkpoints.directories import overwritten
+from hf_specdec.checkpoints.sources import overwritten
 from hf_specdec.cli.options import check_writable_directory
 from hf_specdec.cli.runs import load_conversations, print_note
 from hf_specdec.errors import InvalidConfigError, listed
@@ -83,7 +83,7 @@ def _check_own_run(output: Path) -> None:
     """Raise `InvalidConfigError` if the output directory holds state or a head that no run of this package wrote."""
     found = [name for name in (RUN_NAME, "trainer_state.json") if (output / name).exists()]
     if found and (
-        RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_object(output / RUN_NAME).keys()
+        RUN_NAME not in found or not {"head", "settings", "data"} <= records.read_json(output / RUN_NAME).keys()
     ):
         raise InvalidConfigError(
             f"--output {output} holds a {found[0]} that was not written by this command.", "Give another directory."

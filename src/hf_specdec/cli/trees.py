@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_specdec.checkpoints.directories import overwritten
+from hf_specdec.checkpoints.sources import overwritten
 from hf_specdec.cli.inputs import check_places
 from hf_specdec.cli.options import (
     Json,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specdec.checkpoints.pard import drafts_in_parallel
+from hf_specdec.checkpoints.formats import drafts_in_parallel
 from hf_specdec.config import COMBINED, SpeculativeConfig
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import DraftModelDrafter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,20 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_specdec.atomic import cache_directory, move_into, staging_directory
-from hf_specdec.checkpoints.files import read_json
-from hf_specdec.checkpoints.layouts import is_head_config
-from hf_specdec.checkpoints.sources import head_directory, is_connection_error, model_directory
-from hf_specdec.checkpoints.target_config import CONNECT, EXPECTED_MODEL, first_sentence, refuse_foreign_kernels
-from hf_specdec.errors import CheckpointFormatError
+from hf_specdec.checkpoints.formats import is_head_config
+from hf_specdec.checkpoints.sources import (
+    CONNECT,
+    EXPECTED_MODEL,
+    head_directory,
+    is_connection_error,
+    model_directory,
+    refuse_foreign_kernels,
+)
+from hf_specdec.errors import CheckpointFormatError, first_sentence, translated
 from hf_specdec.generation.mixin import SpeculativeGenerationMixin
 from hf_specdec.generation.packaged import HUB_ID, INSTALL, PACKAGE, SHIPPED_HEAD
 from hf_specdec.heads.base import DraftHead
+from hf_specdec.records import read_json
 from hf_specdec.transformers_private import set_model_name
 
 
@@ -95,17 +102,18 @@ def load_tokenizer(name: str | None) -> Any:
             packaged model cannot be converted.
     """
     source = _source(name)
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # tokenizers, sentencepiece and the Hub client raise many types of error
-        if isinstance(source, Path):
+    with _loading(source):
+        try:
+            return AutoTokenizer.from_pretrained(source)
+        except Exception as error:
+            if not isinstance(source, Path):
+                raise
             files = [*source.glob("tokenizer*"), *source.glob("vocab*"), *source.glob("*.model")]
             reason = f": {first_sentence(error)}" if files else "."
             raise CheckpointFormatError(
                 f"The model {str(source)!r} cannot be loaded: its directory has no tokenizer{reason}",
                 "Save it there: tokenizer.save_pretrained(directory).",
             ) from error
-        raise _not_loaded(source, error) from error
 
 
 def end_tokens(name: str | None) -> list[int] | None:
@@ -136,10 +144,8 @@ def load_config(name: str | None) -> Any:
             cannot be converted.
     """
     source = _source(name)
-    try:
+    with _loading(source):
         config = AutoConfig.from_pretrained(source)
-    except Exception as error:  # see load_tokenizer
-        raise _not_loaded(source, error) from error
     if name is None:
         set_model_name(config, HUB_ID)  # heads store this name; a local path would be useless on other machines
     return config
@@ -157,13 +163,9 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
             another repository.
     """
     tokenizer, source = load_tokenizer(name), _source(name)
-    try:
+    with _loading(source):
         refuse_foreign_kernels(PreTrainedConfig.get_config_dict(source)[0], str(source))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except CheckpointFormatError:
-        raise
-    except Exception as error:  # broken weights raise many types of error
-        raise _not_loaded(source, error) from error
     if name is None:
         set_model_name(model.config, HUB_ID)  # see load_config
     return model, tokenizer
@@ -263,7 +265,7 @@ def _source(name: str | None) -> str | Path:
     folder = model_directory(name)
     if folder is None:
         return name
-    if is_head_config(read_json(folder / "config.json")):
+    if is_head_config(read_json(folder / "config.json", error=CheckpointFormatError)):
         raise CheckpointFormatError(
             f"The model {name!r} cannot be loaded: it is a draft head.",
             "Give the model that it was trained for, and the head with --drafter.",
@@ -271,8 +273,12 @@ def _source(name: str | None) -> str | Path:
     return folder
 
 
-def _not_loaded(source: str | Path, error: Exception) -> CheckpointFormatError:
-    hint = CONNECT if is_connection_error(error) else EXPECTED_MODEL
-    if source == HUB_ID:
-        hint = f"To use it without the Hub, run: {INSTALL}"
-    return CheckpointFormatError(f"The model {str(source)!r} cannot be loaded: {first_sentence(error)}", hint)
+def _loading(source: str | Path) -> AbstractContextManager[None]:
+    """Convert errors of loading a model: tokenizers, broken weights and the Hub client raise many types."""
+    return translated(
+        CheckpointFormatError,
+        f"The model {str(source)!r} cannot be loaded",
+        f"To use it without the Hub, run: {INSTALL}"
+        if source == HUB_ID
+        else lambda error: CONNECT if is_connection_error(error) else EXPECTED_MODEL,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 
 from hf_specdec.errors import InvalidConfigError
+from hf_specdec.records import shortened
 from hf_specdec.validation import MAX_NODES, MAX_STEPS, MAX_TOP_K, validate_choices
 
 MAX_VOCABULARY, MAX_WIDTH, MAX_HEADS = 2**24, 2**18, 2**12
@@ -40,16 +41,7 @@ class Rule:
     def check(self, name: str, value: Any) -> None:
         """Raise `InvalidConfigError` unless the value is allowed."""
         if not self.holds(value):
-            raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shown(value)}.")
-
-
-def shown(value: Any) -> str:
-    """Return the repr of a value for an error message, shortened to 80 characters."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}..."
+            raise InvalidConfigError(f"`{name}` must be {self.expected}, got {shortened(value)}.")
 
 
 def _is_integer(value: Any) -> bool:
@@ -308,9 +300,9 @@ def checked(fields: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, A
     if given.get("head_dim", 2) % 2:
         raise InvalidConfigError(f"`head_dim` must be even, got {given['head_dim']}.")
     top_k, steps = given.get("top_k", 1), given.get("num_steps", 1)
-    if top_k + (steps - 1) * top_k**2 > MAX_CANDIDATES:
+    if top_k + (steps - 1) * top_k**2 > _MAX_CANDIDATES:
         raise InvalidConfigError(
-            f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {MAX_CANDIDATES} candidates."
+            f"A tree of `num_steps` {steps} and `top_k` {top_k} has more than {_MAX_CANDIDATES} candidates."
         )
     return known
 
@@ -320,5 +312,5 @@ def _listed(value: Any) -> Any:
     return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-MAX_CANDIDATES = 2**20
+_MAX_CANDIDATES = 2**20
 """Maximum number of candidates of one tree, before it is pruned to `num_draft_tokens`."""

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import read_object, shortened
+from hf_specdec.records import read_json, shortened
 from hf_specdec.training.processes import PROCESS_TIMEOUT, processes
 from hf_specdec.training.runs import check_processes
 
@@ -99,7 +99,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
                 f"The training argument `{name}` must be the path of a JSON file or an object, got {shortened(value)}."
             )
         if isinstance(value, str) and not value.lstrip().startswith("{"):
-            read_object(Path(value))
+            read_json(Path(value))
 
 
 def _check_number(name: str, value: Any, kinds: set[Any]) -> None:

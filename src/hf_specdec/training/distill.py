@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.atomic import clear_partials, directory_lock, write_text
 from hf_specdec.errors import InvalidConfigError
-from hf_specdec.records import open_regular, path_of, shortened
+from hf_specdec.records import checked_path, open_regular, shortened
 from hf_specdec.training.conversations import num_shared, write_parquet
 from hf_specdec.training.data import Message, datasets_package
 from hf_specdec.training.processes import processes
@@ -151,7 +151,7 @@ def distill(
     parts = _plan(prompts, config, tokenizer)
     teacher = model if isinstance(model, Teacher) else ModelTeacher(model, config.batch_size)
     teacher.check(encode_turn(tokenizer, [], next(iter(parts[0][0].pending), None)))
-    folder = path_of(output_dir)
+    folder = checked_path(output_dir)
     state = processes()
     with directory_lock(folder, "distill") if state.is_main_process else nullcontext():
         with state.main_process_first():

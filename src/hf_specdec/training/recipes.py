@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.records import shortened
-from hf_specdec.validation import MAX_STEPS, check_names
+from hf_specdec.validation import MAX_STEPS, check_known
 
 LARGEST = 10**6
 """Largest absolute value of settings without a specific bound."""
@@ -45,7 +45,7 @@ class Recipe:
             InvalidConfigError: A field is unknown, or a value has the wrong type or is out of range.
         """
         known = asdict(self)
-        check_names(f"The recipe {type(self).__name__}", fields, list(known))
+        check_known(f"The recipe {type(self).__name__}", fields, list(known))
         for name, value in fields.items():
             expected = (float, int) if type(known[name]) is float else (type(known[name]),)
             if type(value) not in expected:

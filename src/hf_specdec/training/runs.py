@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import TrainerState, TrainingArguments
 
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.records import Fields, read_object, shortened
+from hf_specdec.records import Fields, read_json, shortened
 from hf_specdec.training.processes import processes
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def read_state(path: Path, folder: Path) -> Fields:
         InvalidConfigError: The file cannot be read, is larger than `MAX_STATE_BYTES` or holds no JSON object.
     """
     try:
-        return read_object(path, MAX_STATE_BYTES)
+        return read_json(path, MAX_STATE_BYTES)
     except InvalidConfigError as error:
         raise InvalidConfigError(str(error), f"Delete {folder} to start over, or give another directory.") from error
 
@@ -181,7 +181,7 @@ def _fault_of(checkpoint: Path) -> str | None:
     if not path.exists():
         return "it is incomplete."
     try:
-        fields = read_object(path, MAX_STATE_BYTES)
+        fields = read_json(path, MAX_STATE_BYTES)
         state = TrainerState(**fields)
     except InvalidConfigError as error:
         return str(error)
