@@ -289,7 +289,7 @@ def untied_heads() -> MedusaHeads:
         (lambda: Eagle3Head(Eagle3Config(**CONFIG, own_embedding=True, target_hidden_size=16)), "speculators",
          "hidden size of the head"),
         (lambda: EagleHead(EagleConfig(**CONFIG)), "eagle3", "is for Eagle3Head"),
-        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for Eagle3Head or DFlashHead, this is MtpHead"),
+        (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators", "is for DFlashHead or Eagle3Head, this is MtpHead"),
         (lambda: MtpHead(MtpConfig(**CONFIG)), "speculators-mtp", "norms of queries and keys"),
         (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, sliding_window=4)), "speculators-mtp", "sliding window"),
         (lambda: MtpHead(MtpConfig(**CONFIG, qk_norm=True, draft_vocab_size=8)), "speculators-mtp", "draft vocab"),
@@ -318,7 +318,7 @@ def test_a_replacement_that_fails_leaves_the_old_head(tmp_path: Path, monkeypatc
 
 
 def test_no_such_format(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="Known: hf-specdec, medusa, eagle"):
+    with pytest.raises(InvalidConfigError, match="Known: hf-specdec, dflash, eagle, eagle3, medusa"):
         export_head(MedusaHeads(MedusaConfig(32, 64)), tmp_path, format="gguf")
 
 

@@ -23,7 +23,7 @@ def test_hub_ids_and_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert head_directory("org/none") is None
     assert model_directory("gpt2") is None
     for name in ("x" * 5000, "a\0b"):
-        with pytest.raises(CheckpointFormatError, match="is not a file or directory"):
+        with pytest.raises(CheckpointFormatError):
             head_directory(name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from hf_specdec.control import costs
-from hf_specdec.validation import require, require_integer
+from hf_specdec.validation import Rule, require_integer
 
 
 def verify_seconds(
@@ -38,7 +38,7 @@ def verify_seconds(
         print(f"16 nodes pay above {seconds[16] / seconds[1]:.2f} tokens per step")
         ```
     """
-    require(len(sizes) > 0, "a sequence of at least one number", "sizes", sizes)
+    Rule("a sequence of at least one number", bool).check("sizes", list(sizes))
     for size in sizes:
         require_integer("sizes", size, 1)
     require_integer("context", context, 1)

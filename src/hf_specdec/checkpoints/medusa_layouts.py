@@ -153,7 +153,7 @@ _V2 = replace(
     name="medusa-v2",
     writers="Medusa (legacy version 2), Text Generation Inference",
     marked_by=(r"\d+\.\d+\.linear\.(weight|bias)",),
-    unmarked_by=(r"(?!\d+\.\d+\.linear\.(weight|bias)$).*",),
+    unmarked_by=(r"(?s:(?!\d+\.\d+\.linear\.(weight|bias)$).*)",),
     format="",
 )
 _WHOLE = replace(

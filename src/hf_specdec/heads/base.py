@@ -23,9 +23,10 @@ from hf_specdec.heads.card import CARD_NAME, RUN_PICTURE, model_card
 from hf_specdec.heads.embedding import EmbeddingSharing
 from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.heads.readings import Ambiguity, Reading
-from hf_specdec.heads.schema import NEUTRAL, Rule, checked
+from hf_specdec.heads.schema import NEUTRAL, checked
 from hf_specdec.heads.vocabulary import HotTokens
 from hf_specdec.records import checked_path, shortened
+from hf_specdec.validation import Rule
 
 NATIVE_LAYOUT = "hf-specdec"
 """Name of the layout that `save_pretrained` writes."""

@@ -22,9 +22,9 @@ from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.attention import Attend, DraftAttention, attend_causally
 from hf_specdec.heads.base import CheckedConfig, EagleFamilyHead, portable_name
 from hf_specdec.heads.rotary import DraftRotaryEmbedding
-from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, Rule, checked
+from hf_specdec.heads.schema import EAGLE, ROPE, ROTARY, checked
 from hf_specdec.transformers_private import model_name
-from hf_specdec.validation import check_known
+from hf_specdec.validation import Rule, check_known
 
 
 class EagleConfig(CheckedConfig, LlamaConfig):
