@@ -24,11 +24,7 @@ from hf_specdec import (
 from hf_specdec.checkpoints import mtp_layouts as checkpoint_files
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.errors import UnsupportedModelError
-
-
-def loaded(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return SpeculativeGenerationMixin.attach(model.eval())
+from layer_mtp import loaded
 
 
 @torch.no_grad()

@@ -253,7 +253,7 @@ def test_the_right_reading_is_found(
     assert len(kept) == 1
     # the second time it is read from disk, whatever the texts would say
     with monkeypatch.context() as patch:
-        patch.setattr(reading_trial, "write_texts", None)
+        patch.setattr(reading_trial, "_write_texts", None)
         assert model.load_drafter(folder).head.reading == reading
     kept[0].write_text("{")
     assert model.load_drafter(folder).head.reading == reading

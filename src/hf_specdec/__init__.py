@@ -91,7 +91,7 @@ _MODULES = {
     "hf_specdec.checkpoints.hub": ("load_head",),
     "hf_specdec.config": ("AdaptiveConfig", "SpeculativeConfig"),
     "hf_specdec.drafters.answer_history": ("AnswerHistory",),
-    "hf_specdec.drafters.base": ("DraftSession", "Drafter", "Needs"),
+    "hf_specdec.drafters.base": ("Drafter", "DraftSession", "Needs"),
     "hf_specdec.drafters.registry": ("register_drafter",),
     "hf_specdec.errors": (
         "CacheCapacityError",

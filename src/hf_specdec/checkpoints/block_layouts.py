@@ -102,13 +102,7 @@ def _layer_ids(layout: Layout, fields: Fields, shapes: Shapes, num_layers: int) 
 
 
 def _windows(fields: Fields, layer: Fields, num_layers: int) -> Fields:
-    """Return the kind of attention of each layer and the sliding window.
-
-    Args:
-        fields: The checkpoint's config.
-        layer: The config of its layers.
-        num_layers: Number of layers.
-    """
+    """Return the kind of attention of each layer and the sliding window; `layer` is the config of the layers."""
     types, window = layer.get("layer_types"), layer.get("sliding_window")
     if types is not None and not (isinstance(types, list) and all(kind in (FULL, SLIDING) for kind in types)):
         raise CheckpointFormatError(f"`layer_types` is {shortened(types)}, expected a list of {FULL} and {SLIDING}.")

@@ -43,14 +43,8 @@ PLAIN_THETA = 10000.0
 def layer_fields(layout: Layout, fields: Fields, shapes: Shapes, *, windows: bool = True) -> Fields:
     """Return the config fields that heads with draft layers have in common, by our names.
 
-    Args:
-        layout: The layout.
-        fields: The checkpoint's config.
-        shapes: Shapes of the tensors, by our names.
-        windows: Whether to read the sliding window; block heads have one per layer.
-
-    Raises:
-        CheckpointFormatError, InvalidConfigError: The config is invalid, or contradicts the tensors.
+    Given are the checkpoint's config and the shapes of its tensors by our names. `windows` says whether to read the
+    sliding window; block heads have one per layer.
     """
     nested = bool(layout.layer_config)
     layer: Any = lookup(fields, layout.layer_config) if nested else fields
@@ -133,12 +127,7 @@ def text_positions(rope: Fields) -> Fields:
 
 
 def layer_numbers(shapes: Shapes, first: int) -> int:
-    """Return how many layers the tensors `layers.N.*` have; raise `CheckpointFormatError` if N skips a number.
-
-    Args:
-        shapes: Shapes of the tensors, by our names.
-        first: The number of the first of these layers.
-    """
+    """Return how many layers the tensors `layers.N.*` have; refuse numbers that are not `first`, `first` + 1, ..."""
     numbers = {int(name.split(".")[1]) for name in shapes if re.match(r"layers\.\d+\.", name)}
     if numbers != set(range(first, first + len(numbers))):
         raise CheckpointFormatError(f"It has tensors of the layers {sorted(numbers)[:20]}; a layer is missing.")
@@ -180,12 +169,8 @@ def base_model(head: Any) -> Fields:
 def speculators_fields(head: Any, kind: str, architecture: str, layer: Fields, num_tokens: int) -> Fields:
     """Return the fields that all speculators configs have in common.
 
-    Args:
-        head: The head.
-        kind: Name of the method in speculators.
-        architecture: Name of the class in speculators.
-        layer: Config of the draft layers.
-        num_tokens: Tokens to draft per step.
+    Its names for method and class are `kind` and `architecture`; `layer` is the config of the draft layers, and
+    `num_tokens` are drafted per step.
     """
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip

@@ -160,11 +160,7 @@ def _eagle3_settings(layout: Layout, fields: Fields, known: Fields, shapes: Shap
 
 
 def ambiguity_of(layout: Layout, fields: Fields) -> Ambiguity:
-    """Return what the config leaves open about the layers that a head reads and about `norm_output`.
-
-    Raises:
-        CheckpointFormatError: The layer ids are not a list of distinct layer indices, or `norm_output` is not a bool.
-    """
+    """Return what the config leaves open about the layers that a head reads and about `norm_output`."""
     flags = [lookup(fields, path) for path in ("norm_output", "eagle_config.return_hidden_post_norm")]
     for flag in flags:
         if not isinstance(flag, bool | None):

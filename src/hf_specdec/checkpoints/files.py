@@ -107,8 +107,7 @@ def _readable(file: Path) -> Iterator[None]:
 def shard_names(index: Path) -> list[str]:
     """Return the distinct names of the weight files in an index (`*.index.json`), in its order.
 
-    Raises:
-        CheckpointFormatError: The index is invalid, or names a file in another directory or of another type.
+    Refuses files in other directories and of other types.
     """
     mapping = read_json(index, MAX_INDEX_BYTES, CheckpointFormatError).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
@@ -121,13 +120,9 @@ def shard_names(index: Path) -> list[str]:
 
 
 def read_frequent_tokens(file: Path) -> Tensor:
-    """Read a `freq_*.pt` file of FR-Spec (https://github.com/thunlp/FR-Spec).
+    """Return the target ids `[n]`, most frequent first, in a `freq_*.pt` file of FR-Spec.
 
-    Returns:
-        `[n]` int64 target ids, most frequent first.
-
-    Raises:
-        CheckpointFormatError: The file cannot be read, or does not hold a list or vector of distinct token ids.
+    Source: https://github.com/thunlp/FR-Spec
     """
     with _readable(file):
         opened = TorchFile(open_regular(file, CheckpointFormatError))

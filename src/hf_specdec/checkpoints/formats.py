@@ -50,16 +50,10 @@ LAYOUTS = (*BLOCK_LAYOUTS, *_NATIVE, *MTP_LAYOUTS, *MEDUSA_LAYOUTS, *EAGLE_LAYOU
 
 
 def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
-    """Create a head from a checkpoint.
+    """Create a head from the config and the tensors of a checkpoint; `where` is its name for error messages.
 
-    Args:
-        fields: Its `config.json`.
-        files: Its tensors.
-        where: Name of the checkpoint, for error messages.
-
-    Returns:
-        The head on the CPU, in eval mode and in the smallest dtype that represents all its tensors. `layout` is set,
-        and `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
+    The head is on the CPU, in eval mode and in the smallest dtype that represents all tensors. `layout` is set, and
+    `ambiguity` if the files of an EAGLE-3 head are from elsewhere.
 
     Raises:
         CheckpointFormatError: The layout is unknown, the config is invalid, or tensors have invalid dtypes or values.
@@ -75,12 +69,7 @@ def read_head(fields: Fields, files: TensorFiles, where: str) -> Head:
 
 
 def find_layout(fields: Fields, names: Names, where: str) -> Layout:
-    """Return the layout of a checkpoint.
-
-    Args:
-        fields: Its config.
-        names: Names of its tensors.
-        where: Its name, for error messages.
+    """Return the layout of a checkpoint, given its config, the names of its tensors and its name for error messages.
 
     Raises:
         CheckpointFormatError: The layout is unknown, or its heads are not supported.
@@ -255,12 +244,7 @@ def is_assistant_config(fields: Fields) -> bool:
 
 
 def assistant_refusal(fields: Mapping[str, Any], where: str) -> CheckpointFormatError:
-    """Return the error for an assistant where a head is expected.
-
-    Args:
-        fields: Its config.
-        where: Its name.
-    """
+    """Return the error for an assistant where a head is expected, given its config and name."""
     if needs_features(fields):
         return CheckpointFormatError(f"{where} is {PARD_2}.", PARD_2_HINT)
     return CheckpointFormatError(

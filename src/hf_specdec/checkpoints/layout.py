@@ -152,16 +152,12 @@ def assembled(
     """Return a head with its tensors, on the CPU, in eval mode and in the smallest dtype that represents them all.
 
     Args:
-        make: Creates the head, which is done on the meta device, given the shapes of its tensors.
+        make: Creates the head, given the shapes of its tensors; called with the meta device as default.
         file_names: Names in the files by our names.
         files: The files.
         where: Name of the checkpoint, for error messages.
         complete: Adds tensors that are left implicit, see `Layout`.
         mask: Name of the mask of the draft vocabulary (`t2d`) in the files; None if there is none.
-
-    Raises:
-        CheckpointFormatError: The config is invalid, or tensors have invalid dtypes or values.
-        HeadTensorsError: Tensors are missing, unknown, or have wrong shapes.
     """
     with _named_errors(where):
         planned = complete({
@@ -295,11 +291,7 @@ def _copy(name: str, tensor: Tensor, where: str) -> Tensor:
 
 
 def copy_checked(name: str, tensor: Tensor, where: str) -> Tensor:
-    """Return a copy of a weight after checking its dtype and values.
-
-    Raises:
-        CheckpointFormatError: The dtype is not supported, or a weight is not finite or too large for float16.
-    """
+    """Return a copy of a weight; refuse unsupported dtypes, and values not finite or too large for float16."""
     if tensor.dtype not in FLOATS:
         raise CheckpointFormatError(
             f"{where}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, FLOATS))}.",

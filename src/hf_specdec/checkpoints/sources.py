@@ -74,15 +74,9 @@ def is_connection_error(error: BaseException | None) -> bool:
 
 
 def open_source(name: str | Path, subfolder: str, download: dict[str, Any]) -> Folder:
-    """Return the files of a head or assistant.
+    """Return the files of a head or assistant in a subfolder of a local directory or Hub repository.
 
-    Args:
-        name: A local directory or a Hub id.
-        subfolder: Subfolder of the directory or repository.
-        download: Arguments of `huggingface_hub.hf_hub_download`.
-
-    Raises:
-        CheckpointFormatError: See `head_directory`; or the subfolder is outside.
+    `download` are arguments of `huggingface_hub.hf_hub_download`.
     """
     if not isinstance(name, str | Path):
         raise CheckpointFormatError(
@@ -151,10 +145,6 @@ class _Repository(Folder):
         """Return the path of a file, downloaded if it is not cached; None if it does not exist.
 
         Offline, the result is also None for a file other than `config.json` that is not cached.
-
-        Raises:
-            CheckpointFormatError: There is no such repository or revision, no access or connection, or the file has
-                another hash than on the Hub.
         """
         with translated(
             CheckpointFormatError,
@@ -212,15 +202,7 @@ def _check_hash(path: Path) -> None:
 
 
 def refuse_foreign_kernels(fields: Fields, where: str) -> None:
-    """Raise if a config makes transformers download kernels from a repository that the user did not name.
-
-    Args:
-        fields: The model's `config.json`.
-        where: Name of the model, for the error message.
-
-    Raises:
-        CheckpointFormatError: An attention or expert implementation is the name of a repository.
-    """
+    """Raise if a model's config makes transformers download kernels from a repository that the user did not name."""
     for name, value in fields.items():
         if isinstance(value, dict):
             refuse_foreign_kernels(value, where)

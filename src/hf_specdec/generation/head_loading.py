@@ -139,11 +139,7 @@ def opened(source: str | Path, options: Mapping[str, Any]) -> Folder:
 
 
 def assistant_config(files: Folder) -> Fields | None:
-    """Return the config of a PARD assistant; None if the files are something else, such as a head.
-
-    Raises:
-        CheckpointFormatError: There is no `config.json`, or it cannot be read; or it is that of a PARD-2 assistant.
-    """
+    """Return the config of a PARD assistant; None if the files are something else, such as a head; refuse PARD-2."""
     fields = files.fields
     if not is_assistant_config(fields):
         return None
@@ -156,12 +152,8 @@ def assistant_config(files: Folder) -> Fields | None:
 def _assistant(model: PreTrainedModel, files: Folder, fields: Fields, options: Mapping[str, Any]) -> PreTrainedModel:
     """Load a PARD assistant, by default in the target's dtype and on its device.
 
-    Args:
-        model: The target.
-        files: The assistant's files.
-        fields: Its config.
-        options: Arguments of `AutoModelForCausalLM.from_pretrained`, and `device`. With `trust_remote_code=True` and
-            code in the repository, transformers reads the files; otherwise this package does, as those of a head.
+    `options` are arguments of `AutoModelForCausalLM.from_pretrained`, and `device`. With `trust_remote_code=True` and
+    code in the repository, transformers reads the files; otherwise this package does, as those of a head.
     """
     if "hot_tokens" in options:
         raise InvalidConfigError(f"{files.name} is a PARD assistant, which has no `hot_tokens`.", "Leave them out.")
@@ -183,12 +175,7 @@ def _assistant(model: PreTrainedModel, files: Folder, fields: Fields, options: M
 
 
 def _read_assistant(checkpoint: Checkpoint, options: Mapping[str, Any]) -> Any:
-    """Create an assistant from its config and tensors, after comparing their sizes; transformers opens no file.
-
-    Args:
-        checkpoint: Its config and files.
-        options: Arguments of `from_pretrained` that concern neither places nor trust.
-    """
+    """Create an assistant from its config and tensors, after comparing their sizes; transformers opens no file."""
     where, files = checkpoint.where, checkpoint.files
     fields = {name: value for name, value in checkpoint.fields.items() if name != "auto_map"}
     _check_sizes("", fields, len(files.shapes), where)

