@@ -22,7 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
@@ -219,7 +219,7 @@ def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> 
     if not file.is_file():
         return None
     try:
-        kept, layers = read_object(file), list[LayerLayout | None]()
+        kept, layers = read_json(file), list[LayerLayout | None]()
         for entry in kept["layers"] or ():
             layer = None
             if entry is not None:
