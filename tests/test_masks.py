@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, bucket_masks, last_queries, tree_masks
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, bucket_masks, tree_masks
 from reference import path_to_root
 
 PARENTS = [[-1, 0, 0, 1, 3], [-1, 0, 1, 2, -1]]
@@ -111,9 +111,14 @@ def test_layout_follows_the_configuration(fields: dict[str, object], wanted: lis
     assert MaskLayout.of(SimpleNamespace(_attn_implementation="eager")).additive
 
 
-def test_later_nodes_see_what_they_see_in_the_whole_tree() -> None:
-    whole = torch.randn(2, 1, 5, 14)
-    assert torch.equal(last_queries(whole, 3), whole[:, :, 3:])  # type: ignore[arg-type]
-    several = last_queries({"full_attention": whole, "sliding_attention": -whole}, 4)
-    assert isinstance(several, dict)
-    assert torch.equal(several["sliding_attention"], -whole[:, :, 4:])
+@pytest.mark.parametrize("layers", [("full",), ("full", "sliding")])
+def test_later_nodes_see_what_they_see_in_the_whole_tree(layers: tuple[str, ...]) -> None:
+    tree = TokenTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor(PARENTS))
+    layout = MaskLayout(tuple((f"{kind}_attention", kind, 3) for kind in layers), False)  # type: ignore[misc]
+    positions = Positions.of(None, 7, torch.device("cpu"))
+    inputs = TreeInputs(tree, torch.tensor(LENGTHS), 12, None, positions, layout, torch.float32, False)
+    (whole, places), (later, later_places) = inputs.masks_and_positions(), inputs.masks_and_positions(3)
+    assert torch.equal(later_places, places[:, 3:])
+    for name in ("full_attention", "sliding_attention")[: len(layers)]:
+        one, other = (mask if isinstance(mask, torch.Tensor) else mask[name] for mask in (whole, later))
+        assert torch.equal(other, one[:, :, 3:])
