@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from hf_specdec import InvalidConfigError
-from hf_specdec.generation.loading import load_tokenizer
 from hf_specdec.training import (
     Conversation,
     DistillConfig,
@@ -136,6 +135,8 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
     (tmp_path / "else" / "data" / "x.parquet").touch()
     with pytest.raises(InvalidConfigError, match="did not write"):
         distill(talker, tokenizer, PROMPTS[:2], tmp_path / "else", SMALL)
+    distill(talker, tokenizer, PROMPTS, tmp_path / "some", replace(SMALL, max_prompt_tokens=6), progress=False)
+    assert [row["number"] for row in rows_of(tmp_path / "some")] == [i for i in range(9) if 2 + i % 4 + 3 <= 6]
     with pytest.raises(InvalidConfigError, match="longer than max_prompt_tokens=2"):
         distill(talker, tokenizer, PROMPTS, tmp_path / "long", replace(SMALL, max_prompt_tokens=2))
     with pytest.raises(InvalidConfigError, match="No prompts were given"):
@@ -143,12 +144,6 @@ def test_directories_of_other_work_are_refused(talker: Any, tmp_path: Path) -> N
     for fields in ({"batch_size": 0}, {"temperatures": ()}, {"temperatures": (-1.0,)}):
         with pytest.raises(InvalidConfigError):
             DistillConfig(**fields)  # type: ignore[arg-type]
-
-
-def test_prompts_that_are_too_long_are_left_out(talker: Any, tmp_path: Path) -> None:
-    config = DistillConfig(max_new_tokens=4, batch_size=2, max_prompt_tokens=6, temperatures=(0.0,))
-    distill(talker, chat_tokenizer(), PROMPTS, tmp_path / "out", config, progress=False)
-    assert [row["number"] for row in rows_of(tmp_path / "out")] == [i for i in range(9) if 2 + i % 4 + 3 <= 6]
 
 
 # ------------------------------------------------------------------------------------------------------ sources
@@ -275,17 +270,6 @@ def test_an_answer_that_the_template_shortens_is_refused(tmp_path: Path) -> None
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
     with pytest.raises(InvalidConfigError, match="leaves out or changes `content` of an answer: 'w06 w07'"):
         read_conversations(tmp_path / "rows.jsonl", tokenizer=chat_tokenizer(template))
-
-
-@pytest.mark.slow
-def test_labels_end_with_the_end_token(small_model_path: Path, tmp_path: Path) -> None:
-    """The template of the packaged model adds a line break, which no model writes."""
-    tokenizer = load_tokenizer(str(small_model_path))
-    talk = [{"role": role, "content": "Hi!"} for role in ("user", "assistant", "user", "assistant")]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk}))
-    (found,) = read_conversations(tmp_path / "rows.jsonl", tokenizer=tokenizer)
-    labels = [token for token, answer in zip(found.input_ids, found.loss_mask, strict=True) if answer]
-    assert tokenizer.decode(labels) == "Hi!<|im_end|>Hi!<|im_end|>"
 
 
 def test_what_ends_every_conversation_is_no_answer(tmp_path: Path) -> None:

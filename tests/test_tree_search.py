@@ -126,12 +126,6 @@ def test_the_size_is_what_pays(
     assert (tmp_path / "tree.png").stat().st_size > 1000
 
 
-def test_verify_seconds_are_measured(llama: Any) -> None:
-    seconds = tree_search.verify_seconds(llama, [1, 8, 64], context=32)
-    assert list(seconds) == [1, 8, 64]
-    assert all(value > 0 for value in seconds.values())
-
-
 def test_searches_that_mean_nothing(llama: Any) -> None:
     heads, talk = random_medusa(llama), Conversation.of([5, 6, 7], [])
     with pytest.raises(InvalidConfigError, match="no answers"):
