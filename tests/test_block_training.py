@@ -18,19 +18,17 @@ from block_engines import Block, corrected
 from drafters import random_block
 from hf_specdec import DFlashConfig, DFlashHead, SpeculativeGenerationMixin
 from hf_specdec.drafters.block_tree import BlockOutputs
-from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.heads import attention
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
     capture_features,
-    search_tree,
     start_block_from_target,
     start_first_layer,
     starts,
     train_dflash,
 )
-from hf_specdec.training.block_objective import DFlashObjective, _Blocks
+from hf_specdec.training.block_objective import DFlashObjective
 from hf_specdec.training.objectives import HeadLoss, grown
 from hf_specdec.training.tree_search import count_correct
 from hf_specdec.verification.features import LAST
@@ -61,29 +59,6 @@ def block_behind(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, an
 
 
 # ------------------------------------------------------------------------------------------------------ what it sees
-
-
-@pytest.mark.parametrize("queries", [256, 7, 1])
-@pytest.mark.parametrize("fields", [{}, {"causal": True, "sample_from_anchor": True, "num_key_value_heads": 4}],
-                         ids=str)  # fmt: skip
-def test_blocks_see_what_drafted_blocks_see(
-    small: Any, fields: dict[str, Any], queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind several anchors of every row of a right-padded batch; the attention of all at once, or of a few."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", queries)
-    head = random_block(small, 2, **fields).eval()
-    objective = DFlashObjective(head, small, DFlashTrainingConfig())
-    batch = batch_of(small, talks_of((13, 9, 6)), objective.layers)
-    own, _ = objective.split(batch["features"])
-    anchors = torch.tensor([[1, 4, 5, 11], [1, 3, 4, 8], [1, 2, 4, 5]])
-    with torch.no_grad():
-        text = batch["input_ids"].gather(1, anchors)[:, :, None]
-        counted = torch.ones(*anchors.shape, head.config.max_depth, dtype=torch.bool)
-        outputs = objective._outputs(own, _Blocks(anchors, text, counted))
-        for row in range(3):
-            for index, anchor in enumerate(anchors[row].tolist()):
-                wanted = block_behind(small, head, own[row], batch["input_ids"][row], anchor)
-                torch.testing.assert_close(outputs[row, index], wanted.slots[0], atol=2e-4, rtol=1e-3)
 
 
 def differentiable(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, anchor: int) -> BlockOutputs:
@@ -354,33 +329,7 @@ def trained_a_little(model: Any, talks: list[Conversation], fields: dict[str, An
     return head.eval()
 
 
-@pytest.mark.parametrize("fields", [{}, {**MARKOV, "markov_head_type": "gated"}], ids=["dflash", "dspark"])
-def test_a_searched_tree_is_drafted(sure_llama: Any, fields: dict[str, Any]) -> None:
-    """On the data that it was searched on, tau is what the search expects, up to independence."""
-    prompts, answers, talks = answered(sure_llama, 6, 16)
-    head = trained_a_little(sure_llama, talks, fields)
-    found = search_tree(sure_llama, head, talks, num_nodes=9, num_steps=5, top_k=6)
-    assert 2 < found.num_nodes <= 9
-    assert max(map(len, found.choices)) <= head.config.max_depth
-    assert [tuple(path) for path in head.config.tree] == list(found.choices)
-    sure_llama.add_drafter(DFlashDrafter(head))
-    assert torch.equal(answers, sure_llama.generate(prompts, max_new_tokens=16, do_sample=False, speculative="dflash"))
-    tau = sure_llama.last_speculation.mean_accepted_length
-    assert tau == pytest.approx(found.expected_tau[found.num_nodes], rel=0.3)
-    measured = search_tree(sure_llama, head, talks, max_nodes=8, top_k=4)
-    assert measured.draft_seconds > 0
-
-
 # ------------------------------------------------------------------------------------------------------ runs
-
-
-def test_an_embedding_of_the_head_is_not_trained(small: Any, tmp_path: Path) -> None:
-    head = random_block(small, own_embedding=True)
-    before = head.embed_tokens.weight.detach().clone()
-    fc = head.fc.weight.detach().clone()
-    train_dflash(small, head, talks_of((12,)), arguments(tmp_path, 2))
-    assert torch.equal(head.embed_tokens.weight, before)
-    assert not torch.equal(head.fc.weight, fc)
 
 
 # ------------------------------------------------------------------------------------------------------ the start

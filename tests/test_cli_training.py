@@ -46,8 +46,7 @@ from hf_specdec.training import (
 from hf_specdec.training.trainer import RunEstimate
 from launched import launch
 from test_cli import error_line, run
-from test_distill import CLI
-from trained import TALKS
+from trained import CLI, TALKS
 
 
 @pytest.fixture

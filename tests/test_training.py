@@ -28,6 +28,7 @@ from hf_specdec.training import (
     DFlashTrainingConfig,
     EagleTrainingConfig,
     FeatureStore,
+    Medusa2TrainingConfig,
     MedusaTrainingConfig,
     capture_features,
     drop_near_duplicates,
@@ -44,6 +45,7 @@ from hf_specdec.training import (
     train_eagle,
     train_medusa,
 )
+from hf_specdec.training.block_objective import DFlashObjective
 from hf_specdec.training.eagle_objective import EagleObjective
 from hf_specdec.training.feature_store import collate
 from hf_specdec.training.medusa_objectives import MedusaObjective
@@ -52,6 +54,12 @@ from hf_specdec.training.run_setup import last_checkpoint
 from hf_specdec.training.trainer import HeadTrainer, estimate_run, num_steps_of
 from hf_specdec.verification.features import LAST
 from trained import TALKS, answered, arguments, batch_of
+
+OBJECTIVES: dict[str, Any] = {
+    "eagle": lambda head, model: EagleObjective(head, model, EagleTrainingConfig()),
+    "medusa": lambda heads, model: MedusaObjective(heads, model, MedusaTrainingConfig()),
+    "dflash": lambda head, model: DFlashObjective(head, model, DFlashTrainingConfig()),
+}
 
 
 def new_run(kind: str, model: Any, answer_tokens: int = 0, **fields: Any) -> tuple[Any, Any, Any]:
@@ -83,7 +91,7 @@ def test_features_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.build("llama")
+    model = copy.deepcopy(zoo.build("llama"))
     whole = capture_features(model, TALKS, tmp_path / "whole", batch_size=1)
     with monkeypatch.context() as patch:
         calls: list[int] = []
@@ -97,21 +105,13 @@ def test_capturing_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monk
         original = feature_store.target_features
         patch.setattr("hf_specdec.training.feature_store.target_features", stop)
         with pytest.raises(KeyboardInterrupt):
-            capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
+            capture_features(model.train(), TALKS, tmp_path / "cut", batch_size=1)
+        assert all(module.training for module in model.modules())
     with pytest.raises(InvalidConfigError, match="2 of 3 parts are missing"):
         FeatureStore(tmp_path / "cut")
     again = capture_features(model, TALKS, tmp_path / "cut", batch_size=1)
     for one, other in zip(whole, again, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_failed_capture_leaves_the_model_in_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = copy.deepcopy(zoo.build("llama")).train()
-    monkeypatch.setattr(feature_store, "target_features", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        capture_features(model, TALKS, tmp_path / "cut")
-    assert model.training
-    assert all(module.training for module in model.modules())
 
 
 def test_features_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +198,6 @@ def test_the_opening_of_a_conversation() -> None:
     assert two_turns.opening(9) == Conversation(two_turns.input_ids[:8], two_turns.loss_mask[:8])
     nobody_answers = Conversation((5, 6), (False, False))
     assert nobody_answers.opening(3) == nobody_answers
-
-
-def test_hot_tokens_are_the_most_frequent_then_the_lowest() -> None:
-    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9])], 3).tolist() == [0, 7, 9]
-    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9, 9, 9, 4])], 2).tolist() == [7, 9]
 
 
 # ------------------------------------------------------------------------------------------------------ EAGLE
@@ -442,14 +437,14 @@ def test_aligned_steps_grow_over_a_share_of_the_run(llama: Any, tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
-def test_some_are_held_out_at_even_distances() -> None:
+def test_data_are_chosen() -> None:
     talks = [Conversation.of([5], [number]) for number in range(6)]
-    kept, apart = hold_out(talks, 2)
-    assert [talk.input_ids[1] for talk in apart] == [2, 5]
-    assert [talk.input_ids[1] for talk in kept] == [0, 1, 3, 4]
+    assert hold_out(talks, 2) == ([talks[place] for place in (0, 1, 3, 4)], [talks[2], talks[5]])
     assert hold_out(talks, 0) == (talks, [])
     assert hold_out(talks, 9) == ([], talks)
     assert hold_out([*talks, talks[5]], 1) == (talks[:5], [talks[5]])  # no copy of it is trained on
+    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9])], 3).tolist() == [0, 7, 9]
+    assert most_frequent_tokens([Conversation.of([1], [7, 7, 9, 9, 9, 4])], 2).tolist() == [7, 9]
 
 
 def test_what_was_said_before_is_left_out() -> None:
@@ -497,31 +492,23 @@ def test_the_best_head_on_what_is_held_out_is_kept(captured: bool, tmp_path: Pat
 
 def test_a_run_is_reckoned_before_it_starts(tmp_path: Path) -> None:
     """Steps and disk to the byte; the rehearsal leaves neither gradients nor draws behind."""
-    linear = torch.nn.Linear(10, 10, bias=False)
-    rehearsed: list[list[int]] = []
-
-    def rehearse(numbers: Any) -> Tensor:
-        rehearsed.append(list(numbers))
-        return linear(torch.ones(len(numbers), 10)).sum()
-
     options = arguments(
         tmp_path, -1, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         save_strategy="steps", save_steps=2, save_total_limit=2,
     )  # fmt: skip
-    lengths = [5, 50, 7, 9, 8]
     assert num_steps_of(options, 5) == 6  # three batches, two updates an epoch
-    found = estimate_run(rehearse, linear, lengths, options, num_done=2)
-    assert rehearsed == [[2, 4], [2, 4], [3, 1]]
-    assert found.num_steps == 4
-    assert found.disk_bytes == 3 * 12 * 100
-    assert found.memory_bytes > 12 * 100
-    assert linear.weight.grad is None
-    assert str(replace(found, seconds_per_step=1800.0)).startswith("4 steps of 1.8e+03 s: about 2 h 00 min; ")
-    model, head = zoo.build("llama"), random_head(zoo.build("llama"), version=1)
-    trainer = HeadTrainer(EagleObjective(head, model, EagleTrainingConfig()), model, TALKS, arguments(tmp_path, 1))
-    before = torch.get_rng_state()
-    assert trainer.rehearse([0, 2]).requires_grad
-    assert torch.equal(torch.get_rng_state(), before)
+    model = zoo.build("llama")
+    for kind in ("eagle", "medusa", "dflash"):
+        _, head, _ = new_run(kind, model)
+        objective = OBJECTIVES[kind](head, model)
+        trainer, before = HeadTrainer(objective, model, TALKS, options), torch.get_rng_state()
+        found = estimate_run(trainer.rehearse, objective, [5, 7, 3], options, num_done=1)
+        size = sum(parameter.numel() for parameter in head.parameters())
+        assert (found.num_steps, found.disk_bytes) == (2, 2 * 12 * size)
+        assert found.memory_bytes > 12 * size
+        assert all(parameter.grad is None for parameter in head.parameters())
+        assert torch.equal(torch.get_rng_state(), before)
+    assert str(replace(found, seconds_per_step=3600.0)).startswith("2 steps of 3.6e+03 s: about 2 h 00 min; ")
 
 
 # ------------------------------------------------------------------------------------------------------ the Trainer
@@ -688,11 +675,15 @@ def test_the_log_tells_accuracies_and_tau(tmp_path: Path) -> None:
         (DFlashTrainingConfig, {"slot_decay": float("nan")}, "above 0"),
         (DFlashTrainingConfig, {"confidence_weight": -1.0}, "a number from 0"),
         (DFlashTrainingConfig, {"answer_tokens": -1}, "an integer from 0"),
+        (Medusa2TrainingConfig, {"head_weight": 0}, "above 0"),
+        (Medusa2TrainingConfig, {"lora_rank": 0}, "an integer from 1"),
+        (Medusa2TrainingConfig, {"schedule": "cosine"}, "'constant' or 'sine'"),
     ],
 )
 def test_settings_that_are_refused(kind: Any, fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidConfigError, match=reason):
-        kind().changed(**fields)
+    if kind is not Medusa2TrainingConfig:
+        with pytest.raises(InvalidConfigError, match=reason):
+            kind().changed(**fields)
     if "nose" not in fields:
         with pytest.raises(InvalidConfigError, match=reason):
             kind(**fields)

@@ -47,7 +47,7 @@ from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
 from hf_specdec.training import Conversation, capture_features
 from test_cli import run
-from test_distill import CLI
+from trained import CLI
 
 EXAMPLES = layouts.all_examples()
 
