@@ -44,7 +44,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1115, "bench": 1027, "checkpoints": 3679, "cli": 2662, "control": 1375, "cpu": 1524,
+    "acceptance": 1115, "bench": 994, "checkpoints": 3679, "cli": 2594, "control": 1375, "cpu": 1524,
     "drafters": 6660, "generation": 3537, "heads": 4252, "reporting": 386, "training": 5217, "trees": 729,
     "verification": 5172, "viz": 1046,
 }  # fmt: skip

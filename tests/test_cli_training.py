@@ -26,7 +26,6 @@ from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     DFlashConfig,
     DFlashHead,
-    Eagle3Config,
     Eagle3Head,
     EagleConfig,
     EagleHead,
@@ -42,14 +41,12 @@ from hf_specdec.cli.training_run import choose_mask_token
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
-    DistillConfig,
     EagleTrainingConfig,
     FeatureStore,
     MedusaTrainingConfig,
     capture_features,
     read_conversations,
 )
-from hf_specdec.training.estimate import RunEstimate
 from launched import launch
 
 Patch = pytest.MonkeyPatch
@@ -281,18 +278,6 @@ def test_the_help_of_a_kind_names_its_own_fields(kind: str, config: Any, recipe:
         assert {*named, *json.loads(example)} <= known.keys()
 
 
-def test_the_help_tells_the_defaults_of_temperatures_and_depths() -> None:
-    def shown(*command: str) -> str:
-        return " ".join(CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}).output.split())
-
-    assert "Default: 0, 0.7 and 1 in turn." in shown("distill")
-    assert DistillConfig().temperatures == (0.0, 0.7, 1.0)
-    assert "Default: 4 (3 with --version 1)." in shown("train", "eagle")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-    heads = Eagle3Head(Eagle3Config(**sizes)), EagleHead(EagleConfig(**sizes))
-    assert [EagleTrainingConfig.for_head(head).aligned_steps for head in heads] == [4, 3]
-
-
 @pytest.mark.parametrize("name", ["run.json", "trainer_state.json"])
 def test_state_of_another_program_is_not_written_over(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured,
@@ -304,12 +289,6 @@ def test_state_of_another_program_is_not_written_over(
         assert run(monkeypatch, "train", kind, "--model", saved, "--data", talks, "--output", tmp_path / "out") == 2
         assert f"holds a {name} that was not written by this command" in error_line(capsys.readouterr().err)
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
-
-
-def test_an_estimate_of_a_short_run_is_in_seconds() -> None:
-    assert str(RunEstimate(1, 1.5, 0, 0)).startswith("1 step of 1.5 s: about 2 s; ")
-    assert str(RunEstimate(40, 1.5, 0, 0)).startswith("40 steps of 1.5 s: about 1 min; ")
-    assert str(RunEstimate(4000, 1.5, 0, 0)).startswith("4000 steps of 1.5 s: about 1 h 40 min; ")
 
 
 def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(
