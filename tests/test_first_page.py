@@ -70,21 +70,6 @@ def test_the_sentences_of_the_readme_agree_with_the_rows() -> None:
         assert sentence.format(mean_of(ratios)) in PAGE
 
 
-def test_alternative_texts_of_the_pictures_have_their_figures() -> None:
-    seconds = {method: f"{run['seconds']:.1f} s" for method, run in RACE["runs"].items()}
-    means = {method: f"{cell[0]:.2f}x" for method, cell in first_page.rows_of(RESULTS)["mean"].items()}
-    chart = (
-        f"transformers' lookup {means['transformers_prompt_lookup']}, llama.cpp without drafts {means['llama_cpp']}. "
-        f"auto with kernels off: {means['auto_no_head']} without a head, {means['auto+none']} with it. CPU kernels "
-        f"without drafts: {means['nothing+kernels']}. auto with CPU kernels: {means['auto_no_head+kernels']} without "
-        f"a head, {means['auto+kernels']} with it."
-    )
-    for page in (README, (ROOT / "docs" / "index.md").read_text()):
-        text = page.replace("&quot;", '"')
-        assert f'plain generate() takes {seconds["plain"]}, speculative="auto" {seconds["auto"]}' in text
-        assert chart in text
-
-
 def test_the_table_of_the_results_is_computed_from_the_rows() -> None:
     page = (ROOT / "docs" / "benchmarks" / "results.md").read_text()
     measured = {(row["question_id"], row["method"]): bench.Measurement(**row) for row in RESULTS["measurements"]}

@@ -312,38 +312,6 @@ def test_what_a_profiler_saw_is_counted_by_hand(items: dict[str, Any]) -> None:
     assert found == pytest.approx(wanted)
 
 
-A_SUITE = """
-import pytest
-
-@pytest.mark.parametrize("number", range(3))
-def test_fine(number): pass
-def test_wrong(): assert False, "for a reason"
-@pytest.mark.skip(reason="none")
-def test_skipped(): pass
-"""
-
-
-def test_the_gpu_tests_are_counted_as_they_end(
-    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_gpu.py").write_text(A_SUITE)
-    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\n')  # as ours
-    monkeypatch.setattr(on_cpu["gpu_items"], "ROOT", tmp_path)
-    monkeypatch.setattr(on_cpu["gpu_items"], "TESTS_PER_ROW", 2)
-    found = measured(on_cpu, "tests", tmp_path / "rows.jsonl")
-    so_far, failed, summary = [row for row in found if row["kind"] == "row"]
-    assert so_far["so_far"]["PASSED"] == 2
-    assert "test_wrong" in failed["failed"]
-    assert summary["count"] == {"PASSED": 3, "FAILED": 1, "SKIPPED": 1, "ERROR": 0}
-    assert "1 failed, 3 passed, 1 skipped" in summary["summary"]
-    assert [row["value"] for row in found if row["kind"] == "bar"] == [1]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    item = next(item for item in on_cpu["gpu_items"].ITEMS if item.name == "tests")
-    item.run(options_for(tmp_path / "rows.jsonl", "cpu"))
-    assert rows(tmp_path / "rows.jsonl")[-1]["reason"] == "pytest is not installed"
-
-
 def test_answers_to_texts_are_timed_and_compared(
     on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

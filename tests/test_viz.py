@@ -250,23 +250,6 @@ def test_what_is_not_what_a_plot_shows_is_refused(plot: Any, given: Any, message
         plot(given)
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("num_accepted", [0, 1, 2])
-def test_the_legend_of_a_step_has_the_colours_of_its_nodes(theme: Theme, num_accepted: int) -> None:
-    axes = viz.plot_step(drafted(4, num_accepted=num_accepted), theme=theme)
-    axes.figure.canvas.draw()
-    legend, data = axes.get_legend(), THEMES[theme].data
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == [*SOURCES, "root", *["accepted"] * (num_accepted > 0), "the model's own token"]
-    patches = legend.findobj(matplotlib.patches.Rectangle)  # its own frame is none
-    edges = [matplotlib.colors.to_hex(patch.get_edgecolor()).upper() for patch in patches]
-    assert edges[:-1] == [THEMES[theme].ink, *data[:num_accepted]]
-    faces = {patch.get_facecolor() for patch in axes.patches if patch.get_facecolor()[3] not in (0.0, 1.0)}
-    assert {patch.get_facecolor() for patch in patches[:-1]} == faces
-    assert legend.get_window_extent().x1 <= axes.figure.bbox.x1  # however small the tree is
-    matplotlib.pyplot.close(axes.figure)
-
-
 @pytest.mark.parametrize("depth", [3, 16, 40])
 def test_labels_of_acceptance_overlap_neither_each_other_nor_bars(depth: int) -> None:
     stats = SpeculationStats("eagle", 4, 9, 20, [[depth + 1]])
