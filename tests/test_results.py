@@ -56,9 +56,7 @@ def test_block_heads() -> None:
             cells = ["EAGLE-3" if row["method"] == "eagle" else "**block head**", str(row["nodes"]),
                      "eager" if row["compile"] == "none" else row["compile"]]  # fmt: skip
             cells += [f"{row['tau'][category]:.2f}" for category in categories]
-            line = f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |"
-            assert line in PAGE
-            assert line in BLOCK_HEAD
+            assert f"| {' | '.join(cells)} | {row['tau_all']:.2f} | {row['milliseconds']:.1f} |" in BLOCK_HEAD
     shares = [
         found["block"][what] / found["eagle"][what]
         for what in ("milliseconds", "tau_all")
