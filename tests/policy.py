@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.candidates import Candidate, Candidates
+from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, Drafter, DraftSession
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree

@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.acceptance.rules import (
     AcceptanceRule,
     block,

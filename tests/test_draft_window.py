@@ -37,9 +37,8 @@ from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.product import reachable
-from hf_specdec.verification.masks import PromptPadding
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.window import SINKS, Window, shifted_padding, token_positions
+from hf_specdec.verification.window import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from models import prompts
 from test_drafters import Wandering
 from test_eagle import SlowEagle, paths_of, slow_dynamic_tree

@@ -16,14 +16,8 @@ from hf_specdec.control.constants import MIN_BATCH_GAIN
 from hf_specdec.control.head_schedule import HeadSchedule
 from hf_specdec.control.learned_stats import UNKNOWN, LearnedStats
 from hf_specdec.control.tree_width import StopRule, Width, best_width
-from hf_specdec.drafters.candidates import (
-    Candidate,
-    Candidates,
-    DraftedCandidates,
-    MergedTree,
-    merge,
-    merge_children,
-)
+from hf_specdec.drafters.base import Candidate, Candidates
+from hf_specdec.drafters.candidates import DraftedCandidates, MergedTree, merge, merge_children
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter

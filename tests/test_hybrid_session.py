@@ -19,8 +19,7 @@ from hf_specdec.control import constants
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters import hybrid, queries
-from hf_specdec.drafters.base import CandidateSession, DraftContext, DraftSession
-from hf_specdec.drafters.candidates import Candidates
+from hf_specdec.drafters.base import Candidates, CandidateSession, DraftContext, DraftSession
 from hf_specdec.drafters.hybrid import HybridDrafter, _HybridSession
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.queries import Source

@@ -11,7 +11,7 @@ import torch
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.drafters.base import CandidateSession, DraftContext
 from hf_specdec.drafters.experimental.last_logits import LastLogitsDrafter, _LastLogitsSession
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft

@@ -11,15 +11,14 @@ from torch import Tensor
 
 import zoo
 from hf_specdec import InvalidConfigError, SpeculativeConfig, SpeculativeGenerationMixin
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.experimental.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, WindowShape
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import PromptPadding
-from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Verification
+from hf_specdec.verification.step import Step, Verification
+from hf_specdec.verification.window import PromptPadding
 from models import prompts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}

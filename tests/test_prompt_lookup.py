@@ -21,7 +21,7 @@ from hf_specdec.drafters.prompt_lookup import (
     RepeatedText,
 )
 from hf_specdec.drafters.suffix_automaton import SuffixAutomaton
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.window import PromptPadding
 
 
 def ends(tokens: list[int]) -> list[tuple[int, int]]:

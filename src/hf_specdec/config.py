@@ -26,6 +26,11 @@ from hf_specdec.validation import (
 
 AcceptanceName = Literal["auto", "greedy", "rejection", "block", "typical", "nucleus"]
 Compile = Literal["auto", "none", "kernels", "inductor", "cuda_graph"]
+ExecutionMode = Literal["inductor", "cuda_graph", "kernels"]
+"""How a forward runs if not eagerly.
+
+`"inductor"` compiles it, and captures the result if the device has graphs; `"cuda_graph"` captures it uncompiled;
+`"kernels"` runs the traced operations with the CPU kernels."""
 ConfigClass = TypeVar("ConfigClass")
 
 COMPILE_ALIASES: dict[bool | str, Compile] = {True: "inductor", "compile": "inductor", False: "none"}

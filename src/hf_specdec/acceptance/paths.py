@@ -12,71 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.pipelining import Decision, Transfer
+from hf_specdec.acceptance.pipelining import Acceptance, Decision, Transfer
 from hf_specdec.acceptance.row_ends import cut_rows
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Result of one step: the kept path of each row and the tokens that it emits.
-
-    `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
-    -1), except in lockstep: there it goes on like the others, with padding as its tokens if an EOS token is defined.
-
-    Args:
-        path: `[B, P]` long, node indices from the root, -1 beyond the path.
-        tokens: `[B, P]` long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond.
-        next_token: `[B]` long, the next root: the last emitted token, or the old root if none.
-        nodes: The path on the host, without padding.
-        emitted: The tokens on the host, without padding.
-        num_drafted: Nodes of each row's tree on the host, without root and padding.
-        launched: The tensors of `Launch` as rows on the host, if any.
-    """
-
-    path: Tensor
-    tokens: Tensor
-    next_token: Tensor
-    nodes: tuple[tuple[int, ...], ...]
-    emitted: tuple[tuple[int, ...], ...]
-    num_drafted: tuple[int, ...]
-    launched: tuple[list[list[int]], ...] | None = None
-
-    @property
-    def num_kept(self) -> Tensor:
-        """`[B]` nodes kept in each row, root included; equals the number of emitted tokens."""
-        return (self.path >= 0).sum(-1)
-
-    @property
-    def num_accepted(self) -> Tensor:
-        """`[B]` drafted tokens kept in each row."""
-        return (self.num_kept - 1).clamp(min=0)
-
-    @property
-    def counts(self) -> list[int]:
-        """The number of nodes kept in each row as integers on the host, equal to `num_kept`."""
-        return [len(tokens) for tokens in self.emitted]
-
-    @classmethod
-    def of(cls, host: HostTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
-        """Create an acceptance from each row's nodes and emitted tokens on the host, which have equal lengths."""
-        width = max(1, *map(len, paths))
-
-        def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-            return [[*row, *[-1] * (width - len(row))] for row in rows]
-
-        next_tokens = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
-        path, tokens = upload([padded(paths), padded(emitted)], torch.long, host.device)
-        return cls(
-            path=path,
-            tokens=tokens,
-            next_token=upload(next_tokens, torch.long, host.device),
-            nodes=tuple(map(tuple, paths)),
-            emitted=tuple(map(tuple, emitted)),
-            num_drafted=host.num_drafted,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +124,7 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
                 emitted[row].append(token)
                 ended = transcript.finished[row] and not transcript.lockstep
                 nodes[row] = None if ended else host.children[row].get(node, {}).get(token)
-    return Acceptance.of(host, paths, emitted)
+    return _acceptance_of(host, paths, emitted)
 
 
 def by_scores(
@@ -251,4 +191,20 @@ def keep_paths(
             if all(transcript.finished):
                 break
     paths, emitted = ([[pair[part] for pair in pairs] for pairs in kept] for part in (0, 1))
-    return Acceptance.of(host, paths, emitted)
+    return _acceptance_of(host, paths, emitted)
+
+
+def _acceptance_of(host: HostTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
+    """Upload each row's nodes and emitted tokens, which have equal lengths."""
+    width = max(1, *map(len, paths))
+    padded = [[[*row, *[-1] * (width - len(row))] for row in rows] for rows in (paths, emitted)]
+    path, tokens = upload(padded, torch.long, host.device)
+    next_tokens = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
+    return Acceptance(
+        path=path,
+        tokens=tokens,
+        next_token=upload(next_tokens, torch.long, host.device),
+        nodes=tuple(map(tuple, paths)),
+        emitted=tuple(map(tuple, emitted)),
+        num_drafted=host.num_drafted,
+    )

@@ -38,6 +38,47 @@ class Decision:
         return (self.path >= 0).sum(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Result of one step: the kept path of each row and the tokens that it emits.
+
+    `tokens[b, i]` is the token chosen after node `path[b, i]`. A finished row keeps nothing (its path and tokens are
+    -1), except in lockstep: there it goes on like the others, with padding as its tokens if an EOS token is defined.
+
+    Args:
+        path: `[B, P]` long, node indices from the root, -1 beyond the path.
+        tokens: `[B, P]` long, emitted tokens: accepted ones, then the correction or bonus token; -1 beyond.
+        next_token: `[B]` long, the next root: the last emitted token, or the old root if none.
+        nodes: The path on the host, without padding.
+        emitted: The tokens on the host, without padding.
+        num_drafted: Nodes of each row's tree on the host, without root and padding.
+        launched: The tensors of `Launch` as rows on the host, if any.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    next_token: Tensor
+    nodes: tuple[tuple[int, ...], ...]
+    emitted: tuple[tuple[int, ...], ...]
+    num_drafted: tuple[int, ...]
+    launched: tuple[list[list[int]], ...] | None = None
+
+    @property
+    def num_kept(self) -> Tensor:
+        """`[B]` nodes kept in each row, root included; equals the number of emitted tokens."""
+        return (self.path >= 0).sum(-1)
+
+    @property
+    def num_accepted(self) -> Tensor:
+        """`[B]` drafted tokens kept in each row."""
+        return (self.num_kept - 1).clamp(min=0)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of nodes kept in each row as integers on the host, equal to `num_kept`."""
+        return [len(tokens) for tokens in self.emitted]
+
+
 Launch = Callable[[Decision], Sequence[Tensor]]
 """Launches the next draft; returns integer tensors `[B, *]` that the host reads together with the step."""
 

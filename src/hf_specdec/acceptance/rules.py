@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, HostTree, by_scores, cut_paths, keep_paths, settle, walk
+from hf_specdec.acceptance.paths import Cut, HostTree, by_scores, cut_paths, keep_paths, settle, walk
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.acceptance.row_ends import RowEnds
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.cpu.search import best_tokens, can_search

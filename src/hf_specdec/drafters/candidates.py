@@ -8,7 +8,6 @@ are the best tree of n nodes. A node is never likelier than its parent, so paren
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
@@ -17,36 +16,8 @@ from typing import Any, NamedTuple
 from hf_specdec.control.constants import MIN_PATH_PROBABILITY
 from hf_specdec.control.learned_stats import UNKNOWN, Trust, trust_class
 from hf_specdec.control.tree_width import StopRule
+from hf_specdec.drafters.base import Candidate, Candidates
 from hf_specdec.trees.tree import ROOT_PARENT
-
-
-class Candidate(NamedTuple):
-    """A token that may follow a node, and its probability according to the source that lists it.
-
-    Attributes:
-        token: Token id.
-        probability: From 0 to 1.
-    """
-
-    token: int
-    probability: float
-
-
-class Candidates(ABC):
-    """One source of candidates for one row: lists the tokens that may follow each node of a tree.
-
-    A *place* is the source's state at a node; `start` is its place at the root.
-    """
-
-    start: Any
-
-    @abstractmethod
-    def after(self, place: Any) -> Sequence[Candidate]:
-        """Return the candidates after the node at a place, each token once; empty if there are none."""
-
-    @abstractmethod
-    def follow(self, place: Any, token: int) -> Any:
-        """Return the place after a token. None if that node has no candidates, at it or below."""
 
 
 class CachedCandidates(Candidates):

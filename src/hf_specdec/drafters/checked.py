@@ -16,15 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import Candidates
+from hf_specdec.drafters.base import Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.errors import DrafterMismatchError, SpeculativeDecodingError
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import num_embedded_tokens
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.target import Target
 
 Result = TypeVar("Result")
 
@@ -108,7 +106,7 @@ def limits_of(drafter: Drafter, config: SpeculativeConfig, part: str | None = No
 
 
 def start_session(
-    drafter: Drafter, target: Target, context: DraftContext, config: SpeculativeConfig, part: str | None = None
+    drafter: Drafter, target: DraftTarget, context: DraftContext, config: SpeculativeConfig, part: str | None = None
 ) -> DraftSession:
     """Start a session of the drafter; the session of a third-party drafter is wrapped in one that checks its drafts.
 

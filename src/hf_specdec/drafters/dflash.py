@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, DraftSession
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, DraftSession, DraftTarget
 from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
@@ -33,9 +33,7 @@ from hf_specdec.validation import check_type
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import UnreadStep
-from hf_specdec.verification.target import Target
 from hf_specdec.verification.window import token_positions
 
 DEFAULT_TOP_K = 4
@@ -101,7 +99,7 @@ class DFlashDrafter(LayerDrafter):
             )
         return limits
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; it reads the prompt's features in its first `propose`, and needs no token ids."""
         return self._session(target.model, context, self.tree_limits(config))
 

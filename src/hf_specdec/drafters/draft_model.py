@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_known_tokens
 from hf_specdec.drafters.assistant_text import AssistantText
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
@@ -30,7 +30,6 @@ from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 from hf_specdec.verification.trial_runs import drops_cache
 
 RESERVED_SLOTS = 512
@@ -206,7 +205,7 @@ class DraftModelDrafter(Drafter):
     def _growable(self, budget: Budget) -> Budget:
         return growable(budget)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its first `propose` reads the prompt.
 
         Raises:
@@ -214,7 +213,7 @@ class DraftModelDrafter(Drafter):
         """
         return self._session(target, context, self.limits(config))
 
-    def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:
+    def _session(self, target: DraftTarget, context: DraftContext, limits: Budget) -> DraftSession:
         return DraftModelSession(self, target, context, limits)
 
 
@@ -228,7 +227,7 @@ class DraftModelSession(DraftSession):
         limits: Size of the largest draft.
     """
 
-    def __init__(self, drafter: DraftModelDrafter, target: Target, context: DraftContext, limits: Budget) -> None:
+    def __init__(self, drafter: DraftModelDrafter, target: DraftTarget, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
         translation, device = drafter.translation(target.model), execution_device(assistant)
         self._drafter, self._roots = drafter, context.roots

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, Needs, bind_head
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.feature_session import LayerLimits
 from hf_specdec.drafters.layer_session import EagleSession
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
-from hf_specdec.heads.base import EagleFamilyHead
+from hf_specdec.heads.base import EagleFamilyHead, bind_head
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
@@ -26,8 +26,6 @@ from hf_specdec.trees.growth import growable, limits_of
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import lm_head_rows
-from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.target import Target
 from hf_specdec.verification.window import Window
 
 DEFAULT_NUM_STEPS = 4
@@ -113,7 +111,7 @@ class LayerDrafter(Drafter):
         """Return the budget of the largest tree, see `tree_limits`."""
         return self.tree_limits(config).budget
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; it reads the prompt in its first `propose`."""
         return self._session(target.model, context, self.tree_limits(config))
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
-from hf_specdec.acceptance.pipelining import Decision
+from hf_specdec.acceptance.pipelining import Acceptance, Decision
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.launching import LaunchingSession, features_of
@@ -20,10 +19,10 @@ from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import StaticLevels, choices_within
 from hf_specdec.validation import Choice
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding, committed_slots
+from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.window import Window, shifted_padding
+from hf_specdec.verification.window import PromptPadding, Window, shifted_padding
 
 RESERVED_SLOTS = 512
 """Free slots kept after the text in the draft layer's cache."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.answer_history import CONTEXT_TOKENS, AnswerHistory, history_keys
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
-from hf_specdec.drafters.candidates import Candidate, Candidates, merge
+from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, Drafter, DraftTarget
+from hf_specdec.drafters.candidates import merge
 from hf_specdec.drafters.prompt_lookup import (
     DEFAULT_NUM_NODES,
     MATCH_CLASSES,
@@ -24,9 +24,8 @@ from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.verification.masks import PromptPadding
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import PromptPadding
 
 PRIOR_WEIGHT = 8.0
 """Occurrences from which on the counts of a match weigh more than the acceptance rate of matches of its length."""
@@ -67,7 +66,7 @@ class HistoryDrafter(Drafter):
         num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
         return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or MAX_CANDIDATES)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Start a session, which searches the answers of each row's key."""
         return _HistorySession(self._history, self._of, context)
 

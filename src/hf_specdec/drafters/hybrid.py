@@ -21,15 +21,14 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.control.merge_policy import MergePolicy
 from hf_specdec.control.tree_width import Width
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import CachedCandidates, Candidates, MergedTree, merge
+from hf_specdec.drafters.base import Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
+from hf_specdec.drafters.candidates import CachedCandidates, MergedTree, merge
 from hf_specdec.drafters.checked import limits_of, start_session
 from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.target import Target
 from hf_specdec.verification.window import Window
 
 MAX_NODES = 64
@@ -139,7 +138,7 @@ class HybridDrafter(Drafter):
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session of every part, and return one that merges their drafts."""
         sources = []
         for name, part in self._parts.items():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.drafters.base import DraftSession
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import Features

@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.pard import MASK_FIELDS, PARD_2, PARD_2_HINT, mask_token_in, needs_features
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
-from hf_specdec.drafters.base import DraftContext, DraftSession
+from hf_specdec.drafters.base import DraftContext, DraftSession, DraftTarget
 from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children
 from hf_specdec.trees.product import likeliest_nodes, reachable
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 8
 """Default depth: the number of tokens that assistants are trained to predict at once. PARD's own default is 12, chosen
@@ -97,7 +96,7 @@ class PardDrafter(DraftModelDrafter):
     def _growable(self, budget: Budget) -> Budget:
         return reachable(budget)
 
-    def _session(self, target: Target, context: DraftContext, limits: Budget) -> DraftSession:
+    def _session(self, target: DraftTarget, context: DraftContext, limits: Budget) -> DraftSession:
         self._check_trees()  # again, because the assistant may have changed
         return _PardSession(self, target, context, limits, self.mask_token)
 
@@ -110,7 +109,7 @@ def fields_of(assistant: Any) -> Mapping[str, Any]:
 
 class _PardSession(DraftModelSession):
     def __init__(
-        self, drafter: PardDrafter, target: Target, context: DraftContext, limits: Budget, mask_token: int
+        self, drafter: PardDrafter, target: DraftTarget, context: DraftContext, limits: Budget, mask_token: int
     ) -> None:
         super().__init__(drafter, target, context, limits)
         self._mask_token = mask_token

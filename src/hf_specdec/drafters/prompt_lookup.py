@@ -16,15 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter
-from hf_specdec.drafters.candidates import Candidate, Candidates, MergedTree, merge
+from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, Drafter, DraftTarget
+from hf_specdec.drafters.candidates import MergedTree, merge
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.model import num_embedded_tokens
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 32
 """Default nodes of all rows together, because the cost of a forward depends on the tokens of the whole batch."""
@@ -93,7 +92,7 @@ class PromptLookupDrafter(Drafter):
         num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
         return Budget(num_nodes, config.num_steps or num_nodes, config.top_k or DEFAULT_NUM_CONTINUATIONS)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> CandidateSession:
         """Start a session, which indexes the prompt of every row."""
         shared = max(MIN_NUM_NODES, DEFAULT_NUM_NODES // len(context.roots))
         return _PromptLookupSession(context, config.num_draft_tokens or shared, self._corpus)

@@ -22,9 +22,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.atomic import whole_file
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession, Needs
-from hf_specdec.drafters.candidates import Candidate, Candidates
+from hf_specdec.config import ExecutionMode, SpeculativeConfig
+from hf_specdec.drafters.base import (
+    Candidate,
+    Candidates,
+    CandidateSession,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    DraftTarget,
+    Needs,
+)
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
@@ -35,9 +43,7 @@ from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import execution_device, text_config
-from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 8
 DEFAULT_NUM_STEPS = 4
@@ -195,7 +201,7 @@ class TokenRecyclingDrafter(Drafter):
             )
         return self.table
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session, which first learns from the prompt's logits if the context has them."""
         table = self._learned()
         on_host = table.keys.device.type == "cpu"

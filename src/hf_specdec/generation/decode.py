@@ -31,8 +31,8 @@ from hf_specdec.transformers_private import decode_optimizations
 from hf_specdec.trees.draft import PLAIN_STEP, Draft
 from hf_specdec.verification.model import CACHE_FIELD, text_config
 from hf_specdec.verification.one_time import one_time_work
-from hf_specdec.verification.step import Step, StepSeconds, UnreadStep
-from hf_specdec.verification.target import Target, Verification
+from hf_specdec.verification.step import Step, StepSeconds, UnreadStep, Verification
+from hf_specdec.verification.target import Target
 
 MIN_REMAINING = 8
 """Minimum number of tokens that some unfinished row may still emit, for finished rows to leave the batch. Moving a row

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.verification.adopted_cache import layer_windows
-from hf_specdec.verification.target import Verification
+from hf_specdec.verification.step import Verification
 
 
 class LayerOutputs:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
+from hf_specdec.config import ExecutionMode
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.drafters.answer_history import AnswerHistory
@@ -29,7 +30,6 @@ from hf_specdec.verification.fingerprint import Fingerprint
 from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.model import execution_device
 from hf_specdec.verification.probe import TargetFacts, check_features, inspect_target
-from hf_specdec.verification.programs import ExecutionMode
 from hf_specdec.verification.runners import CompiledForward, Runner, WeightsVersion
 
 STATE = "_speculation"

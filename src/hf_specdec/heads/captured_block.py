@@ -32,8 +32,9 @@ from hf_specdec.verification.graphs import (
     KeptMemory,
     width_for,
 )
-from hf_specdec.verification.masks import PromptPadding, committed_slots
+from hf_specdec.verification.masks import committed_slots
 from hf_specdec.verification.memory import bucket_of, persistent_tensors
+from hf_specdec.verification.window import PromptPadding
 
 InnerHead = DFlashHead | CompiledBlockHead
 GrowTree = Callable[[Tensor, Tensor, TreeShape], Draft]

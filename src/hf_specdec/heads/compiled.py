@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.heads.attention import Attend, attend_over
 from hf_specdec.heads.base import EagleFamilyHead
 from hf_specdec.heads.dflash import DFlashHead
 from hf_specdec.heads.layer import BaseDraftLayer
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
+from hf_specdec.verification.programs import CaptureError, Program, make_program
 
 LAYER_EXAMPLE_SHAPE = (2, 7)
 """Batch size and number of entries of the example inputs for tracing."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.heads.attention import attend_over
 from hf_specdec.heads.block import BaseBlockHead
@@ -21,7 +22,7 @@ from hf_specdec.heads.compiled import (
     example_numbers,
 )
 from hf_specdec.heads.dflash import DFlashHead
-from hf_specdec.verification.programs import ExecutionMode, Program, make_program
+from hf_specdec.verification.programs import Program, make_program
 
 
 class WrappedBlockHead(BaseBlockHead, WrappedLayer):

@@ -11,7 +11,7 @@ from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.growth import TreeShape
 from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.window import PromptPadding
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.masks import Positions
+from hf_specdec.verification.window import PromptPadding
 
 
 @dataclass(frozen=True, slots=True)

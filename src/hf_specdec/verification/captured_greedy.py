@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.paths import Acceptance, Cut, settle
-from hf_specdec.acceptance.pipelining import Decision
+from hf_specdec.acceptance.paths import Cut, settle
+from hf_specdec.acceptance.pipelining import Acceptance, Decision
 from hf_specdec.acceptance.row_ends import DeviceAccount, RowEnds
 from hf_specdec.acceptance.rules import greedy, match
 from hf_specdec.acceptance.transcript import Transcript

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree

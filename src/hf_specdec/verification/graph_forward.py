@@ -21,9 +21,10 @@ from hf_specdec.verification.graphs import (
     width_for,
 )
 from hf_specdec.verification.length_bounds import UNBOUNDED
-from hf_specdec.verification.masks import Positions, PromptPadding, TreeInputs, bucket_masks
+from hf_specdec.verification.masks import Positions, TreeInputs, bucket_masks
 from hf_specdec.verification.memory import CacheLayout, bucket_of, kept_rows, persistent_tensors
 from hf_specdec.verification.runners import Runner
+from hf_specdec.verification.window import PromptPadding
 
 
 class GraphForward(Runner):

@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
 from hf_specdec.records import read_object

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_specdec.config import ExecutionMode
 from hf_specdec.cpu.operations import rotary
 from hf_specdec.transformers_private import attention_name
 from hf_specdec.verification.attention import AttentionContext, attending
@@ -29,7 +30,7 @@ from hf_specdec.verification.features import FeatureTap
 from hf_specdec.verification.masks import MaskLayout, Masks, TreeInputs, tree_masks
 from hf_specdec.verification.memory import CacheLayout
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
-from hf_specdec.verification.programs import CaptureError, ExecutionMode, Program, make_program
+from hf_specdec.verification.programs import CaptureError, Program, make_program
 
 TARGET_EXAMPLE_SHAPE = (2, 12)
 """Rows and nodes of the traced forward: sizes unlikely to equal another dimension of a model."""

@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.errors import UnsupportedModelError
 from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
@@ -29,27 +28,10 @@ from hf_specdec.verification.cache import TreeCache
 from hf_specdec.verification.chain_cache import ChainCache
 from hf_specdec.verification.features import Features, FeatureTap
 from hf_specdec.verification.length_bounds import UNBOUNDED, LengthBounds
-from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.masks import Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
-from hf_specdec.verification.window import ChosenStates, Window
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """Outputs of one target forward at the N nodes of a tree, or at the last position of a prompt (N = 1).
-
-    Args:
-        logits: `[B, N, V]` in the model's dtype; for a prompt, of all P positions if requested.
-        features: Features of the N nodes, or of a prompt's positions; None if no layer is tapped.
-        hidden_states: `[B, N or P, D]` per layer; None unless requested.
-        attentions: `[B, H, N or P, slots]` per layer; None unless requested.
-    """
-
-    logits: Tensor
-    features: Features | None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor | None, ...] | None = None
-
+from hf_specdec.verification.step import Verification
+from hf_specdec.verification.window import ChosenStates, PromptPadding, Window
 
 REPEATED_INPUTS = ("token_type_ids", "moe_mm_token_type_ids")
 """Model inputs with one entry per token, whose last entry is repeated for new tokens, as in plain `generate()`."""

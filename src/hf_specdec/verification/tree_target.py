@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -21,11 +21,12 @@ from hf_specdec.verification.active_rows import ActiveRows, drop_order
 from hf_specdec.verification.adopted_cache import layer_windows
 from hf_specdec.verification.attention import attending
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries, tree_masks
+from hf_specdec.verification.masks import MaskLayout, Positions, TreeInputs, last_queries, tree_masks
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
-from hf_specdec.verification.target import Target, Verification
-from hf_specdec.verification.window import Window
+from hf_specdec.verification.step import Verification
+from hf_specdec.verification.target import Target
+from hf_specdec.verification.window import PromptPadding, Window
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,65 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.errors import UnsupportedGenerationError
 
 SINKS = 4
 """First tokens of each text that stay visible: attention without them degrades, as in StreamingLLM
 (https://arxiv.org/abs/2309.17453)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPadding:
+    """Padding of a batch of prompts; in a draft head's cache, also the tokens that its window has dropped.
+
+    Args:
+        valid: `[B, P]` bool, True for tokens.
+        counts: `[B]` slot minus position of the tokens after the prompt: padding slots, less dropped tokens.
+        left: `[B]` padding slots before the first token.
+    """
+
+    valid: Tensor
+    counts: Tensor
+    left: Tensor
+
+    @classmethod
+    def of(cls, attention_mask: Tensor | None) -> PromptPadding | None:
+        """Create from a prompt's attention mask `[B, P]`; return None without a mask or without padding in it."""
+        if attention_mask is None or bool((attention_mask != 0).all()):
+            return None
+        return cls.where(attention_mask != 0)
+
+    @classmethod
+    def where(cls, valid: Tensor) -> PromptPadding:
+        """Create from bool `[B, P]`, True for tokens."""
+        left = valid.int().argmax(-1) if valid.shape[1] else valid.sum(-1)
+        return cls(valid, (~valid).sum(-1), left)
+
+    def of_rows(self, index: Tensor) -> PromptPadding:
+        """Return the padding of some rows `[R]`."""
+        return PromptPadding(self.valid[index], self.counts[index], self.left[index])
+
+    def last(self, num_slots: int) -> PromptPadding:
+        """Return the padding in the last `num_slots` slots of the prompt."""
+        return self.where(self.valid[:, self.valid.shape[1] - num_slots :])
+
+    def extended_to(self, num_slots: int) -> PromptPadding:
+        """Return the padding with slots of tokens prepended until there are `num_slots`.
+
+        Prompt tuning puts virtual tokens before the prompt, which the attention mask does not cover.
+
+        Raises:
+            UnsupportedGenerationError: The mask covers more than `num_slots` slots.
+        """
+        more = num_slots - self.valid.shape[1]
+        if more < 0:
+            raise UnsupportedGenerationError(
+                f"`attention_mask` covers {self.valid.shape[1]} tokens, but cache and prompt have {num_slots}.",
+                "Pass a mask that covers the cached and the new tokens.",
+            )
+        return self if more == 0 else self.where(nn.functional.pad(self.valid, (more, 0), value=True))
 
 
 @dataclass(frozen=True, slots=True)

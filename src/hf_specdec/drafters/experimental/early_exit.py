@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget
 from hf_specdec.drafters.experimental.partial import GrowingTree, SkippedLayers, skippable, without_layers
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
@@ -30,7 +30,6 @@ from hf_specdec.trees.growth import Level, best_children, grow_dynamic, growable
 from hf_specdec.validation import require_integer
 from hf_specdec.verification.model import execution_device, find_backbone
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_STEPS = 4
 DEFAULT_TOP_K = 1
@@ -120,7 +119,7 @@ class EarlyExitDrafter(Drafter):
         num_steps, top_k = config.num_steps or DEFAULT_NUM_STEPS, config.top_k or DEFAULT_TOP_K
         return growable(Budget(config.num_draft_tokens or 1 + num_steps * top_k, num_steps, top_k))
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session on the target's cache, which already holds the prompt."""
         return _EarlyExitSession(target, without_layers(target.model, self._bound[target.model]), context.roots)
 
@@ -143,7 +142,7 @@ def _layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
 
 
 class _EarlyExitSession(DraftSession):
-    def __init__(self, target: Target, part: PreTrainedModel, roots: Tensor) -> None:
+    def __init__(self, target: DraftTarget, part: PreTrainedModel, roots: Tensor) -> None:
         self._target, self._roots = target.with_model(part), roots
 
     def propose(self, budget: Budget) -> Draft:

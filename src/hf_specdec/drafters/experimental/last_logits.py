@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import CandidateSession, DraftContext, Drafter, DraftSession
-from hf_specdec.drafters.candidates import Candidate, Candidates
+from hf_specdec.drafters.base import (
+    Candidate,
+    Candidates,
+    CandidateSession,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    DraftTarget,
+)
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 DEFAULT_TOP_K = 4
 MERGED_TOP_K = 8
@@ -56,7 +62,7 @@ class LastLogitsDrafter(Drafter):
         top_k = max(min(config.top_k or num_nodes, num_nodes - 1), 1)
         return Budget(min(num_nodes, top_k + 1), 1, top_k)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its first step drafts nothing because the prompt's logits are not kept."""
         on_host = context.roots.device.type == "cpu"
         return (_HostLastLogitsSession if on_host else _LastLogitsSession)(context.roots)

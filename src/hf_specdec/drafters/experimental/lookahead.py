@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession
+from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
@@ -29,7 +29,6 @@ from hf_specdec.trees.growth import PrefixTree
 from hf_specdec.trees.tree import TokenTree, stack_trees
 from hf_specdec.validation import require_integer
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.target import Target
 
 DEFAULT_WINDOW = 5
 DEFAULT_NGRAM = 4
@@ -103,7 +102,7 @@ class LookaheadDrafter(Drafter):
         shapes = (WindowShape(columns, self.ngram) for columns in range(self.window, 0, -1))
         return next((shape for shape in shapes if shape.fits(limits)), None)
 
-    def start(self, target: Target, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
+    def start(self, target: DraftTarget, context: DraftContext, config: SpeculativeConfig) -> DraftSession:
         """Start a session; its windows are initialized with the last tokens of each row's prompt."""
         limits = self.limits(config)
         return _LookaheadSession(self, context, self.window_within(limits if target.supports_trees else limits.chain))

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.drafters.base import DraftTarget
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.transformers_private import dispatch_hook, mark_output_hooks_installed, original_forward
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.model import execution_device, find_backbone, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
-from hf_specdec.verification.target import Target
 from hf_specdec.verification.trial_runs import FAILURES, first_inputs, reproducible
 
 SkippedLayers = Mapping[int, int | None]
@@ -229,7 +229,7 @@ class GrowingTree:
         target: The target with some layers skipped, see `Target.with_model`.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DraftTarget) -> None:
         self._target = target
 
     def __enter__(self) -> GrowingTree:
