@@ -49,7 +49,7 @@ MAX_LINES = {
     "verification": 5173, "viz": 1017,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
-MAX_LINES_AT_THE_TOP = 1404
+MAX_LINES_AT_THE_TOP = 1409
 MAX_CLOSURE = 2400
 """Lines that `drafters.base`, the interface for a drafter of one's own, imports; it may only shrink."""
 

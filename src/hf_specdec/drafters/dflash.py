@@ -20,6 +20,7 @@ from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import LayerDrafter, bind_sharing_head
 from hf_specdec.drafters.feature_session import FeatureSession, LayerLimits
 from hf_specdec.drafters.launching import features_of
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.block import block_masks
 from hf_specdec.heads.captured_block import GraphBlockHead
@@ -39,6 +40,7 @@ from hf_specdec.verification.window import token_positions
 DEFAULT_TOP_K = 4
 
 
+@register("dflash", heads=(DFlashHead,))
 class DFlashDrafter(LayerDrafter):
     """Drafts with a block head: DFlash, JetSpec, DSpark.
 

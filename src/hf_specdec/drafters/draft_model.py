@@ -20,6 +20,7 @@ from hf_specdec.drafters.assistant import AssistantReader, num_embeddings, num_k
 from hf_specdec.drafters.assistant_text import AssistantText
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.draft_vocabulary import DraftVocabulary, target_sizes
+from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedGenerationError
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
@@ -51,6 +52,11 @@ MIN_SHARE = 0.01
 (of 49,152 tokens) to 60% (of 262,144) of the tokens in English questions: with fewer, most drafts end at once."""
 
 
+@register(
+    "draft_model",
+    part="an assistant model",
+    how_given="pass assistant_model=, or call model.add_drafter(DraftModelDrafter(assistant))",
+)
 class DraftModelDrafter(Drafter):
     """Drafts with a small causal language model, which may have another tokenizer than the target.
 
@@ -79,7 +85,6 @@ class DraftModelDrafter(Drafter):
         default_num_steps: `num_steps` if the config leaves it and `num_draft_tokens` None.
     """
 
-    method = "draft_model"
     needs = Needs(token_ids=True)
     default_num_steps: int = DEFAULT_NUM_STEPS
 

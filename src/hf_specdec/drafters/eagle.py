@@ -16,11 +16,14 @@ from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSe
 from hf_specdec.drafters.draft_layer import DraftLayer
 from hf_specdec.drafters.feature_session import LayerLimits
 from hf_specdec.drafters.layer_session import EagleSession
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.heads.base import EagleFamilyHead, bind_head
 from hf_specdec.heads.captured import GraphDraftLayer
 from hf_specdec.heads.compiled import CompiledDraftLayer
 from hf_specdec.heads.dflash import DFlashHead
+from hf_specdec.heads.eagle import EagleHead
+from hf_specdec.heads.eagle3 import Eagle3Head
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable, limits_of
 from hf_specdec.validation import Choice, check_type, validate_choices
@@ -119,6 +122,7 @@ class LayerDrafter(Drafter):
         return EagleSession(self.program or self.head, model, context, limits)
 
 
+@register("eagle", heads=(EagleHead, Eagle3Head))
 class EagleDrafter(LayerDrafter):
     """Drafts with a head of EAGLE-1 or 2, which shares the target's embedding and lm_head, or of EAGLE-3.
 

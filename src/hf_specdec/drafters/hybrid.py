@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.config import SpeculativeConfig
+from hf_specdec.config import AUTO, COMBINED, SpeculativeConfig
 from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.control.merge_policy import MergePolicy
 from hf_specdec.control.tree_width import Width
@@ -25,9 +25,11 @@ from hf_specdec.drafters.base import Candidates, DraftContext, Drafter, DraftSes
 from hf_specdec.drafters.candidates import CachedCandidates, MergedTree, merge
 from hf_specdec.drafters.checked import limits_of, start_session
 from hf_specdec.drafters.queries import Answer, Queries, Source
-from hf_specdec.errors import InvalidConfigError
+from hf_specdec.drafters.registry import FREE, HISTORY, method_named, methods
+from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.verification.memory import persistent_tensors
 from hf_specdec.verification.step import Step, UnreadStep
 from hf_specdec.verification.window import Window
 
@@ -160,6 +162,73 @@ def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> Specula
     except InvalidConfigError:  # its tree is fixed
         return default
     return wide
+
+
+def choose_drafter(
+    config: SpeculativeConfig, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter],
+    learned: LearnedStats, history: Drafter | None = None,
+) -> Drafter:  # fmt: skip
+    """Return the drafter that a config names.
+
+    Args:
+        config: Its `method` names a registered drafter, a method, or several of them merged (`"auto"`, `"hybrid"`).
+            `"auto"` with a `tree` uses the first loaded drafter alone, if any: a tree belongs to one drafter.
+        model: The target.
+        registered: Drafters of the model by name.
+        made: Drafters made earlier for methods without a head, by method; new ones are added.
+        learned: Statistics of merged drafting with the model.
+        history: Drafter of earlier answers, merged with the others; None if the config uses no history.
+
+    Raises:
+        InvalidConfigError: A name is unknown, `methods` names a drafter that already merges others, or `history` is
+            given for a single drafter.
+        DrafterMismatchError: The method needs a head or another part, and none is loaded; or the model's own modules
+            that it needs do not exist.
+        UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
+        CheckpointFormatError: These modules cannot be read from the model's checkpoint.
+    """
+
+    def single(name: str) -> Drafter:
+        return _single(name, model, registered, made)
+
+    name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
+    if history is not None and (name in registered or config.tree is not None or HISTORY in registered):
+        other = f"a drafter that is called {HISTORY!r}" if HISTORY in registered else f"a drafter called {name!r}"
+        cause = f"tree={config.tree!r}" if config.tree is not None else other
+        raise InvalidConfigError(f"`history` cannot be combined with {cause}.", "Drop one of them.")
+    if name not in COMBINED or name in registered:
+        return single(name)
+    loaded = [known for known, drafter in registered.items() if not drafter.is_combined]
+    if name == AUTO and config.tree is not None and loaded:  # a given tree belongs to one drafter
+        return single(loaded[0])
+    names = config.methods or dict.fromkeys((*loaded, *FREE))
+    if any(part in COMBINED or (part in registered and registered[part].is_combined) for part in names):
+        raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
+    parts = {part: single(part) for part in names}
+    return HybridDrafter(parts if history is None else {**parts, HISTORY: history}, learned)
+
+
+def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
+    """Return the registered drafter of this name, else one of this method, else a drafter made without a head."""
+    by_method: dict[str, Drafter] = {}
+    for drafter in registered.values():
+        by_method.setdefault(drafter.method, drafter)
+    name = method_named(name, {*registered, *by_method})
+    if name in registered:
+        return registered[name]
+    if name in by_method:
+        return by_method[name]
+    row = methods()[name]
+    if row.requires is not None:
+        part = "a head" if row.heads else row.part
+        raise DrafterMismatchError(
+            f"speculative={name!r} needs {part}, and none is loaded for this model.",
+            f"First {row.requires}.",
+        )
+    if name not in made:
+        with persistent_tensors():
+            made[name] = row.make() if row.native is None else row.native(model)
+    return made[name]
 
 
 class _HybridSession(DraftSession):

@@ -19,6 +19,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import HOW_TO_LOAD, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.launching import LaunchingSession, features_of
 from hf_specdec.drafters.medusa_choices import tree_for_model
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.base import bind_head
 from hf_specdec.heads.medusa import MedusaHeads
@@ -34,6 +35,7 @@ from hf_specdec.verification.window import Window
 DEFAULT_NUM_NODES = 24
 
 
+@register("medusa", heads=(MedusaHeads,))
 class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 

@@ -21,6 +21,7 @@ from hf_specdec.drafters.draft_layer import Entries
 from hf_specdec.drafters.eagle import EagleDrafter, LayerDrafter
 from hf_specdec.drafters.feature_session import LayerLimits
 from hf_specdec.drafters.layer_session import EagleSession
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.heads.layer_mtp import LayerMtpHead
 from hf_specdec.heads.mtp import MtpHead
@@ -33,6 +34,7 @@ MTP_STEPS = 3
 """Default depth of drafts with a single module, as in FastMTP."""
 
 
+@register("mtp", heads=(MtpHead, LayerMtpHead))
 class MtpDrafter(EagleDrafter):
     """Drafts with a trained MTP module, applied repeatedly to its own output.
 

@@ -17,6 +17,7 @@ from hf_specdec.checkpoints.pard import MASK_FIELDS, PARD_2, PARD_2_HINT, mask_t
 from hf_specdec.drafters.assistant import AssistantReader, num_embeddings
 from hf_specdec.drafters.base import DraftContext, DraftSession, DraftTarget
 from hf_specdec.drafters.draft_model import DraftModelDrafter, DraftModelSession
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children
@@ -27,6 +28,11 @@ DEFAULT_NUM_STEPS = 8
 for GPUs; a longer draft costs no more forwards, but more tokens in those of both models."""
 
 
+@register(
+    "pard",
+    part="a PARD assistant model",
+    how_given="pass assistant_model=, or call model.load_drafter(path_or_hub_id)",
+)
 class PardDrafter(DraftModelDrafter):
     """Drafts `num_steps` tokens per forward of an assistant, at mask tokens that follow the text.
 
@@ -44,7 +50,6 @@ class PardDrafter(DraftModelDrafter):
         tokenizer, assistant_tokenizer: See `DraftModelDrafter`.
     """
 
-    method = "pard"
     default_num_steps = DEFAULT_NUM_STEPS
 
     def __init__(self, assistant: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, DraftContext, Drafter, DraftTarget
 from hf_specdec.drafters.candidates import MergedTree, merge
+from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.suffix_automaton import START, SuffixAutomaton
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read
@@ -45,6 +46,7 @@ SHORTER_FACTOR = 0.25
 """Factor on these rates for tokens that followed a suffix of the match, but not the match itself."""
 
 
+@register("prompt_lookup", aliases=("ngram",))
 class PromptLookupDrafter(Drafter):
     """Drafts continuations found in the prompt and the output so far. Works with any model.
 
@@ -58,8 +60,6 @@ class PromptLookupDrafter(Drafter):
     Raises:
         InvalidConfigError: `corpus` is not an iterable of texts of non-negative token ids.
     """
-
-    method = "prompt_lookup"
 
     def __init__(self, corpus: Iterable[Iterable[int]] | None = None) -> None:
         self._corpus = None if corpus is None else SuffixAutomaton.of_corpus(_token_ids(corpus))

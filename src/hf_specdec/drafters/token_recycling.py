@@ -36,6 +36,7 @@ from hf_specdec.drafters.base import (
 from hf_specdec.drafters.captured_recycling import CapturedRecycling
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 from hf_specdec.records import open_regular, path_of
 from hf_specdec.trees.draft import Budget, Draft
@@ -62,6 +63,7 @@ PAIR_TRUST, TOKEN_TRUST = 0.8, 0.3
 """Ratio of acceptance rate to stored probability of candidates after a pair, and of those after a single token."""
 
 
+@register("token_recycling")
 class TokenRecyclingDrafter(Drafter):
     """Drafts from a table of the tokens that the target found most likely after each token. Works with any model.
 
@@ -76,8 +78,6 @@ class TokenRecyclingDrafter(Drafter):
     Raises:
         InvalidConfigError: `width` or `pairs` is not an integer in its range.
     """
-
-    method = "token_recycling"
 
     def __init__(self, *, width: int = WIDTH, pairs: int = PAIRS, reads_prompt: bool = False) -> None:
         require_integer("width", width, 1, MAX_TOP_K)

@@ -24,7 +24,7 @@ from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import is_third_party, limits_of
 from hf_specdec.drafters.history import HistoryDrafter
-from hf_specdec.drafters.registry import choose_drafter
+from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
 from hf_specdec.generation import options
 from hf_specdec.generation.assisted import Assistant, assisted_drafters, check_no_assistant

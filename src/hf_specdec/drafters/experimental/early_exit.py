@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget
 from hf_specdec.drafters.experimental.partial import GrowingTree, SkippedLayers, skippable, without_layers
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, best_children, grow_dynamic, growable
@@ -39,6 +40,7 @@ DEFAULT_RATIO = 0.45
 """Fraction of the layers between the first and the last that `search_skipped_layers` skips, as in SWIFT."""
 
 
+@register("early_exit")
 class EarlyExitDrafter(Drafter):
     """Drafts with some of the target's layers. Needs a model whose layers are in one list and run in sequence.
 
@@ -54,8 +56,6 @@ class EarlyExitDrafter(Drafter):
     Raises:
         InvalidConfigError: Both arguments are given, or they are not valid layer numbers.
     """
-
-    method = "early_exit"
 
     def __init__(self, *, exit_layer: int | None = None, skipped_layers: Iterable[int] | None = None) -> None:
         if exit_layer is not None and skipped_layers is not None:

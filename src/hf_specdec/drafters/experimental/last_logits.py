@@ -26,6 +26,7 @@ from hf_specdec.drafters.base import (
     DraftSession,
     DraftTarget,
 )
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -38,14 +39,13 @@ TRUST = 0.2
 """Ratio of a runner-up's acceptance rate as the root's child to its probability in the logits that chose the root."""
 
 
+@register("last_logits")
 class LastLogitsDrafter(Drafter):
     """Drafts the runners-up of the last emitted token as the token after it. Works with any model.
 
     Experimental (1.07x, see docs/methods/last_logits.md). Config fields: `top_k` (default 4) or `num_draft_tokens`,
     which includes the root; the tree has one level.
     """
-
-    method = "last_logits"
 
     def limits(self, config: SpeculativeConfig) -> Budget:
         """Return the size of a tree of the root and its children.

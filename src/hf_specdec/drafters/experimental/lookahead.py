@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget
+from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
@@ -37,6 +38,7 @@ WINDOW_CHILDREN = 2
 """Children per node that the window needs: the next column of level 0, and level 1 of the same column."""
 
 
+@register("lookahead")
 class LookaheadDrafter(Drafter):
     """Drafts n-grams of the text and of a window of guesses. Works with any model; nothing is kept between calls.
 
@@ -56,8 +58,6 @@ class LookaheadDrafter(Drafter):
     Raises:
         InvalidConfigError: A size is not an integer or is too small (minimum 1; 2 for `ngram`).
     """
-
-    method = "lookahead"
 
     def __init__(
         self, *, window: int = DEFAULT_WINDOW, ngram: int = DEFAULT_NGRAM, guesses: int = DEFAULT_GUESSES,
