@@ -64,7 +64,7 @@ TESTS: dict[str, list[str]] = {
     "drafters/experimental/last_logits.py": ["test_last_logits", "test_drafters"],
     "drafters/experimental/lookahead.py": ["test_lookahead", "test_drafters"],
     "drafters/experimental/early_exit.py": ["test_early_exit", "test_drafters"],
-    "drafters/experimental/partial.py": ["test_early_exit", "test_wrappers"],
+    "drafters.experimental.early_exit.py": ["test_early_exit", "test_wrappers"],
     "drafters/prompt_lookup.py": ["test_prompt_lookup", "test_hybrid", "test_drafters"],
     "drafters/suffix_automaton.py": ["test_prompt_lookup"],
     "drafters/candidates.py": ["test_hybrid", "test_prompt_lookup"],

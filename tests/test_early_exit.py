@@ -23,8 +23,13 @@ from hf_specdec import (
 )
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.experimental import early_exit
-from hf_specdec.drafters.experimental.early_exit import EarlyExitDrafter, search_skipped_layers
-from hf_specdec.drafters.experimental.partial import GrowingTree, skippable, without_layers
+from hf_specdec.drafters.experimental.early_exit import (
+    EarlyExitDrafter,
+    GrowingTree,
+    search_skipped_layers,
+    skippable,
+    without_layers,
+)
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.model import CACHE_FIELD
 from hf_specdec.verification.probe import inspect_target

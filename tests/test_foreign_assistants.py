@@ -18,7 +18,6 @@ from hf_specdec import (
     InvalidConfigError,
     SpeculativeGenerationMixin,
 )
-from hf_specdec.drafters.assistant_text import AssistantText
 from hf_specdec.drafters.draft_model import DraftModelDrafter
 from hf_specdec.drafters.pard import PardDrafter
 from hf_specdec.drafters.token_translation import TokenTranslation, translation_between
@@ -216,7 +215,7 @@ def test_text_is_the_same_in_both() -> None:
 
 def test_rows_of_different_lengths() -> None:
     ours, theirs = byte_level(), sentencepiece()
-    text = AssistantText(translation(ours, theirs))
+    text = translation(ours, theirs)
     rows = [ours.encode("the fox"), ours.encode("lazy"), []]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [-1] * (width - len(row)) for row in rows])

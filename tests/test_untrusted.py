@@ -42,7 +42,7 @@ from hf_specdec import (
 )
 from hf_specdec.checkpoints.files import read_json, shard_names
 from hf_specdec.checkpoints.pickles import NotTensorsError, TorchFile
-from hf_specdec.drafters.answer_history import AnswerHistory
+from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
 from hf_specdec.training import Conversation, capture_features

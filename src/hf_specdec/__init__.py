@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hf_specdec.checkpoints.export import export_head
     from hf_specdec.checkpoints.hub import load_head
     from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
-    from hf_specdec.drafters.answer_history import AnswerHistory
     from hf_specdec.drafters.base import Drafter, DraftSession, Needs
+    from hf_specdec.drafters.history import AnswerHistory
     from hf_specdec.drafters.registry import register_drafter
     from hf_specdec.errors import (
         CacheCapacityError,
@@ -88,7 +88,7 @@ __all__ = [
 
 _MODULES = {
     "AdaptiveConfig": "hf_specdec.config",
-    "AnswerHistory": "hf_specdec.drafters.answer_history",
+    "AnswerHistory": "hf_specdec.drafters.history",
     "AutoSpeculativeModelForCausalLM": "hf_specdec.generation.auto",
     "Budget": "hf_specdec.trees.draft",
     "CacheCapacityError": "hf_specdec.errors",

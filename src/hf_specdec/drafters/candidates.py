@@ -17,6 +17,7 @@ from hf_specdec.control.constants import MIN_PATH_PROBABILITY
 from hf_specdec.control.learned_stats import UNKNOWN, Trust, trust_class
 from hf_specdec.control.tree_width import StopRule
 from hf_specdec.drafters.base import Candidate, Candidates
+from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.tree import ROOT_PARENT
 
 
@@ -130,19 +131,19 @@ class MergedTree:
     sources: list[int] = field(default_factory=list)  # index of each node's source; 0 for the root
 
 
-def merge(
-    root: int, sources: Sequence[Candidates], *, num_nodes: int, num_steps: int, top_k: int,
-    trusts: Sequence[Trust] | None = None, stop_rule: StopRule | None = None,
+def merge_sources(
+    root: int, sources: Sequence[Candidates], budget: Budget, trusts: Sequence[Trust] | None = None,
+    stop_rule: StopRule | None = None,
 ) -> MergedTree:  # fmt: skip
     """Return the likeliest tree of all sources' candidates, without nodes below `MIN_PATH_PROBABILITY`.
 
     Args:
         root: The root token.
         sources: The sources of this row.
-        num_nodes, num_steps, top_k: Maximum nodes (root included), depth below the root and children per node.
+        budget: Maximum size of the tree.
         trusts: Factors for each source's probabilities; None means 1 for all sources.
-        stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to
-            `num_nodes`.
+        stop_rule: A new `StopRule`, updated here, that may end the growth early; None lets the tree grow to the
+            budget's nodes.
     """
     tokens, parents, path_probs, edge_probs, depths, named = [root], [ROOT_PARENT], [1.0], [1.0], [0], [0]
     # (negative path probability, insertion order, parent, child, the parent's places)
@@ -151,9 +152,9 @@ def merge(
 
     def open_node(node: int, places: tuple[Any, ...]) -> None:
         nonlocal num_found
-        if depths[node] == num_steps:
+        if depths[node] == budget.num_steps:
             return
-        for child in merge_children(sources, places, trusts)[:top_k]:
+        for child in merge_children(sources, places, trusts)[: budget.top_k]:
             path_prob = path_probs[node] * child.probability
             if path_prob < MIN_PATH_PROBABILITY:
                 break
@@ -161,7 +162,7 @@ def merge(
             num_found += 1
 
     open_node(0, tuple(source.start for source in sources))
-    while heap and len(tokens) < num_nodes:
+    while heap and len(tokens) < budget.num_nodes:
         if stop_rule is not None:
             if not stop_rule.may_pay(-heap[0][0]):
                 break

@@ -22,8 +22,8 @@ from hf_specdec.control.learned_stats import LearnedStats
 from hf_specdec.control.merge_policy import MergePolicy
 from hf_specdec.control.tree_width import Width
 from hf_specdec.drafters.base import Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
-from hf_specdec.drafters.candidates import CachedCandidates, MergedTree, merge
-from hf_specdec.drafters.checked import limits_of, start_session
+from hf_specdec.drafters.candidates import CachedCandidates, MergedTree, merge_sources
+from hf_specdec.drafters.checked import checked_limits, start_session
 from hf_specdec.drafters.queries import Answer, Queries, Source
 from hf_specdec.drafters.registry import FREE, HISTORY, method_named, methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
@@ -127,7 +127,7 @@ class HybridDrafter(Drafter):
 
         Raises:
             InvalidConfigError: `tree` is set, or a part rejects its configuration.
-            DrafterMismatchError: A third-party part is invalid, see `checked.limits_of`.
+            DrafterMismatchError: A third-party part is invalid, see `checked.checked_limits`.
         """
         if config.tree is not None:
             raise InvalidConfigError(
@@ -135,7 +135,7 @@ class HybridDrafter(Drafter):
                 "Set num_draft_tokens, num_steps or top_k, or name one method.",
             )
         for name, part in self._parts.items():  # an invalid part is refused before any work
-            limits_of(part, _part_config(part, name, config), name)
+            checked_limits(part, _part_config(part, name, config), name)
         num_nodes = config.num_draft_tokens or MAX_NODES
         num_steps = min(config.num_steps or MAX_STEPS, max(num_nodes - 1, 1))
         return Budget(num_nodes, num_steps, config.top_k or MAX_CHILDREN)
@@ -146,7 +146,7 @@ class HybridDrafter(Drafter):
         for name, part in self._parts.items():
             part_config = _part_config(part, name, config)
             session = start_session(part, target, context, part_config, name)
-            sources.append(Source(name, session, limits_of(part, part_config, name)))
+            sources.append(Source(name, session, checked_limits(part, part_config, name)))
         return _HybridSession(sources, self.learned, context)
 
 
@@ -158,7 +158,7 @@ def _part_config(part: Drafter, name: str, config: SpeculativeConfig) -> Specula
     default = SpeculativeConfig(part.method, draft_window=config.draft_window if part.has_window else None)
     try:
         wide = replace(default, num_draft_tokens=HEAD_NODES)
-        limits_of(part, wide, name)
+        checked_limits(part, wide, name)
     except InvalidConfigError:  # its tree is fixed
         return default
     return wide
@@ -290,13 +290,15 @@ class _HybridSession(DraftSession):
         """
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
-            merge(
-                self._tokens[row], [candidates[row] for candidates in self._candidates.values()],
-                num_nodes=budget.num_nodes, num_steps=budget.num_steps, top_k=budget.top_k,
-                trusts=trusts, stop_rule=self._policy.stop_rule(budget.num_nodes, head_seconds),
+            merge_sources(
+                self._tokens[row],
+                [candidates[row] for candidates in self._candidates.values()],
+                budget,
+                trusts,
+                self._policy.stop_rule(budget.num_nodes, head_seconds),
             )
             for row in self._active
-        ]  # fmt: skip
+        ]
 
     def _answer(self, head: Source, budget: Budget, without: Width) -> Answer | None:
         """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay.

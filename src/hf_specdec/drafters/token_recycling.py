@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_specdec.atomic import whole_file
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.drafters.base import (
+    SIZES,
     Candidate,
     Candidates,
     CandidateSession,
@@ -46,9 +48,6 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.step import Step, UnreadStep
 
-DEFAULT_NUM_NODES = 8
-DEFAULT_NUM_STEPS = 4
-DEFAULT_TOP_K = 4
 WIDTH = 8
 """Default number of candidates stored per token and per pair."""
 PAIRS = 2**16
@@ -79,6 +78,10 @@ class TokenRecyclingDrafter(Drafter):
         InvalidConfigError: `width` or `pairs` is not an integer in its range.
     """
 
+    accepts = SIZES
+    tree_from = "what it has learned"
+    defaults = Budget(8, 4, 4)
+
     def __init__(self, *, width: int = WIDTH, pairs: int = PAIRS, reads_prompt: bool = False) -> None:
         require_integer("width", width, 1, MAX_TOP_K)
         require_integer("pairs", pairs, 1, MAX_PAIRS)
@@ -100,21 +103,17 @@ class TokenRecyclingDrafter(Drafter):
         """Return the size of the largest tree; trees are smaller while the table has few entries.
 
         Raises:
-            InvalidConfigError: `tree` is set, or `top_k` exceeds the stored candidates.
+            InvalidConfigError: `top_k` exceeds the stored candidates.
         """
-        if config.tree is not None:
+        limits = super().limits(config)
+        if config.top_k is None:
+            limits = replace(limits, top_k=min(limits.top_k, self._width))
+        if limits.top_k > self._width:
             raise InvalidConfigError(
-                f"The tree of 'token_recycling' depends on what it has learned, got tree={config.tree!r}.",
-                "Set num_draft_tokens, num_steps or top_k instead.",
-            )
-        top_k = config.top_k or min(DEFAULT_TOP_K, self._width)
-        if top_k > self._width:
-            raise InvalidConfigError(
-                f"`top_k` {top_k} exceeds the {self._width} candidates stored per token.",
+                f"`top_k` {limits.top_k} exceeds the {self._width} candidates stored per token.",
                 "Add a TokenRecyclingDrafter with a larger `width` to the model.",
             )
-        num_nodes = config.num_draft_tokens or DEFAULT_NUM_NODES
-        return growable(Budget(num_nodes, config.num_steps or DEFAULT_NUM_STEPS, top_k))
+        return growable(limits)
 
     def bind(self, model: PreTrainedModel) -> None:
         """Create an empty table, which replaces one for another vocabulary size or device; keep a table that fits."""

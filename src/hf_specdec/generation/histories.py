@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.acceptance.transcript import Transcript
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.answer_history import AnswerHistory, history_keys
-from hf_specdec.drafters.history import unpadded_prompts
+from hf_specdec.drafters.base import unpadded
+from hf_specdec.drafters.history import AnswerHistory, history_keys
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.decode import Call
 from hf_specdec.generation.state import state_of
@@ -45,7 +45,7 @@ def remember_answers(model: PreTrainedModel, call: Call, transcript: Transcript)
     if call.config.history is None:
         return
     padding, width = call.target.padding, call.input_ids.shape[1]
-    prompts = unpadded_prompts(call.input_ids, None if padding is None else padding.last(width))
+    prompts = unpadded(call.input_ids, None if padding is None else padding.last(width))
     history, keys = answer_history(model), history_keys(call.config.history, prompts)
     for row, key in enumerate(keys):
         answer = transcript.new_tokens[row][: transcript.num_generated[row]]

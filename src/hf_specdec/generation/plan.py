@@ -22,7 +22,7 @@ from hf_specdec.control.cost_model import CostModelController
 from hf_specdec.control.costs import verify_seconds
 from hf_specdec.control.tiers import TierController
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.checked import is_third_party, limits_of
+from hf_specdec.drafters.checked import checked_limits, is_third_party
 from hf_specdec.drafters.history import HistoryDrafter
 from hf_specdec.drafters.hybrid import choose_drafter
 from hf_specdec.errors import InvalidConfigError, UnsupportedGenerationError, UnsupportedModelError
@@ -243,17 +243,17 @@ def _limits(drafter: Drafter, config: SpeculativeConfig) -> Budget:
     """
     tiers = _tiers(drafter, config)
     if tiers is None or config.num_steps is not None or config.tree is not None:
-        return limits_of(drafter, config)
+        return checked_limits(drafter, config)
     deeper = replace(config, num_steps=max(tiers.candidate_steps))
     try:
-        limits = limits_of(drafter, deeper)
+        limits = checked_limits(drafter, deeper)
         if config.num_draft_tokens is None:  # as many nodes per level as the default has
-            default = limits_of(drafter, config)
+            default = checked_limits(drafter, config)
             per_level = -(-(default.num_nodes - 1) // max(default.num_steps, 1))
             deeper = replace(deeper, num_draft_tokens=1 + per_level * limits.num_steps)
-            limits = limits_of(drafter, deeper)
+            limits = checked_limits(drafter, deeper)
     except InvalidConfigError:  # for example, its tree is fixed
-        return limits_of(drafter, config)
+        return checked_limits(drafter, config)
     return limits
 
 

@@ -20,9 +20,9 @@ from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
 from hf_specdec.config import ExecutionMode
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.learned_stats import LearnedStats
-from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.checked import check_drafter
+from hf_specdec.drafters.history import AnswerHistory
 from hf_specdec.drafters.registry import check_drafter_name
 from hf_specdec.reporting.stats import SpeculationStats
 from hf_specdec.verification.captured_greedy import CapturedGreedy

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.drafters.base import DraftContext, Drafter, DraftSession, DraftTarget
+from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession, DraftTarget
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.host_sync import read, upload
@@ -31,9 +31,6 @@ from hf_specdec.trees.tree import TokenTree, stack_trees
 from hf_specdec.validation import require_integer
 from hf_specdec.verification.step import Step
 
-DEFAULT_WINDOW = 5
-DEFAULT_NGRAM = 4
-DEFAULT_GUESSES = 5
 WINDOW_CHILDREN = 2
 """Children per node that the window needs: the next column of level 0, and level 1 of the same column."""
 
@@ -59,10 +56,10 @@ class LookaheadDrafter(Drafter):
         InvalidConfigError: A size is not an integer or is too small (minimum 1; 2 for `ngram`).
     """
 
-    def __init__(
-        self, *, window: int = DEFAULT_WINDOW, ngram: int = DEFAULT_NGRAM, guesses: int = DEFAULT_GUESSES,
-        reads_prompt: bool = True,
-    ) -> None:  # fmt: skip
+    accepts = SIZES
+    tree_from = "its window and n-grams"
+
+    def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5, reads_prompt: bool = True) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             require_integer(name, value, least)
         self.window, self.ngram, self.guesses, self.reads_prompt = window, ngram, guesses, reads_prompt
@@ -74,13 +71,8 @@ class LookaheadDrafter(Drafter):
         """Return the size of a tree that holds the window and the drafted n-grams.
 
         Raises:
-            InvalidConfigError: `tree` is set, or no window fits although the window is the only source of n-grams.
+            InvalidConfigError: No window fits although the window is the only source of n-grams.
         """
-        if config.tree is not None:
-            raise InvalidConfigError(
-                f"The tree of 'lookahead' depends on its window and n-grams, got tree={config.tree!r}.",
-                "Set num_draft_tokens, num_steps or top_k instead.",
-            )
         length = self.ngram - 1
         everything = WindowShape(self.window, self.ngram)
         limits = Budget(
@@ -212,13 +204,13 @@ class NgramPool:
 class _Row:
     """Text, n-grams and window of one row."""
 
-    def __init__(self, drafter: LookaheadDrafter, prompt: list[int], root: int, shape: WindowShape | None) -> None:
-        self.root, self.cells = root, list[int]()  # nodes of the window's last level in the last tree
+    def __init__(self, drafter: LookaheadDrafter, text: list[int], shape: WindowShape | None) -> None:
+        self.root, self.cells = text[-1], list[int]()  # nodes of the window's last level in the last tree
         self.pool = NgramPool(drafter.guesses)
-        self.window = None if shape is None else JacobiWindow(shape, prompt[-shape.first_width :] or [root])
+        self.window = None if shape is None else JacobiWindow(shape, text[:-1][-shape.first_width :] or text)
         self._ngram, self._reads = drafter.ngram, drafter.reads_prompt
         self._tail: list[int] = []  # last tokens of the text: n-grams may start there
-        self.read([*prompt, root])
+        self.read(text)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text and, unless the drafter ignores the text, store the new n-grams."""
@@ -245,14 +237,7 @@ class _Row:
 class _LookaheadSession(DraftSession):
     def __init__(self, drafter: LookaheadDrafter, context: DraftContext, shape: WindowShape | None) -> None:
         self._device, self._shape = context.roots.device, shape
-        valid = (
-            torch.ones_like(context.input_ids, dtype=torch.bool) if context.padding is None else context.padding.valid
-        )
-        texts, masks, roots = read(context.input_ids, valid, context.roots[:, None])
-        self._rows = [
-            _Row(drafter, [token for token, keep in zip(text, mask, strict=True) if keep], root, shape)
-            for text, mask, (root,) in zip(texts, masks, roots, strict=True)
-        ]
+        self._rows = [_Row(drafter, text, shape) for text in context.texts()]
         self._window_tree: tuple[TokenTree, Tensor] | None = None  # the last tree with a window, and its cells [B, C]
 
     def propose(self, budget: Budget) -> Draft:
