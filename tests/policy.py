@@ -33,6 +33,26 @@ Accuracy = Callable[[int], float]
 """Probability that a source is right about a token, by the number of the step in which it is asked."""
 
 
+Path = tuple[int, ...]
+
+
+class Table(Candidates):
+    """A source that knows the probability of every path."""
+
+    start: Path = ()
+
+    def __init__(self, edges: Mapping[Path, float]) -> None:
+        self.edges = dict(edges)
+
+    def after(self, place: Path) -> Sequence[Candidate]:
+        below = [path for path in self.edges if path[:-1] == place and len(path) == len(place) + 1]
+        return [Candidate(path[-1], self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
+
+    def follow(self, place: Path, token: int) -> Path | None:
+        longer = (*place, token)
+        return longer if any(path[: len(longer)] == longer for path in self.edges) else None
+
+
 def token_at(row: int, position: int) -> int:
     """The text's token at a position of a row."""
     return 1 + (row * 7919 + position * 104729) % 50021

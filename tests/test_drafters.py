@@ -164,6 +164,27 @@ def test_a_static_tree_is_cut_to_its_budget(llama: Any) -> None:
     assert Budget(6, 3, 2).chain == Budget(4, 3, 1)
 
 
+def test_fields_that_do_not_apply(llama: Any) -> None:
+    """Of every row: the trees that `accepts` leaves out are refused before any work, and the way out is named."""
+    trees = {"dynamic", "static", "choices"}
+    accepted = {
+        "eagle": trees, "eagle3": trees, "mtp": trees, "dflash": trees, "dspark": trees, "medusa": trees - {"dynamic"},
+        "draft_model": {"dynamic"}, "pard": {"dynamic"}, "early_exit": {"dynamic"},
+    }  # fmt: skip
+    for row in drafters.ROWS:
+        row.add(llama, torch.zeros(1, 1, dtype=torch.long))
+    ids = torch.tensor([[5]])
+    with llama.register_forward_pre_hook(lambda *_: pytest.fail("refused too late")):
+        for method in {row.method for row in drafters.ROWS} - {"oracle"}:
+            for tree in trees - accepted.get(method, set()):
+                config = {"method": method, "tree": drafters.CHOICES if tree == "choices" else tree}
+                with pytest.raises(InvalidConfigError, match="tree"):
+                    llama.generate(ids, speculative=config)
+        for fields in ({"num_steps": 2}, {"tree": "dynamic"}):
+            with pytest.raises(InvalidConfigError, match=r"'last_logits' does not take .* It takes top_k, num_draft"):
+                llama.generate(ids, speculative={"method": "last_logits", **fields})
+
+
 # ------------------------------------------------------------------------------------------------- the registry
 
 

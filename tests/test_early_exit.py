@@ -437,8 +437,6 @@ def test_layers_that_there_are_not() -> None:
         model.add_drafter(EarlyExitDrafter(exit_layer=5))
     with pytest.raises(DrafterMismatchError, match=r"layers 0 to 3, got \[2, 9\]"):
         model.add_drafter(EarlyExitDrafter(skipped_layers=(9, 2)))
-    with pytest.raises(InvalidConfigError, match="is dynamic, got tree='static'"):
-        EarlyExitDrafter().limits(SpeculativeConfig("early_exit", tree="static"))
     assert model.drafters == {}
 
 

@@ -22,25 +22,7 @@ from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import RecycledTokens, TokenRecyclingDrafter
 from hf_specdec.trees.draft import Budget
-
-Path = tuple[int, ...]
-
-
-class Table(Candidates):
-    """A source that knows the probability of every path."""
-
-    start: Path = ()
-
-    def __init__(self, edges: Mapping[Path, float]) -> None:
-        self.edges = dict(edges)
-
-    def after(self, place: Path) -> Sequence[Candidate]:
-        below = [path for path in self.edges if path[:-1] == place and len(path) == len(place) + 1]
-        return [Candidate(path[-1], self.edges[path]) for path in sorted(below, key=lambda p: -self.edges[p])]
-
-    def follow(self, place: Path, token: int) -> Path | None:
-        longer = (*place, token)
-        return longer if any(path[: len(longer)] == longer for path in self.edges) else None
+from policy import Path, Table
 
 
 class Counted(Table):

@@ -336,15 +336,6 @@ def test_limits(fields: dict[str, Any], limits: Budget) -> None:
     assert PardDrafter(pard_assistant("llama")).limits(SpeculativeConfig(**fields)) == limits
 
 
-def test_fields_that_contradict_it() -> None:
-    drafter = PardDrafter(pard_assistant("llama"))
-    for tree in ("static", [(0,)]):
-        with pytest.raises(InvalidConfigError, match="'pard' grows its trees by the assistant's probabilities"):
-            drafter.limits(SpeculativeConfig(tree=tree))
-    with pytest.raises(InvalidConfigError, match="exceeds the assistant's vocabulary of 96"):
-        drafter.limits(SpeculativeConfig(top_k=97))
-
-
 def test_assistants_that_do_not_fit() -> None:
     model = attached("llama")
     with pytest.raises(DrafterMismatchError, match=r"names no mask token \(pard_token or ptd_token_id\)"):

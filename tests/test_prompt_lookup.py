@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec import InvalidConfigError, SpeculativeConfig
+from hf_specdec import SpeculativeConfig
 from hf_specdec.drafters.base import DraftContext
 from hf_specdec.drafters.prompt_lookup import (
     MATCH_CLASSES,
@@ -155,11 +155,6 @@ def test_fields_limit_the_tree() -> None:
     assert len(propose(ids, 3, num_steps=2)[0]) == 3
     assert len(propose(ids, 3, num_draft_tokens=4)[0]) == 4
     assert len(propose(ids, 3, num_draft_tokens=1)[0]) == 1
-
-
-def test_a_tree_field_means_nothing_here() -> None:
-    with pytest.raises(InvalidConfigError, match="depends on the matches"):
-        PromptLookupDrafter().limits(SpeculativeConfig("prompt_lookup", tree=[(0,)]))
 
 
 @pytest.mark.parametrize(("rows", "nodes"), [(1, 32), (2, 16), (8, 4), (20, 4)])
