@@ -203,14 +203,7 @@ class DraftModelDrafter(Drafter):
 
 
 class DraftModelSession(DraftSession):
-    """State of one generation: the assistant's caches, and the last emitted tokens.
-
-    Args:
-        drafter: The drafter.
-        target: The target of the generation.
-        context: Its prompt and first tokens.
-        limits: Size of the largest draft.
-    """
+    """State of one generation: the assistant's caches, and the last emitted tokens."""
 
     def __init__(self, drafter: DraftModelDrafter, target: DraftTarget, context: DraftContext, limits: Budget) -> None:
         facts, assistant, batch_size = drafter.facts, drafter.assistant, len(context.roots)
@@ -243,13 +236,7 @@ class DraftModelSession(DraftSession):
         return _joined(drafts, self._roots.device)
 
     def _draft(self, reader: AssistantReader, roots: Tensor, budget: Budget) -> Draft:
-        """Draft for the rows of a reader, on the assistant's device.
-
-        Args:
-            reader: Reads and drafts.
-            roots: `[R]` last emitted tokens.
-            budget: Size of the draft, not plain.
-        """
+        """Draft for the rows of a reader, whose last emitted tokens are the roots `[R]`, on the assistant's device."""
         draw = self._draw_chain if self._drafter.sample else self._grow_tree
         draft = draw(reader, roots, reader.read()[:, 0], budget)
         reader.forget()
@@ -262,12 +249,7 @@ class DraftModelSession(DraftSession):
         self._roots = acceptance.next_token
 
     def _read(self, tokens: Tensor, emitted: Sequence[Sequence[int]] | None) -> None:
-        """Queue emitted tokens `[B, P]`, padded with -1, for the readers.
-
-        Args:
-            tokens: The tokens.
-            emitted: The same on the host, without padding; None if they have not been read.
-        """
+        """Queue emitted tokens `[B, P]`, padded with -1, for the readers; `emitted` are the same if on the host."""
         longest = 0
         for reader, rows in zip(self._readers, self._rows, strict=True):
             ids, on_host = tokens[rows], None if emitted is None else emitted[rows]
@@ -290,12 +272,7 @@ class DraftModelSession(DraftSession):
         return grow_dynamic(roots, self._score(logits[:, None], width), expand, budget)
 
     def _score(self, logits: Tensor, top_k: int) -> Level:
-        """Return the `Level` of K nodes: their `top_k` likeliest children that may be drafted.
-
-        Args:
-            logits: `[R, K, V]` of the assistant after the nodes.
-            top_k: Children per node.
-        """
+        """Return the likeliest children that may be drafted of K nodes, after which the logits are `[R, K, V]`."""
         # rounding could give values above 0, but no child may score above its parent
         log_probs = self._vocabulary.narrowed(logits).float().log_softmax(-1).clamp(max=0)
         values, index = log_probs.topk(top_k, dim=-1)
@@ -388,10 +365,15 @@ class AssistantReader:
         if width + num_masks == 0:
             assert self._last is not None
             return self._last[:, None]
-        chain, counts = self._packed(width, num_masks, mask_token)
+        # tokens first, in order: each `add` has padded its own columns
+        tokens_first = (self._pending < 0).int().sort(dim=-1, stable=True).indices[:, :width]
+        tokens = nn.functional.pad(self._pending.gather(1, tokens_first), (0, num_masks), value=-1)
+        counts = (tokens >= 0).sum(-1, keepdim=True)
+        nodes = torch.arange(width + num_masks, device=tokens.device)
+        masks = (nodes >= counts) & (nodes < counts + num_masks)
+        chain = TokenTree(torch.where(masks, mask_token, tokens), nodes + ROOT_PARENT)
         logits = self._verify(chain)
-        nodes = torch.arange(width, device=counts.device)
-        path = torch.where(nodes < counts, nodes, -1)
+        path = torch.where(nodes < counts, nodes, -1)[:, :width]
         kept = tuple(tuple(range(count)) for count in self._counts)
         drafted = (chain.num_nodes - 1,) * len(kept)
         self._target.commit(chain, Acceptance(path, chain.tokens, chain.tokens[:, -1], kept, kept, drafted))
@@ -405,24 +387,6 @@ class AssistantReader:
         self._pending, self._counts = self._pending[:, :0], [0] * len(self._counts)
         self._last = logits[:, 0]
         return logits
-
-    def _packed(self, width: int, num_masks: int, mask_token: int) -> tuple[TokenTree, Tensor]:
-        """Return the queued tokens of each row without gaps, then the masks, as a chain padded with -1.
-
-        Args:
-            width: Queued tokens of the row that has the most.
-            num_masks, mask_token: See `read`.
-
-        Returns:
-            The chain of `width + num_masks` nodes, and the number of queued tokens of each row, `[R, 1]`.
-        """
-        # tokens first, in order: each `add` has padded its own columns
-        tokens_first = (self._pending < 0).int().sort(dim=-1, stable=True).indices[:, :width]
-        tokens = nn.functional.pad(self._pending.gather(1, tokens_first), (0, num_masks), value=-1)
-        counts = (tokens >= 0).sum(-1, keepdim=True)
-        nodes = torch.arange(width + num_masks, device=tokens.device)
-        masks = (nodes >= counts) & (nodes < counts + num_masks)
-        return TokenTree(torch.where(masks, mask_token, tokens), nodes + ROOT_PARENT), counts
 
     def extend(self, tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
         """Append a level of K drafted nodes per row and return the logits `[R, K, V]` after them.
@@ -477,13 +441,7 @@ class DraftVocabulary:
         cls, target: PreTrainedModel, assistant: PreTrainedModel, translation: TokenTranslation | None,
         device: torch.device,
     ) -> DraftVocabulary:  # fmt: skip
-        """Create the tables of a target and an assistant.
-
-        Args:
-            target, assistant: The models.
-            translation: Between their tokenizers; None if the assistant has the target's tokenizer.
-            device: The assistant's device.
-        """
+        """Create the tables on the assistant's device; no translation: it has the target's tokenizer."""
         num_tokens, width = _target_sizes(target)
         if translation is None:
             return cls(min(num_tokens, _num_known_tokens(assistant)), width, None)

@@ -183,18 +183,35 @@ def choose_drafter(
         UnsupportedModelError: The method drafts with modules of the model, and these are not supported.
         CheckpointFormatError: These modules cannot be read from the model's checkpoint.
     """
+    by_method: dict[str, Drafter] = {}
+    for drafter in registered.values():
+        by_method.setdefault(drafter.method, drafter)
+    known = {**by_method, **registered}
 
     def single(name: str) -> Drafter:
-        return _single(name, model, registered, made)
+        """Return the registered drafter of this name, else one of this method, else one made without a head."""
+        name = method_named(name, known)
+        if name in known:
+            return known[name]
+        row = methods()[name]
+        if row.requires is not None:
+            part = "a head" if row.heads else row.part
+            raise DrafterMismatchError(
+                f"speculative={name!r} needs {part}, and none is loaded for this model.", f"First {row.requires}."
+            )
+        if name not in made:
+            with persistent_tensors():
+                made[name] = row.make() if row.native is None else row.native(model)
+        return made[name]
 
-    name = method_named(config.method, {*registered, *(drafter.method for drafter in registered.values())})
+    name = method_named(config.method, known)
     if history is not None and (name in registered or config.tree is not None or HISTORY in registered):
         other = f"a drafter that is called {HISTORY!r}" if HISTORY in registered else f"a drafter called {name!r}"
         cause = f"tree={config.tree!r}" if config.tree is not None else other
         raise InvalidConfigError(f"`history` cannot be combined with {cause}.", "Drop one of them.")
     if name not in COMBINED or name in registered:
         return single(name)
-    loaded = [known for known, drafter in registered.items() if not drafter.is_combined]
+    loaded = [own for own, drafter in registered.items() if not drafter.is_combined]
     if name == AUTO and config.tree is not None and loaded:  # a given tree belongs to one drafter
         return single(loaded[0])
     names = config.methods or dict.fromkeys((*loaded, *FREE))
@@ -202,29 +219,6 @@ def choose_drafter(
         raise InvalidConfigError(f"`methods` must name single methods, got {list(names)}.", "Leave merged ones out.")
     parts = {part: single(part) for part in names}
     return HybridDrafter(parts if history is None else {**parts, HISTORY: history}, learned)
-
-
-def _single(name: str, model: PreTrainedModel, registered: Mapping[str, Drafter], made: dict[str, Drafter]) -> Drafter:
-    """Return the registered drafter of this name, else one of this method, else a drafter made without a head."""
-    by_method: dict[str, Drafter] = {}
-    for drafter in registered.values():
-        by_method.setdefault(drafter.method, drafter)
-    name = method_named(name, {*registered, *by_method})
-    if name in registered:
-        return registered[name]
-    if name in by_method:
-        return by_method[name]
-    row = methods()[name]
-    if row.requires is not None:
-        part = "a head" if row.heads else row.part
-        raise DrafterMismatchError(
-            f"speculative={name!r} needs {part}, and none is loaded for this model.",
-            f"First {row.requires}.",
-        )
-    if name not in made:
-        with persistent_tensors():
-            made[name] = row.make() if row.native is None else row.native(model)
-    return made[name]
 
 
 @dataclass(slots=True)
@@ -304,12 +298,7 @@ class _HybridSession(DraftSession):
         return self._draft(trees, width.num_nodes)
 
     def _merge(self, budget: Budget, head_seconds: float = 0.0) -> list[MergedTree]:
-        """Return one merged tree per active row; a tree stops growing when more nodes cannot pay.
-
-        Args:
-            budget: Maximum size of each tree.
-            head_seconds: Seconds of the heads' drafts in this step.
-        """
+        """Return one merged tree per active row; a tree stops growing when more nodes cannot pay."""
         trusts = [self._learned.trust(name) for name in self._candidates]
         return [
             merge_sources(
@@ -325,10 +314,7 @@ class _HybridSession(DraftSession):
     def _answer(self, head: MergedSource, budget: Budget, without: Width) -> _Answer | None:
         """Return a head's draft, launched with the last step or made now; None if a query is not expected to pay.
 
-        Args:
-            head: The head.
-            budget: Budget of the merged tree.
-            without: The best width of the merged tree without this head.
+        `without` is the best width of the merged tree without this head.
         """
         if self._launches and head.session.can_launch:
             return self._launched.get(head.name)

@@ -45,7 +45,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
-from hf_specdec.verification.model import execution_device, text_config
+from hf_specdec.verification.model import execution_device, num_embedded_tokens
 from hf_specdec.verification.step import Step, UnreadStep
 
 WIDTH = 8
@@ -117,9 +117,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def bind(self, model: PreTrainedModel) -> None:
         """Create an empty table, which replaces one for another vocabulary size or device; keep a table that fits."""
-        # some models embed more tokens than config.vocab_size
-        embedded = getattr(model.get_input_embeddings(), "num_embeddings", 0)
-        size, device = max(int(text_config(model).vocab_size), embedded), execution_device(model)
+        size, device = num_embedded_tokens(model), execution_device(model)
         if self.table is None or self.table.vocab_size != size or self.table.keys.device != device:
             self.table = RecycledTokens(size, self._width, self._pairs, device)
 
@@ -264,22 +262,16 @@ class _HostRecyclingSession(_RecyclingSession, CandidateSession):
     @property
     def candidates(self) -> Sequence[Candidates]:
         pairs = zip(self._previous.tolist(), self._roots.tolist(), strict=True)
-        return [RecycledCandidates(self._table, previous, token) for previous, token in pairs]
+        return [_RecycledCandidates(self._table, previous, token) for previous, token in pairs]
 
 
-class RecycledCandidates(Candidates):
-    """Candidates of one row from a table. A place is a pair (previous token, token); previous is -1 if unknown.
-
-    Args:
-        table: A table on the CPU.
-        previous, token: The token before the root, and the root.
-    """
+class _RecycledCandidates(Candidates):
+    """Candidates of one row from a table on the CPU; a place is a pair (previous token or -1, token)."""
 
     def __init__(self, table: RecycledTokens, previous: int, token: int) -> None:
         self._table, self.start = table, (previous, token)
 
     def after(self, place: tuple[int, int]) -> Sequence[Candidate]:
-        """Return the best candidates after the pair, or after the token alone if the pair is unknown."""
         log_probs, ids, paired = self._table.row(*place)
         trusted = PAIR_TRUST if paired else TOKEN_TRUST
         return [
@@ -289,5 +281,4 @@ class RecycledCandidates(Candidates):
         ]
 
     def follow(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Return the pair of the place's token and the given one."""
         return place[1], token

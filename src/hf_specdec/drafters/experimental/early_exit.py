@@ -243,9 +243,7 @@ def _with_changed(module: nn.Module, changed: dict[nn.Module, nn.Module]) -> nn.
 def _shell(module: nn.Module) -> nn.Module:
     """Create a module of the same class that shares all attributes, parameters and hooks with the given one.
 
-    Raises:
-        UnsupportedModelError: The module's forward was replaced, other than by accelerate, and would run the original
-            module instead of the shell.
+    A forward that was replaced, other than by accelerate, would run the original module instead, and is refused.
     """
     shell: nn.Module = object.__new__(type(module))
     own = vars(shell)
@@ -323,8 +321,13 @@ def skippable(model: PreTrainedModel, layers: Iterable[int]) -> SkippedLayers:
             with _collect_outputs([modules[layer] for layer in wanted]) as outputs:
                 tokens = torch.arange(9, device=execution_device(model))[None] % text_config(model).vocab_size
                 model(input_ids=tokens, use_cache=False)
-            kinds = [_num_outputs(outputs.get(modules[layer])) for layer in wanted]
-            skipped = dict(zip(wanted, kinds, strict=True))
+            skipped = dict[int, int | None]()
+            for layer in wanted:
+                output: Any = outputs.get(modules[layer])
+                is_tuple = isinstance(output, tuple | list) and bool(output)
+                if not isinstance(output[0] if is_tuple else output, Tensor):
+                    raise _CannotSkipError(f"they return {type(output).__name__} instead of hidden states")
+                skipped[layer] = len(output) if is_tuple else None
             _try_drafting(model, skipped, inspect_target(model))
         except (_CannotSkipError, *FAILURES) as error:
             reason = str(error) if isinstance(error, _CannotSkipError) else f"{type(error).__name__}: {error}"
@@ -357,21 +360,8 @@ def _collect_outputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, A
             handle.remove()
 
 
-def _num_outputs(output: Any) -> int | None:
-    if isinstance(output, Tensor):
-        return None
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return len(output)
-    raise _CannotSkipError(f"they return {type(output).__name__} instead of hidden states")
-
-
 def _try_drafting(model: PreTrainedModel, skipped: SkippedLayers, facts: TargetFacts) -> None:
-    """Draft three levels and check that verification gives the same logits before and after.
-
-    Raises:
-        _CannotSkipError: The logits of the verifications differ, logits of the drafts are not finite, or the skipped
-            layers still run.
-    """
+    """Draft three levels and check that verification gives the same logits before and after."""
     device = execution_device(model)
     tokens = (torch.arange(26, device=device) * 7 + 3).view(2, 13) % text_config(model).vocab_size
     prompt, nodes = tokens.split([9, 4], dim=-1)
@@ -443,7 +433,16 @@ def search_skipped_layers(
     if not size:
         raise DrafterMismatchError(f"{type(model).__name__} has {len(modules)} layers, none of which can be skipped.")
     texts = [_answered(model, prompt, new_tokens) for prompt in prompts]
-    known = _known_skippable(model, inner)
+    try:
+        known = skippable(model, inner)
+    except UnsupportedModelError:  # some cannot be skipped, for example one whose cache length transformers reads
+        single: dict[int, int | None] = {}
+        for layer in inner:
+            with suppress(UnsupportedModelError):
+                single.update(skippable(model, [layer]))
+        if not single:
+            raise
+        known = single
     inner, size = sorted(known), min(size, len(known))
 
     def agreement(layers: Iterable[int]) -> float:
@@ -462,24 +461,6 @@ def search_skipped_layers(
         if found > score:
             best, score = other, found
     return tuple(sorted(best))
-
-
-def _known_skippable(model: PreTrainedModel, layers: Sequence[int]) -> SkippedLayers:
-    """Return the given layers that can be skipped. A layer whose cache length transformers reads, for example, cannot.
-
-    Raises:
-        UnsupportedModelError: None of the layers can be skipped.
-    """
-    try:
-        return skippable(model, layers)
-    except UnsupportedModelError as refusal:
-        known: dict[int, int | None] = {}
-        for layer in layers:
-            with suppress(UnsupportedModelError):
-                known.update(skippable(model, [layer]))
-        if not known:
-            raise refusal
-        return known
 
 
 def _answered(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> tuple[Tensor, int, Tensor]:
