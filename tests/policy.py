@@ -24,7 +24,7 @@ from hf_specdec.drafters.base import Candidate, Candidates, CandidateSession, Dr
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.one_time import note_one_time_work, one_time_work
+from hf_specdec.verification.memory import note_one_time_work, one_time_work
 from hf_specdec.verification.step import Step, StepSeconds
 
 WRONG = 10**6

@@ -18,7 +18,7 @@ from hf_specdec.acceptance.paths import Cut, HostTree, by_scores, cut_paths, kee
 from hf_specdec.acceptance.pipelining import Acceptance
 from hf_specdec.acceptance.row_ends import RowEnds
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.cpu.search import best_tokens, can_search
+from hf_specdec.cpu.operations import best_tokens, can_search
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree, chosen_path
 

@@ -20,8 +20,8 @@ from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.features import Features
+from hf_specdec.verification.masks import PromptPadding, Window
 from hf_specdec.verification.step import Step, UnreadStep
-from hf_specdec.verification.window import PromptPadding, Window
 
 
 @dataclass(frozen=True, slots=True)

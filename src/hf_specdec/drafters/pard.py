@@ -20,8 +20,7 @@ from hf_specdec.drafters.draft_model import AssistantReader, DraftModelDrafter, 
 from hf_specdec.drafters.registry import register
 from hf_specdec.errors import DrafterMismatchError, UnsupportedModelError
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.trees.growth import best_children
-from hf_specdec.trees.product import likeliest_nodes, reachable
+from hf_specdec.trees.growth import best_children, likeliest_nodes, reachable
 
 
 @register(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode
-from hf_specdec.cpu.background import are_kernels_ready
+from hf_specdec.cpu.library import are_kernels_ready
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.generation.state import KeptProgram, state_of
 from hf_specdec.verification.captured_greedy import CapturedGreedy

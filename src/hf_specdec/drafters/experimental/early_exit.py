@@ -42,7 +42,7 @@ from hf_specdec.validation import require_integer
 from hf_specdec.verification.model import execution_device, find_backbone, text_config
 from hf_specdec.verification.probe import TargetFacts, inspect_target
 from hf_specdec.verification.step import Step
-from hf_specdec.verification.trial_runs import FAILURES, first_inputs, reproducible
+from hf_specdec.verification.trials import FAILURES, first_inputs, reproducible
 
 DEFAULT_SHARE = 3
 """Divisor of the number of layers that gives the default exit layer, because published models do not state one."""
