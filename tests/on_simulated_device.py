@@ -26,7 +26,8 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, grow_dynamic, grow_static
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.masks import MaskLayout, PromptPadding, committed_slots, tree_masks
+from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.masks import MaskLayout, committed_slots, tree_masks
 from hf_specdec.verification.memory import LayerLayout
 from models import prompts
 from simulated_device import SIM, Graph, SimTensor, move, reads, simulation, uploads

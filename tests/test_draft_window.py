@@ -36,7 +36,7 @@ from hf_specdec.heads.card import model_card
 from hf_specdec.training import Conversation, EagleTrainingConfig, head_arguments, train_eagle
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import reachable
-from hf_specdec.verification.masks import SINKS, PromptPadding, Window, shifted_padding, token_positions
+from hf_specdec.verification.features import SINKS, PromptPadding, Window, shifted_padding, token_positions
 from hf_specdec.verification.model import lm_head_rows
 from models import prompts
 from test_drafters import Wandering

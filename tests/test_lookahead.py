@@ -16,7 +16,7 @@ from hf_specdec.drafters.base import DraftContext, DraftSession
 from hf_specdec.drafters.experimental.lookahead import LookaheadDrafter, LookaheadRow, WindowShape
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.features import PromptPadding
 from hf_specdec.verification.step import Step, Verification
 from models import prompts
 

@@ -22,7 +22,7 @@ from hf_specdec.drafters.prompt_lookup import (
     RepeatedText,
     SuffixAutomaton,
 )
-from hf_specdec.verification.masks import PromptPadding
+from hf_specdec.verification.features import PromptPadding
 
 
 def ends(tokens: list[int]) -> list[tuple[int, int]]:

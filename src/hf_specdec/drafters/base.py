@@ -19,8 +19,7 @@ from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.host_sync import read
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import TokenTree
-from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import PromptPadding, Window
+from hf_specdec.verification.features import Features, PromptPadding, Window
 from hf_specdec.verification.step import Step, UnreadStep
 
 

@@ -43,8 +43,9 @@ from hf_specdec.trees.growth import (
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.validation import check_type
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import PromptPadding, token_positions
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding, committed_slots, token_positions
+from hf_specdec.verification.masks import committed_slots
 
 DEFAULT_TOP_K = 4
 

@@ -38,9 +38,9 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import Level, StaticLevels, choices_budget, grow, growable, scored
 from hf_specdec.validation import Choice, check_type, validate_choices
 from hf_specdec.verification.cache import TreeCache
+from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Slots
-from hf_specdec.verification.masks import PromptPadding, Window, token_positions
 from hf_specdec.verification.model import lm_head_rows
 
 DEFAULT_NUM_STEPS = 4

@@ -31,7 +31,7 @@ from hf_specdec.drafters.registry import FREE, HISTORY, method_named, methods
 from hf_specdec.errors import DrafterMismatchError, InvalidConfigError
 from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
-from hf_specdec.verification.masks import Window
+from hf_specdec.verification.features import Window
 from hf_specdec.verification.memory import one_time_work, persistent_tensors
 from hf_specdec.verification.step import Step, UnreadStep
 

@@ -27,8 +27,7 @@ from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import best_children, choice_parents, choices_budget, choices_within
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.validation import Choice, check_type, validate_choices
-from hf_specdec.verification.features import LAST
-from hf_specdec.verification.masks import Window
+from hf_specdec.verification.features import LAST, Window
 from hf_specdec.verification.model import lm_head_rows
 from hf_specdec.verification.step import Step, UnreadStep
 

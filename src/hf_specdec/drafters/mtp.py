@@ -26,8 +26,8 @@ from hf_specdec.heads.mtp import MtpHead
 from hf_specdec.heads.native_mtp import NativeMtp
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
+from hf_specdec.verification.features import PromptPadding, Window, token_positions
 from hf_specdec.verification.graphs import Appended
-from hf_specdec.verification.masks import PromptPadding, Window, token_positions
 
 MTP_STEPS = 3
 """Default depth of drafts with a single module, as in FastMTP."""

@@ -18,7 +18,8 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdec.errors import UnsupportedGenerationError
-from hf_specdec.verification.masks import Positions, PromptPadding
+from hf_specdec.verification.features import PromptPadding
+from hf_specdec.verification.masks import Positions
 from hf_specdec.verification.memory import CacheLayout, KeyValueBuffer, KeyValueStore, LayerLayout, Share
 from hf_specdec.verification.model import CACHE_FIELD
 

@@ -25,8 +25,8 @@ from hf_specdec.transformers_private import prefill
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache
-from hf_specdec.verification.features import Features, FeatureTap
-from hf_specdec.verification.masks import UNBOUNDED, ChosenStates, LengthBounds, Positions, PromptPadding, Window
+from hf_specdec.verification.features import ChosenStates, Features, FeatureTap, PromptPadding, Window
+from hf_specdec.verification.masks import UNBOUNDED, LengthBounds, Positions
 from hf_specdec.verification.model import CACHE_ARGUMENTS, execution_device, text_config
 from hf_specdec.verification.step import Verification
 
