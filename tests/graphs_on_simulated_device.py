@@ -212,7 +212,7 @@ def test_every_drafter_answers_plainly_on_graphs_with_one_read_per_step(
     captured = [
         place for place in in_verify if place == "verification/graphs.py:_capture"
     ]  # a first replay is compared
-    assert len(in_verify) - len(captured) == sum(place == "verification/masks.py:of" for place in in_verify)
+    assert len(in_verify) - len(captured) == sum(place == "verification/features.py:of" for place in in_verify)
 
 
 @pytest.mark.parametrize("name", ["sometimes", "eagle"])
