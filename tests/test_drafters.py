@@ -12,6 +12,7 @@ import torch
 
 import drafters
 import zoo
+from drafters import Wandering
 from hf_specdec import (
     DrafterMismatchError,
     InvalidConfigError,
@@ -24,35 +25,7 @@ from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
 from hf_specdec.generation import head_loading, plan
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
-from hf_specdec.verification.step import Step, StepSeconds
 from models import prompts
-
-
-class Wandering:
-    """A controller that never asks for the same twice in a row, and seldom for all there may be."""
-
-    seen: list[tuple[Budget, Step]]
-    step_costs = None
-
-    def __init__(self, limits: Budget) -> None:
-        self.limits, self.count, self.seen = limits, 0, []
-        everything = Wandering.all
-        everything.append(self)
-
-    all: list[Wandering] = []  # noqa: RUF012  (emptied by every test)
-
-    def next(self) -> Budget:
-        self.count += 1
-        wanted = (PLAIN_STEP, Budget(3, 2, 1), PLAIN_STEP, self.limits, Budget(5, 3, 2), Budget(2, 1, 1))
-        self.budget = wanted[self.count % len(wanted)].within(self.limits)
-        return self.budget
-
-    def observe(self, step: Step, seconds: StepSeconds) -> None:
-        assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
-        self.seen.append((self.budget, step))
-
-    def report(self) -> dict[str, Any]:
-        return {"controller": "wandering", "steps": self.count}
 
 
 @pytest.fixture

@@ -247,18 +247,6 @@ def test_the_plain_answer(model: Any, drafter: LookaheadDrafter, batch_size: int
     assert model.last_speculation.num_target_forwards > 1
 
 
-@pytest.mark.parametrize("drafter", SETTINGS, ids=repr)
-def test_the_same_tokens_are_drawn(model: Any, drafter: LookaheadDrafter) -> None:
-    ids, mask = prompts(1)
-    model.add_drafter(drafter)
-    sampled = {**OPTIONS, "do_sample": True, "top_k": 8, "temperature": 0.7, "attention_mask": mask}
-    answers = []
-    for speculative in (None, "lookahead"):
-        torch.manual_seed(3)
-        answers.append(model.generate(ids, speculative=speculative, **sampled))
-    assert torch.equal(*answers)
-
-
 def counting_llama() -> Any:
     """A Llama that follows every token by one fixed token, so that its greedy answer runs into a circle of 8."""
     model: Any = copy.deepcopy(zoo.build("llama"))
