@@ -230,6 +230,8 @@ DRAFTERS: dict[str, tuple[dict[str, Any], str]] = {
     "needs ids of 7": ({"needs": Needs(token_ids=7)}, "needs must be a `Needs`"),  # type: ignore[arg-type]
     "no parts": ({"parts": None}, "parts must be a tuple of drafters"),
     "parts by name": ({"parts": ("eagle",)}, "parts must be a tuple of drafters"),
+    "a field for fields": ({"accepts": "tree"}, "accepts must be a tuple of names"),
+    "no fields": ({"accepts": None}, "accepts must be a tuple of names"),
 }
 
 

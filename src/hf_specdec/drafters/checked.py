@@ -8,7 +8,7 @@ slow.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ def check_drafter(drafter: Any) -> None:
 
     Raises:
         DrafterMismatchError: It is not a drafter, or a third-party drafter that is not hashable or has an invalid
-            `method`, `parts` or `needs`.
+            `method`, `parts`, `accepts` or `needs`.
     """
     if not isinstance(drafter, Drafter):
         is_class = isinstance(drafter, type)
@@ -79,6 +79,10 @@ def check_drafter(drafter: Any) -> None:
         raise DrafterMismatchError(f"{kind} is not hashable.", "Declare dataclasses with @dataclass(eq=False).")
     if not isinstance(drafter.parts, tuple) or not all(isinstance(part, Drafter) for part in drafter.parts):
         raise DrafterMismatchError(f"{kind}.parts must be a tuple of drafters, got {drafter.parts!r}.")
+    if isinstance(drafter.accepts, str) or not isinstance(drafter.accepts, Collection):
+        raise DrafterMismatchError(
+            f"{kind}.accepts must be a tuple of names of config fields, got {drafter.accepts!r}."
+        )
     if not (
         isinstance(needs, Needs)
         and isinstance(needs.feature_layers, tuple)
