@@ -40,7 +40,7 @@ from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.trees.draft import PLAIN_STEP, Budget
 from hf_specdec.verification.model import execution_device
-from hf_specdec.verification.step import Step, StepSeconds
+from hf_specdec.verification.step import Step
 from reference import OracleDrafter
 
 EagleFamily = EagleHead | Eagle3Head | MtpHead
@@ -224,7 +224,8 @@ class Wandering:
         self.budget = wanted[self.count % len(wanted)].within(self.limits)
         return self.budget
 
-    def observe(self, step: Step, seconds: StepSeconds) -> None:
+    def observe(self, step: Step) -> None:
+        seconds = step.seconds
         assert min(seconds.draft, seconds.verify, seconds.rest) >= 0
         self.seen.append((self.budget, step))
 

@@ -23,7 +23,7 @@ from hf_specdec import (
 from hf_specdec.drafters import registry
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
 from hf_specdec.drafters.registry import Method, drafter_of, methods, register_drafter
-from hf_specdec.generation import head_loading, plan
+from hf_specdec.generation import call, head_loading
 from hf_specdec.trees.draft import PLAIN_STEP, Budget, Draft
 from models import prompts
 
@@ -31,7 +31,7 @@ from models import prompts
 @pytest.fixture
 def wandering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Wandering]]:
     Wandering.all.clear()
-    monkeypatch.setattr(plan, "FixedController", Wandering)
+    monkeypatch.setattr(call, "FixedController", Wandering)
     yield Wandering.all
     Wandering.all.clear()
 

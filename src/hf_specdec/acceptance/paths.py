@@ -1,4 +1,4 @@
-"""`Acceptance`, the result of an acceptance rule, and the tree traversals that the rules share.
+"""The tree traversals that the acceptance rules share.
 
 On the device, the paths of all rows are chosen at once and the host reads the result (`settle`). On the host, rows
 are walked token by token (`walk`), or whole paths are chosen and then recorded (`keep_paths`).
@@ -7,57 +7,48 @@ are walked token by token (`walk`), or whole paths are chosen and then recorded 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hf_specdec.acceptance.pipelining import Acceptance, Decision, Transfer
-from hf_specdec.acceptance.row_ends import cut_rows
+from hf_specdec.acceptance.accepted import Accepted, Transfer, cut_rows
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.host_sync import read, upload
+from hf_specdec.host_sync import read
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Kept paths on the device, already shortened where rows end."""
-
-    decision: Decision
-    num_drafted: Tensor  # [B] nodes of each row's tree, without root and padding
-    remaining: Tensor  # [B] tokens that each row may still emit after these
 
 
 def cut_paths(
     tree: TokenTree, path: Tensor, tokens: Tensor, remaining: Tensor, eos: Tensor | None, *, lockstep: bool
-) -> Cut:
-    """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `row_ends.cut_rows`."""
+) -> tuple[Accepted, Tensor, Tensor]:
+    """Cut paths `[B, P]` and the tokens `[B, P]` chosen after their nodes where rows end, see `cut_rows`.
+
+    Returns:
+        The kept paths on the device, `[B]` nodes of each row's tree (without root and padding), and `[B]` tokens that
+        each row may still emit after these.
+    """
     kept, remaining = cut_rows(tokens, (path >= 0).sum(-1), remaining, eos, lockstep=lockstep)
     inside = torch.arange(path.shape[1], device=path.device) < kept[:, None]
     path, tokens = torch.where(inside, path, -1), torch.where(inside, tokens, -1)
     last = tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0]
     next_token = torch.where(kept > 0, last, tree.tokens[:, 0])
-    return Cut(Decision(path, tokens, next_token), tree.num_drafted, remaining)
+    return Accepted(path, tokens, next_token), tree.num_drafted, remaining
 
 
-def settle(cut: Cut, transcript: Transcript) -> Acceptance:
-    """Read the result of a step, append its tokens to the transcript and update the account of remaining tokens.
+def settle(unread: Accepted, num_drafted: Tensor, remaining: Tensor, transcript: Transcript) -> Accepted:
+    """Read the result of `cut_paths`, append its tokens to the transcript and update the account of remaining tokens.
 
-    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/pipelining.py`.
+    If the transcript has a `launch`, the next draft is launched before the read, see `acceptance/accepted.py`.
     """
-    decision, launch = cut.decision, transcript.launch
-    path, tokens = decision.path, decision.tokens
-    transcript.account_on(path.device).remaining = cut.remaining
-    transfer = Transfer(path, tokens, cut.num_drafted[:, None])
-    extra = None if launch is None else launch(decision)
+    transcript.account_on(unread.path.device).remaining = remaining
+    transfer = Transfer(unread.path, unread.tokens, num_drafted[:, None])
+    extra = None if transcript.launch is None else transcript.launch(unread)
     nodes, chosen, drafted, *launched = transfer.finish(extra or ())
     counts = [sum(node >= 0 for node in row) for row in nodes]
     emitted = tuple(tuple(row[:count]) for row, count in zip(chosen, counts, strict=True))
     transcript.record_all(emitted)
-    return Acceptance(
-        path=path,
-        tokens=tokens,
-        next_token=decision.next_token,
+    return replace(
+        unread,
         nodes=tuple(tuple(row[:count]) for row, count in zip(nodes, counts, strict=True)),
         emitted=emitted,
         num_drafted=tuple(count for (count,) in drafted),
@@ -93,7 +84,7 @@ Choose = Callable[[Sequence[int | None]], list[int]]
 """Function of each row's node, None in rows whose walk has ended, that returns the next token of every row."""
 
 
-def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Acceptance:
+def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree | None = None) -> Accepted:
     """Walk down from the roots: at each node choose the next token, record it, and go to the child with that token.
 
     All rows advance by one level before any goes deeper, so that tokens are drawn in the same order as in
@@ -124,7 +115,7 @@ def walk(tree: TokenTree, transcript: Transcript, choose: Choose, host: HostTree
                 emitted[row].append(token)
                 ended = transcript.finished[row] and not transcript.lockstep
                 nodes[row] = None if ended else host.children[row].get(node, {}).get(token)
-    return _acceptance_of(host, paths, emitted)
+    return Accepted.from_rows(paths, emitted, host.roots, host.num_drafted, host.device)
 
 
 def by_scores(
@@ -159,7 +150,7 @@ def keep_paths(
     transcript: Transcript,
     choose: Callable[[int], list[tuple[int, int]]],
     host: HostTree,
-) -> Acceptance:
+) -> Accepted:
     """Record the chosen paths, each until its row ends; in lockstep, all paths are cut to the shortest one.
 
     Args:
@@ -191,20 +182,4 @@ def keep_paths(
             if all(transcript.finished):
                 break
     paths, emitted = ([[pair[part] for pair in pairs] for pairs in kept] for part in (0, 1))
-    return _acceptance_of(host, paths, emitted)
-
-
-def _acceptance_of(host: HostTree, paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> Acceptance:
-    """Upload each row's nodes and emitted tokens, which have equal lengths."""
-    width = max(1, *map(len, paths))
-    padded = [[[*row, *[-1] * (width - len(row))] for row in rows] for rows in (paths, emitted)]
-    path, tokens = upload(padded, torch.long, host.device)
-    next_tokens = [tokens[-1] if tokens else root for tokens, root in zip(emitted, host.roots, strict=True)]
-    return Acceptance(
-        path=path,
-        tokens=tokens,
-        next_token=upload(next_tokens, torch.long, host.device),
-        nodes=tuple(map(tuple, paths)),
-        emitted=tuple(map(tuple, emitted)),
-        num_drafted=host.num_drafted,
-    )
+    return Accepted.from_rows(paths, emitted, host.roots, host.num_drafted, host.device)

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import ExecutionMode, SpeculativeConfig
 from hf_specdec.host_sync import read
-from hf_specdec.trees.draft import Budget, Draft
+from hf_specdec.trees.draft import Budget, Draft, StepCostFunction
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.features import Features, PromptPadding, Window
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DraftContext:
     features: Features | None = None
     logits: Tensor | None = None
     launches: bool = False
-    step_costs: Callable[[], tuple[float, ...]] | None = None
+    step_costs: StepCostFunction | None = None
 
     def texts(self) -> list[list[int]]:
         """Return each row's prompt without padding, followed by its root, on the host; reads the device once."""
@@ -164,7 +164,7 @@ class DraftSession(ABC):
         """
         self.observe(step)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch the next draft on the device before the host reads the step; the default launches nothing.
 
         Called only if the accepted tokens are chosen on the device, as on accelerators. After the host
@@ -176,7 +176,7 @@ class DraftSession(ABC):
             budget: The likely budget of the next `propose`.
 
         Returns:
-            Integer tensors `[B, *]` that the host needs; `observe` gets their values in `Acceptance.launched`.
+            Integer tensors `[B, *]` that the host needs; `observe` gets their values in `Accepted.launched`.
         """
         return ()
 

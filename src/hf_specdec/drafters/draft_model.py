@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.acceptance.pipelining import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters.base import SIZES, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.registry import register
@@ -376,7 +376,7 @@ class AssistantReader:
         path = torch.where(nodes < counts, nodes, -1)[:, :width]
         kept = tuple(tuple(range(count)) for count in self._counts)
         drafted = (chain.num_nodes - 1,) * len(kept)
-        self._target.commit(chain, Acceptance(path, chain.tokens, chain.tokens[:, -1], kept, kept, drafted))
+        self._target.commit(chain, Accepted(path, chain.tokens, chain.tokens[:, -1], kept, kept, drafted))
         # index of the last queued token, then of each mask
         last_token_and_masks = (counts + torch.arange(-1, num_masks, device=counts.device)).clamp(min=0)
         logits = logits.gather(1, last_token_and_masks[..., None].expand(-1, -1, logits.shape[-1]))

@@ -2,7 +2,7 @@
 
 *Free sources* are drafters that list candidates at almost no cost (`DraftSession.has_candidates`); they are queried in
 every step. All others are *heads*: a head costs one forward per level and is queried only if queries have paid in
-similar situations (`control/merge_policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
+similar situations (`control/policy.py`). The tree takes the likeliest nodes of all sources (`candidates.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.acceptance.pipelining import Stopwatch
+from hf_specdec.acceptance.accepted import Stopwatch
 from hf_specdec.config import AUTO, COMBINED, HYBRID, SpeculativeConfig
-from hf_specdec.control.head_schedule import QueryStats
-from hf_specdec.control.learned_stats import LearnedStats
-from hf_specdec.control.merge_policy import MergePolicy
-from hf_specdec.control.tree_width import Width
+from hf_specdec.control.policy import LearnedStats, MergePolicy, QueryStats, Width
 from hf_specdec.drafters.base import SIZES, Candidates, DraftContext, Drafter, DraftSession, DraftTarget, Needs
 from hf_specdec.drafters.candidates import CachedCandidates, DraftedCandidates, MergedTree, merge_sources
 from hf_specdec.drafters.checked import checked_limits, start_session
@@ -33,7 +30,7 @@ from hf_specdec.host_sync import read, upload
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.verification.features import Window
 from hf_specdec.verification.memory import one_time_work, persistent_tensors
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 
 HEAD_NODES = 32
 """Nodes that a head drafts, root included; the merged tree takes the best of them."""
@@ -332,7 +329,7 @@ class _HybridSession(DraftSession):
             schedule.time_levels(max(row.depth for row in candidates), answer.seconds)
         return answer
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """Launch drafts of the heads that are expected to pay; return their trees for the host to read."""
         tensors = list[Tensor]()
         for head in self._heads:

@@ -45,9 +45,9 @@ MAX_CONTINUATIONS = 4
 MATCH_CLASSES = (0, 1, 2, 4, 8, 16)
 """Largest match length of each class; longer matches form one more class."""
 ONLY_ACCEPTANCE = (0.0, 0.33, 0.55, 0.73, 0.79, 0.87, 0.95)
-"""Acceptance rate of a match's only continuation, by class (SmolLM2-135M, answers to Spec-Bench questions)."""
+"""Accepted rate of a match's only continuation, by class (SmolLM2-135M, answers to Spec-Bench questions)."""
 SEVERAL_ACCEPTANCE: tuple[float, ...] = (0.15, 0.12, 0.08, 0.06)
-"""Acceptance rate of each of several continuations of a match, latest first (same measurement)."""
+"""Accepted rate of each of several continuations of a match, latest first (same measurement)."""
 SHORTER_FACTOR = 0.25
 """Factor on these rates for tokens that followed a suffix of the match, but not the match itself."""
 
