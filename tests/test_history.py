@@ -143,7 +143,7 @@ def test_a_warmup_stores_nothing(attached: Any) -> None:
 
 
 @pytest.mark.parametrize(("fields", "match"), [
-    ({"method": "prompt_lookup", "history": True}, "None unless `method` is 'auto' or 'hybrid'"),
+    ({"method": "prompt_lookup", "history": True}, "None unless `method` is"),
     ({"method": "auto", "history": ""}, "a name"),
     ({"method": "auto", "history": ["a", 3]}, "one name per row"),
     ({"method": "auto", "history": 5}, "a name"),
