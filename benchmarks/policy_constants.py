@@ -40,9 +40,9 @@ OFF = {
     "FIRST_STEPS": 0, "MAX_SURPRISE": inf, "STALE_STEPS": inf, "RETRY_STEPS": inf, "STRETCH_STEPS": inf,
     "ARM_MARGIN": 0.0,
     "CLEAR_GAIN": 0.0, "MIN_PATH_PROBABILITY": 0.0, "SLOW_ROW_POWER": 1, "MIN_BATCH_GAIN": 1.0, "TRUST_MEMORY": 1.0,
-    "FADED_HITS": 1.0, "PAUSE_STEPS": inf, "FASTER_SMOOTHING": 0.0, "STALE_WEIGHT": 0.0, "FADED_QUERIES": inf,
+    "FASTER_SMOOTHING": 0.0, "STALE_WEIGHT": 0.0, "FADED_QUERIES": inf,
     "SATURATED_TOKENS": inf, "MIN_PAUSE": 0, "MAX_PAUSE": inf, "TRIAL_SHARE": 0.0, "MAX_PLAIN_STEPS": inf,
-    "IDLE_QUERY_SHARE": inf, "FIRST_TRIALS": 0,
+    "FIRST_TRIALS": 0,
 }  # fmt: skip
 """Values that switch off what a constant tunes."""
 
