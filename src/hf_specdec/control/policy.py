@@ -333,7 +333,7 @@ class LearnedStats:
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def fade(self) -> None:
-        """Reduce the weight of gains, because the target's weights have changed; costs stay, hits fade with the text."""
+        """Reduce the weight of gains, because the target's weights have changed; costs stay, hits fade anyway."""
         for schedule in self.schedules.values():
             schedule.fade()
 
