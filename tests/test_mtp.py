@@ -32,7 +32,7 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.checkpoints.report import inspect_head
+from hf_specdec.checkpoints.hub import inspect_head
 from hf_specdec.drafters.mtp import MtpDrafter, NativeMtpDrafter
 from hf_specdec.drafters.registry import methods
 from hf_specdec.generation import call

@@ -15,7 +15,7 @@ from hf_specdec.control import costs
 from hf_specdec.generation.model_programs import current_program
 from hf_specdec.generation.state import current_facts
 from hf_specdec.reporting.stats import EAGER
-from hf_specdec.validation import require, require_integer
+from hf_specdec.validation import Rule, require_integer
 
 QUESTIONS = (
     Question("list", "prose", ("Give me five tips for sleeping better, with one sentence about each.",)),
@@ -132,7 +132,7 @@ def verify_seconds(
         print(f"16 nodes pay above {seconds[16] / seconds[1]:.2f} tokens per step")
         ```
     """
-    require(len(sizes) > 0, "a sequence of at least one number", "sizes", sizes)
+    Rule("a sequence of at least one number", bool).check("sizes", list(sizes))
     for size in sizes:
         require_integer("sizes", size, 1)
     require_integer("context", context, 1)

@@ -29,7 +29,7 @@ from hf_specdec.drafters.captured_recycling import advance_captured
 from hf_specdec.drafters.launching import LaunchingSession
 from hf_specdec.drafters.recycled_tokens import RecycledTokens, learn, learn_on_host, recycle
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
-from hf_specdec.records import open_regular, path_of
+from hf_specdec.records import checked_path, open_regular
 from hf_specdec.trees.draft import Budget, Draft
 from hf_specdec.trees.growth import growable
 from hf_specdec.validation import MAX_TOP_K, require_integer
@@ -152,7 +152,7 @@ class TokenRecyclingDrafter(Drafter):
         Raises:
             InvalidConfigError: The drafter was never bound to a model, or the file cannot be written.
         """
-        with whole_file(path_of(path)) as partial:
+        with whole_file(checked_path(path)) as partial:
             save_file({name: tensor.cpu() for name, tensor in self._learned().tensors().items()}, partial)
 
     def load(self, path: str | Path) -> None:
@@ -164,7 +164,7 @@ class TokenRecyclingDrafter(Drafter):
                 values. The table is then unchanged.
         """
         mine = self._learned().tensors()
-        with open_regular(path_of(path, CheckpointFormatError), CheckpointFormatError) as file:
+        with open_regular(checked_path(path, CheckpointFormatError), CheckpointFormatError) as file:
             header = os.fstat(file.fileno()).st_size - sum(tensor.nbytes for tensor in mine.values())
         if not 0 < header <= MAX_HEADER_BYTES:  # checked before parsing: a header could hold millions of names
             raise CheckpointFormatError(

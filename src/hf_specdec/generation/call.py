@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdec.acceptance import rules
 from hf_specdec.acceptance.processors import is_rowwise
 from hf_specdec.acceptance.transcript import Transcript
-from hf_specdec.checkpoints.pard import drafts_in_parallel
+from hf_specdec.checkpoints.formats import drafts_in_parallel
 from hf_specdec.config import AdaptiveConfig, SpeculativeConfig
 from hf_specdec.control.controller import Controller, CostModelController, FixedController, TierController
 from hf_specdec.control.costs import time_forwards

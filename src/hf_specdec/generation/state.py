@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_specdec.checkpoints.adapters import AdapterFiles, check_adapter
+from hf_specdec.checkpoints.hub import AdapterFiles, check_target_adapter
 from hf_specdec.control.costs import StepCosts
 from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters.answer_history import AnswerHistory
@@ -313,7 +313,7 @@ def _bind(model: PreTrainedModel, drafter: Drafter, now: Fingerprint) -> None:
     check_drafter(drafter)
     adapter = getattr(getattr(drafter, "head", None), "adapter", None)
     if isinstance(adapter, AdapterFiles):
-        check_adapter(model, adapter)
+        check_target_adapter(model, adapter)
     with persistent_tensors():
         drafter.bind(model)
     check_features(model, drafter.needs.feature_layers)

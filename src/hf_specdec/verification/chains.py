@@ -110,12 +110,7 @@ def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 class ChainTarget(Target):
-    """Target for models that can verify only chains: several steps of plain decoding in one forward.
-
-    Args:
-        model, outputs: See `Target`.
-        cache: Cache of this generation.
-    """
+    """Target for models that can verify only chains: several steps of plain decoding in one forward."""
 
     supports_trees, lockstep = False, True
     cache: ChainCache

@@ -186,8 +186,7 @@ class Target(ABC):
             tree: The whole tree so far; it may have several roots (parent -1), which follow the committed tokens.
             known: Number of its first nodes already appended since the last commit.
         """
-        logits: Tensor = self._run(tree, known).logits
-        return logits
+        return self._run(tree, known).logits
 
     def forget(self) -> None:
         """Discard the nodes appended by `extend`; required before the next verification."""

@@ -17,7 +17,7 @@ from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
 from hf_specdec.verification.cache import ActiveRows, TreeCache, drop_order, layer_windows
 from hf_specdec.verification.features import Features
-from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs, last_queries
+from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
 from hf_specdec.verification.target import Target, Verified
@@ -181,13 +181,12 @@ class TreeTarget(Target):
                 self._tap.clear()  # the runner may have called the model, and with it the tap's hooks
                 self._tap.keep(states)
             return CausalLMOutputWithPast(logits=logits)
-        masks, node_positions = inputs.masks_and_positions()
-        masks = last_queries(masks, known)
+        masks, node_positions = inputs.masks_and_positions(known)
         with attending(attention_of(masks, inputs) if self._uses_packed else None):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
-                position_ids=node_positions[..., known:],
+                position_ids=node_positions,
                 use_cache=True,
                 return_dict=True,
                 **{self._cache_argument: cache},
