@@ -44,8 +44,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1189, "cpu": 1524,
-    "drafters": 6680, "generation": 3277, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
+    "acceptance": 1084, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1164, "cpu": 1524,
+    "drafters": 6680, "generation": 3188, "heads": 4252, "reporting": 506, "training": 5217, "trees": 729,
     "verification": 5172, "viz": 1046,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
