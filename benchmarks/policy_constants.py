@@ -33,7 +33,7 @@ MODULES = [
 ]
 MODULES.append(candidates)
 NOT_SIMULATED = ("MEASURED_WIDTHS", "TIMED_ROUNDS", "QUICK_ROUNDS", "MEASURED_CONTEXT", "MAX_MEASURED_NODES",
-                 "MIN_MEASURED_WIDTH", "TRUST_CLASSES")  # fmt: skip
+                 "MIN_MEASURED_WIDTH", "TRUST_CLASSES", "UNKNOWN", "ANSWER_SLOTS", "ROOT_PARENT")  # fmt: skip
 """Constants of how costs are measured, and of sources that give several probabilities, which no scenario has."""
 OFF = {
     "EXPECTED_NODE_COST": {"cpu": 0.0, "accelerator": 0.0}, "MIN_TRIAL_WIDTH": 64, "CHEAP_TREES": inf,

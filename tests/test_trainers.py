@@ -257,12 +257,16 @@ def test_a_compiled_head_is_made_again_only_if_it_copies_rows(model: Any, reduce
 def test_what_was_learned_fades_once_per_update(model: Any) -> None:
     for _ in range(2):
         roll_out(model)
-    table = state_of(model).made["token_recycling"].table
-    before = [table.log_probs[0].clone(), state_of(model).costs[0]]
+    learned, table = state_of(model).learned, state_of(model).made["token_recycling"].table
+    assert learned._hits
+    before = [table.log_probs[0].clone(), state_of(model).costs[0], dict(learned._hits)]
     train(model)
     version = WeightsVersion.of(model)
     for _ in range(2):
         state_of(model).fade_if_weights_changed(version)
+    assert learned._hits == {
+        name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in before[2].items()
+    }
     faded = table.log_probs[0]
     assert torch.equal(faded.isinf(), before[0].isinf()), "no entry is erased"
     known = ~faded.isinf()

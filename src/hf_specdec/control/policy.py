@@ -333,7 +333,10 @@ class LearnedStats:
         vars(self).update(copy.deepcopy(state) if state is not None else vars(LearnedStats()))
 
     def fade(self) -> None:
-        """Reduce the weight of gains, because the target's weights have changed; costs stay, hits fade anyway."""
+        """Halve the weight of hits and reduce that of gains, because the target's weights have changed; costs stay."""
+        self._hits = {
+            name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in self._hits.items()
+        }
         for schedule in self.schedules.values():
             schedule.fade()
 
