@@ -32,9 +32,10 @@ MODULES = [
     importlib.import_module(f"{control.__name__}.{found.name}") for found in pkgutil.iter_modules(control.__path__)
 ]
 MODULES.append(candidates)
-NOT_SIMULATED = ("MEASURED_WIDTHS", "TIMED_ROUNDS", "QUICK_ROUNDS", "MEASURED_CONTEXT", "MAX_MEASURED_NODES",
-                 "MIN_MEASURED_WIDTH", "TRUST_CLASSES", "SATURATED_TOKENS", "UNKNOWN", "ANSWER_SLOTS", "ROOT_PARENT")  # fmt: skip
-"""Constants of how costs are measured, and of long drafts or several probabilities of a source: no scenario has them."""
+NOT_SIMULATED = ("MEASURED_WIDTHS", "MAX_MEASURED_NODES", "MIN_MEASURED_WIDTH", "TRUST_CLASSES", "SATURATED_TOKENS",
+                 "UNKNOWN", "ANSWER_SLOTS", "ROOT_PARENT")  # fmt: skip
+"""Constants of how costs are measured, of long drafts and of sources with several probabilities: no scenario has them.
+"""
 OFF = {
     "EXPECTED_NODE_COST": {"cpu": 0.0, "accelerator": 0.0}, "MIN_TRIAL_WIDTH": 64, "CHEAP_TREES": inf,
     "FIRST_STEPS": 0, "MAX_SURPRISE": inf, "STALE_STEPS": inf, "RETRY_STEPS": inf, "STRETCH_STEPS": inf,
