@@ -58,11 +58,11 @@ ASSISTED, PARD = "draft_model", "pard"
 MODE_OPTIONS = ("num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Fields of a generation config that select a generation mode."""
 
-Row = tuple[Any, str, str] | tuple[Any, str, str, type[SpeculativeDecodingError]]
+_Row = tuple[Any, str, str] | tuple[Any, str, str, type[SpeculativeDecodingError]]
 """Whether a call is refused, the reason, the way out, and the error (default: `UnsupportedGenerationError`)."""
 
 
-def _refuse(*table: Row) -> None:
+def _refuse(*table: _Row) -> None:
     for applies, reason, way_out, *error in table:
         if applies:
             raise (error[0] if error else UnsupportedGenerationError)(reason, way_out)
@@ -133,7 +133,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     )
 
 
-def _static_attentions(config: GenerationConfig, is_static: bool) -> Row:
+def _static_attentions(config: GenerationConfig, is_static: bool) -> _Row:
     """Transformers returns one column per slot of a static cache, this package only the columns of tokens."""
     return (
         is_static and config.return_dict_in_generate and config.output_attentions,
