@@ -259,19 +259,19 @@ def test_what_was_learned_fades_once_per_update(model: Any) -> None:
         roll_out(model)
     learned, table = state_of(model).learned, state_of(model).made["token_recycling"].table
     assert learned._hits
-    before = [dict(learned._hits), table.log_probs[0].clone(), state_of(model).costs[0]]
+    before = [table.log_probs[0].clone(), state_of(model).costs[0], dict(learned._hits)]
     train(model)
     version = WeightsVersion.of(model)
     for _ in range(2):
         state_of(model).fade_if_weights_changed(version)
     assert learned._hits == {
-        name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in before[0].items()
+        name: [(expected / 2, hits / 2) for expected, hits in classes] for name, classes in before[2].items()
     }
     faded = table.log_probs[0]
-    assert torch.equal(faded.isinf(), before[1].isinf()), "no entry is erased"
+    assert torch.equal(faded.isinf(), before[0].isinf()), "no entry is erased"
     known = ~faded.isinf()
-    assert torch.allclose(faded[known].exp(), 0.95 * before[1][known].exp())
-    assert state_of(model).costs[0] is before[2]
+    assert torch.allclose(faded[known].exp(), 0.95 * before[0][known].exp())
+    assert state_of(model).costs[0] is before[1]
 
 
 def test_parts_and_combined_drafters_fade_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
