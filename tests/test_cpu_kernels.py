@@ -56,7 +56,7 @@ GATES = {SILU: silu, GELU_TANH: lambda gate: gelu(gate, approximate="tanh")}
 
 
 def forget() -> None:
-    library.forget_library()
+    library._loaded.clear()
     operations.functions_for.cache_clear()
 
 
@@ -828,11 +828,11 @@ def test_auto_does_not_wait_for_a_compiler(how: str, tmp_path: Path, monkeypatch
     (tmp_path / "go").touch()
     if how == "warmup":
         model.warmup("auto")
-    library.wait_for_kernels()
+    for thread in library._running:
+        thread.join()
     model.generate(ids, **options)
     assert library.is_loaded()
     assert model._speculation.programs
-    library.wait_for_kernels()
     assert library.are_kernels_ready()
 
 
