@@ -37,9 +37,10 @@ from hf_specdec.cpu.growing import PackedMarkov
 from hf_specdec.cpu.library import INSTRUCTION_SETS, VARIABLE, NoKernelsError, choose_instruction_set
 from hf_specdec.cpu.operations import GELU_TANH, SILU
 from hf_specdec.cpu.rewrite import RecordProducts, call_functions, lift_weights, use_kernels
-from hf_specdec.drafters.block_tree import BlockOutputs, grow_block
+from hf_specdec.drafters.dflash import BlockOutputs, grow_block
 from hf_specdec.generation import model_programs
 from hf_specdec.heads.dflash import DFlashConfig, DFlashHead
+from hf_specdec.heads.stages import stages_of
 from hf_specdec.trees.draft import Budget
 from hf_specdec.trees.growth import growable
 from hf_specdec.verification.programs import CaptureError, make_program
@@ -196,12 +197,12 @@ def block_outputs(dtype: torch.dtype, kind: str, size: int, root: int = 7) -> Bl
     head = DFlashHead(config).requires_grad_(False).to(dtype)
     for weight in head.markov_head.parameters():
         weight.copy_(random(*weight.shape, dtype=dtype))
-    hot = torch.randperm(1100, device="cpu")[:size].sort().values
+    head.hot_token_ids.copy_(torch.randperm(1100, device="cpu")[:size].sort().values)
     slots, lm_head = random(3, 4, 24, dtype=dtype), nn.Linear(24, size, bias=False).requires_grad_(False).to(dtype)
     roots = torch.tensor([5, 1099, root], dtype=torch.long, device="cpu")
 
-    head.packed_markov = PackedMarkov.of(head.markov_head)
-    return BlockOutputs(head, roots, slots, lm_head, hot)
+    stages = replace(stages_of(head, lm_head), markov=PackedMarkov.of(head.markov_head))
+    return BlockOutputs(head, stages, roots, slots)
 
 
 @pytest.mark.parametrize("size", [40, 1000, 1003])
@@ -213,8 +214,8 @@ def test_trees_of_blocks_are_those_that_torch_grows(dtype: torch.dtype, kind: st
     ):
         outputs = block_outputs(dtype, kind, size, number)
         assert outputs.packed_markov is not None
-        exact = replace(outputs, head=copy.deepcopy(outputs.head).float(), slots=outputs.slots.float())
-        exact.head.packed_markov = None
+        head = copy.deepcopy(outputs.head).float()
+        exact = replace(outputs, head=head, stages=stages_of(head, None), slots=outputs.slots.float())
         vars(exact)["logits"] = outputs.logits.float()  # the same numbers, in float32
         by_kernel, by_torch = (grow_block(one, growable(budget)) for one in (outputs, exact))
         assert torch.equal(by_torch.tree.tokens, by_kernel.tree.tokens)
@@ -227,8 +228,7 @@ def test_trees_of_blocks_that_cannot_be_grown_are_errors(dtype: torch.dtype) -> 
     with pytest.raises(IndexError, match="1100 tokens"):
         grow_block(block_outputs(dtype, "rnn", 40, root=1100), wide)
     outputs = block_outputs(dtype, "rnn", 40)
-    assert outputs.hot_token_ids is not None
-    outputs.hot_token_ids.fill_(2**40)  # a chain reads only the embeddings of tokens that it drafts after
+    outputs.head.hot_token_ids.fill_(2**40)  # a chain reads only the embeddings of tokens that it drafts after
     assert grow_block(outputs, growable(Budget(2, 1, 1))).tree.tokens[:, 1].tolist() == [2**40] * 3
     with pytest.raises(IndexError, match="1100 tokens"):
         grow_block(outputs, wide)

@@ -25,10 +25,9 @@ from hf_specdec import (
     load_head,
 )
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.block_tree import grow_block
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash import DFlashDrafter, grow_block
 from hf_specdec.drafters.eagle import EagleDrafter
-from hf_specdec.drafters.feature_session import FeatureSession
+from hf_specdec.drafters.features import FeatureSession, first_positions
 from hf_specdec.drafters.hybrid import HybridDrafter
 from hf_specdec.drafters.mtp import MtpDrafter
 from hf_specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -321,7 +320,9 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         observe(session, step)
         if session._prompt is None:
             unread = torch.tensor([part.counts for part in session._pending]).sum(0)
-            found.append(bool((session._first_positions(len(session._roots))[:, 0] + unread == session.watched).all()))
+            found.append(
+                bool((first_positions(session._lengths, session._padding)[:, 0] + unread == session.watched).all())
+            )
 
     monkeypatch.setattr(FeatureSession, "observe", watched)
     return found

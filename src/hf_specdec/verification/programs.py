@@ -46,7 +46,7 @@ class Program:
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Return the results for inputs of any size."""
-        return self.run(*inputs, *self.weights)
+        return self.run(*(tensor.contiguous() for tensor in inputs), *self.weights)
 
 
 class CaptureError(Exception):

@@ -197,7 +197,7 @@ class CompiledForward(Runner):
         token, start = _RUNNING.set((forward, cache)), cache.get_seq_length()
         try:
             start = start if isinstance(start, Tensor) else torch.tensor(start, dtype=torch.long, device=tokens.device)
-            logits, *states = self._run(tokens.contiguous(), positions.contiguous(), start)
+            logits, *states = self._run(tokens, positions, start)
         finally:
             _RUNNING.reset(token)
         return logits, dict(zip(self._order, states, strict=True))
