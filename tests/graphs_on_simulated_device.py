@@ -26,8 +26,7 @@ import zoo
 from benchmark_script import BENCHMARKS, script
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.head_schedule import QueryStats
-from hf_specdec.control.tree_width import Width
+from hf_specdec.control.policy import QueryStats, Width
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.drafters.features import FeatureSession
 from hf_specdec.drafters.hybrid import HybridDrafter
@@ -40,7 +39,7 @@ from models import prompts
 from simulated_device import Graph, SimTensor, attention_shapes, launches, move, note_launch, reads, simulation
 from test_modes import MODES
 
-READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/pipelining.py:finish"))
+READS = (("tolist", "host_sync.py:read"), ("synchronize", "acceptance/accepted.py:finish"))
 CAPTURED = {"compile": "cuda_graph"}
 LOOKUP = {"method": "prompt_lookup", **CAPTURED}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20}
@@ -253,7 +252,7 @@ def test_a_call_that_fails_leaves_its_memory_to_the_next_one(llama: Any, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_specdec.generation.decode._step", fail)
+        patch.setattr("hf_specdec.generation.decode._Loop.begin_step", fail)
         with pytest.raises(KeyboardInterrupt) as error:
             generate(llama, 1, LOOKUP)
     replays = backend_of(llama).replays

@@ -1,4 +1,4 @@
-"""Verification of chains, with transformers' own cache, masks and positions: the counterpart of `TreeTarget`."""
+"""Verified of chains, with transformers' own cache, masks and positions: the counterpart of `TreeTarget`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.errors import UnsupportedGenerationError
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import TokenTree
@@ -135,7 +135,7 @@ class ChainTarget(Target):
             return draft
         return replace(draft, tree=draft.tree.first_children(), log_probs=None, sources=None)
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Crop the cache to the kept nodes; if this is needed but impossible, restore it and run them again."""
         lengths = self.cache.lengths
         again = self.cache.keep(acceptance.nodes, tree.num_nodes)

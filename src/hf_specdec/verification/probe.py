@@ -19,10 +19,10 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.atomic import write_text
 from hf_specdec.errors import InvalidConfigError, UnsupportedModelError
-from hf_specdec.records import read_object
+from hf_specdec.records import read_json
 from hf_specdec.transformers_private import attention_name, is_stateful, supports_dynamic_cache
 from hf_specdec.trees.tree import TokenTree
 from hf_specdec.verification.cache import TreeCache, TreeLayer, measured_layout
@@ -220,7 +220,7 @@ def _read_kept(file: Path, model: PreTrainedModel, fingerprint: Fingerprint) -> 
     if not file.is_file():
         return None
     try:
-        kept, layers = read_object(file), list[LayerLayout | None]()
+        kept, layers = read_json(file), list[LayerLayout | None]()
         for entry in kept["layers"] or ():
             layer = None
             if entry is not None:
@@ -305,7 +305,7 @@ def _probe(
     count = len(nodes)
     rows = (tuple(path[:2]),) * count
     kept = torch.tensor(rows, dtype=torch.long, device=nodes.device)
-    acceptance = Acceptance(kept, answer[:, :2], answer[:, -1], rows, ((0, 0),) * count, (3,) * count)
+    acceptance = Accepted(kept, answer[:, :2], answer[:, -1], rows, ((0, 0),) * count, (3,) * count)
     try:
         target.prefill(prompt, GenerationConfig(), first_inputs(target.model, plain.mask, target.cache))
         logits = target.verify(tree).logits

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_specdec.acceptance.paths import Acceptance
+from hf_specdec.acceptance.accepted import Accepted
 from hf_specdec.transformers_private import updated_kwargs
 from hf_specdec.trees.draft import Draft
 from hf_specdec.trees.tree import ROOT_PARENT, TokenTree
@@ -20,7 +20,7 @@ from hf_specdec.verification.features import Features
 from hf_specdec.verification.masks import MaskLayout, Positions, PromptPadding, TreeInputs
 from hf_specdec.verification.model import cache_argument, execution_device, text_config
 from hf_specdec.verification.runners import Runner, attention_of
-from hf_specdec.verification.target import Target, Verification
+from hf_specdec.verification.target import Target, Verified
 from hf_specdec.verification.tree_attention import attending
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class TreeTarget(Target):
         """Return the whole draft."""
         return draft
 
-    def prefill(self, *inputs: Any, **options: Any) -> Verification:
+    def prefill(self, *inputs: Any, **options: Any) -> Verified:
         """See `Target`."""
         self.cache.begin_prompt(layer_windows(text_config(self.model)))
         return super().prefill(*inputs, **options)
 
-    def commit(self, tree: TokenTree, acceptance: Acceptance) -> None:
+    def commit(self, tree: TokenTree, acceptance: Accepted) -> None:
         """Keep one path per row, in place."""
         active = self.cache.active
         if active is None:
