@@ -44,9 +44,9 @@ def imports_of(path: Path) -> set[str]:
 
 
 MAX_LINES = {
-    "acceptance": 1084, "bench": 994, "checkpoints": 3142, "cli": 2592, "control": 1189, "cpu": 1410,
+    "acceptance": 1084, "bench": 994, "checkpoints": 3142, "cli": 2592, "control": 1189, "cpu": 1373,
     "drafters": 6673, "generation": 3188, "heads": 3151, "reporting": 386, "training": 4453, "trees": 699,
-    "verification": 4772, "viz": 1028,
+    "verification": 4749, "viz": 1028,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
 MAX_LINES_AT_THE_TOP = 1408

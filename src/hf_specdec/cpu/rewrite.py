@@ -245,10 +245,8 @@ def _match_residual(total: _Node) -> None:
 def _join_attention(node: _Node, attention: Any, joined: Any) -> None:
     """Replace attention over parts of a joined product, rotated, by an operation that takes the product as it is.
 
-    Args:
-        node: Any node.
-        attention: Operation of queries, keys and values `[B, H or G, N, D]` and further arguments.
-        joined: Operation of the product `[B, N, (H + 2G) * D]`, cosines, sines, G, D and the same further arguments.
+    `attention` is the operation of queries, keys and values `[B, H or G, N, D]` and further arguments; `joined` that
+    of the product `[B, N, (H + 2G) * D]`, cosines, sines, G, D and the same further arguments.
     """
     if not _is(node, attention):
         return

@@ -382,12 +382,7 @@ def _distance(actual: Tensor, expected: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_features(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers.
-
-    Raises:
-        DrafterMismatchError: The model has fewer layers.
-        UnsupportedModelError: No list of decoder layers is found, or the hooks capture other shapes, or nothing.
-    """
+    """Check, by a forward over two tokens, that hooks capture hidden states of the expected shape in these layers."""
     if not layers:
         return
     tokens = torch.arange(2, device=execution_device(model))[None]
