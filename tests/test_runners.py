@@ -50,9 +50,9 @@ def without_inductor(graph: Any, _inputs: Any, options: Any) -> Any:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(library.VARIABLE, "none")
-    library.forget_library()
+    library._loaded.clear()
     yield
-    library.forget_library()
+    library._loaded.clear()
 
 
 @pytest.fixture
