@@ -124,7 +124,7 @@ class Ambiguity:
         return [LAST if reading.final_norm and number == depth else number for number in numbers]
 
 
-VALUES: Mapping[str, tuple[Any, ...]] = {
+_POSSIBLE: Mapping[str, tuple[Any, ...]] = {
     "norm_output": (False, True), "layer_offset": (0, 1), "final_norm": (False, True),
 }  # fmt: skip
 """Valid values of a `Reading`'s fields."""
@@ -138,11 +138,11 @@ def checked_reading(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(given, Mapping):
         raise InvalidConfigError(
-            f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(VALUES)}."
+            f"`reading` must be a dictionary, got {type(given).__name__}.", f"Possible values: {dict(_POSSIBLE)}."
         )
     for name, value in given.items():
-        if name not in VALUES or type(value) is not type(VALUES[name][0]) or value not in VALUES[name]:
+        if name not in _POSSIBLE or type(value) is not type(_POSSIBLE[name][0]) or value not in _POSSIBLE[name]:
             raise InvalidConfigError(
-                f"`reading` has the invalid entry {name!r}: {value!r}.", f"Possible values: {dict(VALUES)}."
+                f"`reading` has the invalid entry {name!r}: {value!r}.", f"Possible values: {dict(_POSSIBLE)}."
             )
     return dict(given)
