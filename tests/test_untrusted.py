@@ -39,10 +39,11 @@ from hf_specdec import (
     export_head,
     load_head,
 )
-from hf_specdec.checkpoints.files import NotTensorsError, TorchFile, read_json, shard_names
+from hf_specdec.checkpoints.files import NotTensorsError, TorchFile, shard_names
 from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
+from hf_specdec.records import read_json
 from hf_specdec.training import Conversation, capture_features
 
 EXAMPLES = layouts.all_examples()

@@ -125,7 +125,7 @@ def _started(misfits: Sequence[str], copied: str) -> str:
     return f"The head starts from {random if misfits else copied}."
 
 
-KINDS = {
+HEAD_KINDS = {
     "medusa": HeadKind(MedusaHeads, "Medusa heads", MedusaHeads, MedusaConfig,
                        lambda _: training.MedusaTrainingConfig(), training.train_medusa, _start_medusa),
     "eagle": HeadKind(EagleHead | Eagle3Head, "an EAGLE head", EagleHead, EagleConfig,
@@ -204,7 +204,7 @@ def train_head(
 
     With `saved_model`, a subfolder of the output directory, the target is trained as well and saved there (Medusa-2).
     """
-    kind, output, is_new = KINDS[kind_name], options.output, options.initial_head is None
+    kind, output, is_new = HEAD_KINDS[kind_name], options.output, options.initial_head is None
     _check_own_run(output)
     check_features_folder(options.features)
 

@@ -37,7 +37,7 @@ from hf_specdec.verification.graph_backends import GRAPH_BACKENDS
 from hf_specdec.verification.graphs import Graphed
 from hf_specdec.verification.model import execution_device, text_config
 from hf_specdec.verification.programs import ExecutionMode
-from hf_specdec.verification.step import Step, UnreadStep
+from hf_specdec.verification.step import Step
 from hf_specdec.verification.target import Target
 
 DEFAULT_NUM_NODES = 8
@@ -224,7 +224,7 @@ class _RecyclingSession(LaunchingSession):
             before = torch.nn.functional.pad(torch.where(valid, ids, -1), (1, -1), value=-1)
             table.write(before, ids, *table.candidates(context.logits), valid)
 
-    def launch(self, step: UnreadStep, budget: Budget) -> Sequence[Tensor]:
+    def launch(self, step: Step, budget: Budget) -> Sequence[Tensor]:
         """See `LaunchingSession.launch`; if captured, one graph learns from the step and drafts."""
         if self._program is None or budget.is_plain:
             return super().launch(step, budget)
@@ -239,7 +239,7 @@ class _RecyclingSession(LaunchingSession):
     def _draft(self, budget: Budget) -> Draft:
         return recycle(self._table, self._previous, self._roots, growable(budget))
 
-    def _follow(self, step: Step | UnreadStep) -> None:
+    def _follow(self, step: Step) -> None:
         candidates, kept = self._table.candidates(step.verification.logits), step.acceptance
         self._previous = self._learn(self._table, step.draft.tree, *candidates, kept.path, self._previous)
 
