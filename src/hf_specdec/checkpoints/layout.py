@@ -70,7 +70,9 @@ class Layout:
     unmarked_by: tuple[str, ...] = ()  # regular expressions that match none
 
     # ---- reading
-    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = None  # see `_config`; None: our own
+    settings_of: Callable[[Layout, Fields, Fields, Shapes], Fields] | None = (
+        None  # our config, see `_empty_head`; None: it is stored as it is
+    )
     fields: Mapping[str, str] = field(default_factory=dict)  # our field: dotted path in config.json
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our field: value for all heads of this layout
     expected: Mapping[str, Any] = field(default_factory=dict)  # dotted path: the only supported value

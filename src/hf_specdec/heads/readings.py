@@ -78,28 +78,27 @@ class Ambiguity:
 
         Args:
             target_config: Config of the target's text decoder.
-            given: Some fields of `Reading`, by name.
+            given: Some fields of `Reading`, by name, after `checked_reading`.
 
         Raises:
-            InvalidConfigError: A name or value is invalid, or sets layers of a head whose files name none, or
-                `final_norm` for a head that does not read the last layer.
+            InvalidConfigError: A value sets layers of a head whose files name none, or `final_norm` for a head that
+                does not read the last layer.
             DrafterMismatchError: See `readings`.
         """
-        wanted = checked_reading(given)
-        if self.layer_ids is None and wanted.keys() & {"layer_offset", "final_norm"}:
+        if self.layer_ids is None and given.keys() & {"layer_offset", "final_norm"}:
             raise InvalidConfigError(
                 "`reading` sets `layer_offset` or `final_norm`, but the files of this head name no layers.",
                 "Leave them out.",
             )
         forced = replace(
             self,
-            layer_offsets=(wanted["layer_offset"],) if "layer_offset" in wanted else self.layer_offsets,
-            norm_output=(wanted["norm_output"],) if "norm_output" in wanted else self.norm_output,
+            layer_offsets=(given["layer_offset"],) if "layer_offset" in given else self.layer_offsets,
+            norm_output=(given["norm_output"],) if "norm_output" in given else self.norm_output,
         )
         found = forced.readings(target_config)
-        if wanted.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
+        if given.get("final_norm") and not any(self._reads_last(reading, target_config) for reading in found):
             raise InvalidConfigError("`reading` sets `final_norm`, but this head does not read the last layer.")
-        return tuple(dict.fromkeys(replace(reading, **wanted) for reading in found))
+        return tuple(dict.fromkeys(replace(reading, **given) for reading in found))
 
     @property
     def open_fields(self) -> list[str]:
