@@ -26,7 +26,7 @@ from hf_specdec import bench
 from hf_specdec.bench.machine import versions
 from hf_specdec.generation import loading
 from hf_specdec.generation.state import state_of
-from hf_specdec.reporting.step_streamer import StepStreamer
+from hf_specdec.viz.live import StepStreamer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hf_specdec import SpeculativeGenerationMixin, bench
 from hf_specdec.bench.machine import OtherProcesses
-from hf_specdec.cli.runs import load_training_target
+from hf_specdec.cli.training_run import load_training_target
 from hf_specdec.generation import loading
 
 ALL = 2**20

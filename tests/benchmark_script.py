@@ -1,4 +1,4 @@
-"""Import scripts of `benchmarks/`, `examples/` and `heads/recipe/` as modules by file name, or run them."""
+"""Scripts of `benchmarks/`, `examples/` and `heads/recipe/` as modules, or run; plain answers; code of pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec.generation.loading import encode_chat
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+EXAMPLES = BENCHMARKS.parent / "examples"
 
 
 def script(name: str, folder: Path = BENCHMARKS) -> ModuleType:
@@ -37,3 +41,29 @@ def run_script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *argume
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     module.main()
     return module
+
+
+def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Any:
+    """Run a script of `examples/`, and return its module."""
+    return run_script(name, EXAMPLES, monkeypatch, *arguments)
+
+
+def plain_answers(saved: Path, texts: list[str], count: int) -> list[str]:
+    """What a model alone says to each text, as its user's only turn."""
+    return [plain_turns(saved, [text], count)[0] for text in texts]
+
+
+def plain_turns(saved: Path, texts: list[str], count: int) -> list[str]:
+    """What a model alone says in a conversation."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    turns: list[str] = []
+    for text in texts:
+        inputs = encode_chat(tokenizer, [*turns, text], model.device)
+        ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        turns += [text, tokenizer.decode(ids, skip_special_tokens=True).strip()]
+    return turns[1::2]
+
+
+def code_block(text: str, after: str) -> str:
+    """The first block of Python behind a text of a page."""
+    return text[text.index(after) :].split("```python\n", 1)[1].split("```", 1)[0]

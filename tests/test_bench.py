@@ -22,13 +22,16 @@ from rich.console import Console
 from transformers import CompileConfig
 
 import zoo
-from hf_specdec import SpeculativeGenerationMixin, bench, cli
-from hf_specdec.bench import machine, measuring, methods
-from hf_specdec.cli import benching as command
+from command_line import run
+from hf_specdec import SpeculativeGenerationMixin, bench
+from hf_specdec.bench import machine, methods, timing
+from hf_specdec.cli import bench as command
 from hf_specdec.errors import InvalidConfigError
 from hf_specdec.generation.loading import encode_chat
 from hf_specdec.generation.state import state_of
 
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 QUESTIONS = [
     bench.Question("1", "qa", ("w05 w06 w07 w05 w06", "w08 w09")),
     bench.Question("2", "rag", ("w10 w11 w12 w10 w11", "w13")),
@@ -51,13 +54,6 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["hf-specdec", "bench", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 def made(method: str = "plain", question: str = "1", **fields: Any) -> bench.Measurement:
     """A measurement of 11 tokens in 2 s, the first one after 1 s."""
     values: dict[str, Any] = {
@@ -70,10 +66,9 @@ def made(method: str = "plain", question: str = "1", **fields: Any) -> bench.Mea
 # ------------------------------------------------------------------------------------------------- transformers' own
 
 
-def test_an_assistant_is_measured_by_both_who_draft_with_it(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], "--assistant", places["model"],
+def test_an_assistant_is_measured_by_both_who_draft_with_it(places: dict[str, Path], monkeypatch: Patch) -> None:
+    assert run(monkeypatch, "bench", "--model", places["model"], "--prompts", places["prompts"],
+               "--assistant", places["model"],
                "--methods", "transformers_assisted,draft_model", "--max-new-tokens", 12, "--json",
                places["out.json"]) == 0  # fmt: skip
     rows = {
@@ -85,9 +80,10 @@ def test_an_assistant_is_measured_by_both_who_draft_with_it(
 
 
 def test_an_assistant_with_another_tokenizer_drafts_over_shared_tokens(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    places: dict[str, Path], monkeypatch: Patch
 ) -> None:
-    assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], "--assistant", places["other"],
+    assert run(monkeypatch, "bench", "--model", places["model"], "--prompts", places["prompts"],
+               "--assistant", places["other"],
                "--methods", "draft_model", "--max-new-tokens", 12, "--json", places["out.json"]) == 0  # fmt: skip
     rows = [row for row in json.loads(places["out.json"].read_text())["measurements"] if row["method"] != "plain"]
     assert len(rows) == 2
@@ -104,73 +100,58 @@ def test_the_cost_of_a_forward_is_public(llama: Any) -> None:
             bench.verify_seconds(llama, sizes, **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "transformers_assisted"], "needs an assistant model, and none is given. Give a smaller one"),
-        (["--methods", "draft_model"], "Use hf-specdec bench with --assistant"),
-        (["--methods", "prompt_lookup", "--assistant", "model"], "No method uses the assistant"),
-        (["--methods", "transformers_assisted", "--assistant", "other"], "differs from the model's"),
-        (["--methods", "transformers_assisted", "--assistant", "/nowhere"], "there is no such directory"),
-        (["--plot", "there.png"], "there.png already exists. Give another name or --force"),
-        (["--json", "there.png"], "there.png already exists. Give another name or --force"),
-        (["--plot", "plot.txt"], "has an unknown suffix"),
-        (["--plot", "/nowhere/plot.png"], "does not exist"),
-        (["--prompts", "system.jsonl"], "system.jsonl, line 2 has a system message"),
-    ],
-)
+MISTAKES = """
+--methods transformers_assisted | needs an assistant model, and none is given. Give a smaller one
+--methods prompt_lookup --assistant model | No method uses the assistant
+--methods transformers_assisted --assistant other | differs from the model's
+--methods transformers_assisted --assistant /nowhere | there is no such directory
+--plot there.png | there.png already exists. Give another name or --force
+--plot plot.txt | has an unknown suffix
+--plot /nowhere/plot.png | does not exist
+--prompts system.jsonl | system.jsonl, line 2 has a system message
+"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
-    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
+    mistake: str, places: dict[str, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
     monkeypatch.setattr("hf_specdec.generation.loading.load_model", None)
-    (tmp_path / "there.png").touch()
-    (tmp_path / "system.jsonl").write_text('{"prompt": "w05"}\n{"prompt": "w05", "system": "w06"}')
-    ends = (".png", ".txt", ".jsonl")
-    filled = [str(tmp_path / a) if a in ("model", "other") or a.endswith(ends) else a for a in arguments]
-    assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], *filled) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("there.png").touch()
+    Path("system.jsonl").write_text('{"prompt": "w05"}\n{"prompt": "w05", "system": "w06"}')
+    arguments, message = mistake.split(" | ")
+    given = ["--model", places["model"], "--prompts", places["prompts"], *arguments.split()]
+    assert run(monkeypatch, "bench", *given) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_force_overwrites_the_measurements_of_an_earlier_run(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    places: dict[str, Path], monkeypatch: Patch, capsys: Captured
 ) -> None:
     places["out.json"].write_text("old")
     given = ("--model", places["model"], "--prompts", places["prompts"], "--methods", "prompt_lookup+none,auto",
                "--max-new-tokens", 4, "--limit", 1, "--json", places["out.json"])  # fmt: skip
-    assert run(monkeypatch, *given) == 2
+    assert run(monkeypatch, "bench", *given) == 2
     assert places["out.json"].read_text() == "old"
     capsys.readouterr()
-    assert run(monkeypatch, *given, "--force") == 0
+    assert run(monkeypatch, "bench", *given, "--force") == 0
     used = {row["method"]: row["forwards"] for row in json.loads(places["out.json"].read_text())["measurements"]}
     assert (used["plain"], used["prompt_lookup+none"]) == ("", "eager")
     told = "With CPU kernels: auto. Their speed-ups include" in " ".join(capsys.readouterr().out.split())
     assert told == (used["auto"] == "kernels")
 
 
-def test_methods_with_compiled_forwards_are_named() -> None:
-    rows = [made("plain", "1"), made("auto", "1", forwards="kernels"),
-            made("auto", "2", forwards="kernels"), made("eagle", "1", forwards="cuda_graph"),
+def test_notes_name_compiled_forwards_and_ids_that_differ_in_half_precision() -> None:
+    rows = [made("plain", "1"), made("auto", "1", forwards="kernels"), made("eagle", "1", forwards="cuda_graph"),
             made("auto+none", "1", forwards="eager")]  # fmt: skip
-    first, second = command.forwards_used(rows)
+    equal, differing = ({"ids_equal": number, "questions": 1} for number in (1, 0))
+    first, second, third = command.notes_of([equal, differing], rows, "bfloat16")
     assert first.startswith("With CPU kernels: auto. ")
     assert second.startswith("With captured graphs: eagle. ")
-    assert command.forwards_used(rows[:1]) == []
-
-
-def test_ids_that_differ_in_half_precision_are_explained() -> None:
-    (equal, differing) = ({"ids_equal": number, "questions": 1} for number in (1, 0))
-    (note,) = command.equality_note([equal, differing], "bfloat16")
-    assert note.endswith("--dtype float32 compares exactly.")
-    assert command.equality_note([equal, differing], "float32") == command.equality_note([equal], "bfloat16") == []
-
-
-def test_a_plot_needs_matplotlib(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run(monkeypatch, "--prompts", places["prompts"], "--plot", places["plot.png"]) == 2
-    assert "--plot needs the package matplotlib. Run: pip install 'hf-specdec[bench]'" in capsys.readouterr().err
+    assert third.endswith("--dtype float32 compares exactly.")
+    assert command.notes_of([equal, differing], rows[:1], "float32") == []
+    assert command.notes_of([equal], rows[:1], "bfloat16") == []
 
 
 def eager(model: Any) -> CompileConfig:
@@ -180,9 +161,7 @@ def eager(model: Any) -> CompileConfig:
     return config
 
 
-def test_the_compiled_baseline_is_compiled_before_it_is_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_compiled_baseline_is_compiled_before_it_is_timed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(methods, "_compile_config", eager)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     graphs = methods.compiled_graphs()
@@ -197,13 +176,7 @@ def test_the_compiled_baseline_is_compiled_before_it_is_timed(
     assert compiled[0].warm_up_seconds > max(compiled[0].seconds)
 
 
-def test_an_unknown_method_is_refused_before_it_is_timed(llama: Any) -> None:
-    bench.check_methods(["prompt_lokup"], assistant=False)
-    with pytest.raises(InvalidConfigError, match="Unknown method or drafter 'prompt_lokup'"):
-        next(bench.measure(llama, zoo.chat_tokenizer(), QUESTIONS, ["prompt_lokup"], max_new_tokens=4))
-
-
-def test_a_forward_that_transformers_does_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_transformers_does_not_compile_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(methods, "_compile_config", eager)
     model = SpeculativeGenerationMixin.attach(copy.deepcopy(zoo.build("llama")))
     model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
@@ -217,7 +190,6 @@ def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
     model = SpeculativeGenerationMixin.attach(zoo.shallow("llama", 1))
     rows = list(bench.measure(model, zoo.chat_tokenizer(), QUESTIONS, [methods.COMPILED], max_new_tokens=10))
     assert all(row.ids_equal and not row.compiled_in_rounds for row in rows)
-    assert rows[1].warm_up_seconds > rows[1].seconds[0]
 
 
 # ------------------------------------------------------------------------------------------------- conversations
@@ -227,16 +199,16 @@ def test_the_compiled_baseline_with_the_compiler_of_a_measurement() -> None:
 def test_every_method_goes_on_with_its_own_answers(llama: Any, template: str | None) -> None:
     tokenizer, question = zoo.chat_tokenizer(template), QUESTIONS[0]
     rows = list(bench.measure(llama, tokenizer, [question], ["prompt_lookup"], max_new_tokens=8, all_turns=True))
-    caller = measuring._Caller(llama, tokenizer, 8, lambda: None)
+    caller = timing._Caller(llama, tokenizer, 8, lambda: None)
     caller.options["plain"] = {}
     first = caller.answer(caller.encode(question.turns[:1]), "plain").ids
     texts = [question.turns[0], tokenizer.decode(first, skip_special_tokens=True), question.turns[1]]
     inputs = encode_chat(tokenizer, texts, llama.device)
     if template:
         assert tokenizer.decode(inputs["input_ids"][0]).startswith("w90 w05 w06 w07 w05 w06 w92 w91 ")
-    seen = measuring._Round()
+    seen = timing._Round()
     for turn in question.turns:
-        measuring._take_turn(caller, seen, turn, "plain")
+        caller.take_turn(seen, turn, "plain")
     assert torch.equal(seen.prompts[1]["input_ids"], inputs["input_ids"])
     assert [(row.method, row.num_tokens, row.turns, row.ids_equal) for row in rows] == [
         ("plain", 16, 2, True),
@@ -272,18 +244,16 @@ def test_the_first_difference_is_told_in_its_turn() -> None:
         return SimpleNamespace(answers=[SimpleNamespace(ids=torch.tensor(ids)) for ids in turns])
 
     plain = answers([1, 2, 3], [4, 5, 6])
-    assert measuring._first_difference(plain, answers([1, 2, 3], [4, 5, 6])) is None
-    assert measuring._first_difference(plain, answers([1, 2, 3], [4, 9, 9])) == (1, 1)
-    assert measuring._first_difference(plain, answers([1, 2], [9])) == (0, 2)
+    assert timing._first_difference(plain, answers([1, 2, 3], [4, 5, 6])) is None
+    assert timing._first_difference(plain, answers([1, 2, 3], [4, 9, 9])) == (1, 1)
+    assert timing._first_difference(plain, answers([1, 2], [9])) == (0, 2)
 
 
 # ------------------------------------------------------------------------------------------------- time
 
 
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup", "transformers_prompt_lookup"])
-def test_the_first_token_is_timed_behind_the_prompts_forward(
-    llama: Any, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_the_first_token_is_timed_behind_the_prompts_forward(llama: Any, monkeypatch: Patch, method: str) -> None:
     forward = type(llama).forward
     forwards: list[int] = []
 
@@ -293,7 +263,7 @@ def test_the_first_token_is_timed_behind_the_prompts_forward(
         time.sleep(0.05 if len(forwards) == 1 else 0.02)
         return forward(self, *args, **kwargs)
 
-    caller = measuring._Caller(llama, zoo.chat_tokenizer(), 6, lambda: None)
+    caller = timing._Caller(llama, zoo.chat_tokenizer(), 6, lambda: None)
     caller.options[method] = methods.call_options(method, None, llama, 0)
     monkeypatch.setattr(type(llama), "forward", slow)
     caller.answer(caller.encode(["w05 w06"]), method)  # what is made for the first call
@@ -313,7 +283,7 @@ def test_decoding_is_what_follows_the_first_token() -> None:
     assert made(first_token_seconds=[]).time_to_first_token is None
 
 
-def test_others_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_cpu_time(tmp_path: Path, monkeypatch: Patch) -> None:
     stat, ticks, clock = tmp_path / "stat", os.sysconf("SC_CLK_TCK"), [100.0]
     monkeypatch.setattr(machine, "PROC_STAT", stat)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
@@ -413,11 +383,10 @@ def test_a_measurement_of_before_is_still_read() -> None:
     assert bench.summarise([old])[0]["decode_tokens_per_second"] is None
 
 
-def test_every_figure_has_its_machine_beside_it(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_figure_has_its_machine_beside_it(places: dict[str, Path], monkeypatch: Patch, capsys: Captured) -> None:
     places["plot.png"].write_text("an older one")
-    assert run(monkeypatch, "--model", places["model"], "--prompts", places["prompts"], "--methods", "prompt_lookup",
+    assert run(monkeypatch, "bench", "--model", places["model"], "--prompts", places["prompts"],
+               "--methods", "prompt_lookup",
                "--max-new-tokens", 6, "--rounds", 2, "--all-turns", "--json", places["out.json"], "--plot",
                places["plot.png"], "--force") == 0  # fmt: skip
     document = json.loads(places["out.json"].read_text())
@@ -458,12 +427,11 @@ def test_the_commit_is_that_of_a_checkout_or_none(tmp_path: Path) -> None:
     assert machine.commit(tmp_path) is None
 
 
-def test_a_method_of_ours_is_asked_for_compiled() -> None:
+def test_a_method_of_ours_is_asked_for_compiled(llama: Any) -> None:
     compiled = methods.call_options("eagle+inductor", None, None, 0)
     assert compiled == {"speculative": {"method": "eagle", "compile": "inductor"}}
+    assert methods.call_options("eagle", None, None, 0) == {"speculative": "eagle"}
     with pytest.raises(InvalidConfigError, match=r"an unknown suffix: '\+kernel'\. Suffixes: \+kernels, "):
         methods.call_options("auto+kernel", None, SimpleNamespace(drafters={}), 0)
-    assert methods.call_options("auto+kernels", None, None, 0) == {
-        "speculative": {"method": "auto", "compile": "kernels"}
-    }
-    assert methods.call_options("eagle", None, None, 0) == {"speculative": "eagle"}
+    with pytest.raises(InvalidConfigError, match="Unknown method or drafter 'prompt_lokup'"):
+        next(bench.measure(llama, zoo.chat_tokenizer(), QUESTIONS, ["prompt_lokup"], max_new_tokens=4))

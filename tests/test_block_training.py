@@ -17,8 +17,9 @@ import zoo
 from block_engines import Block, corrected
 from drafters import random_block
 from hf_specdec import DFlashConfig, DFlashHead, SpeculativeGenerationMixin
-from hf_specdec.drafters.block_tree import BlockOutputs
+from hf_specdec.drafters.dflash import BlockOutputs
 from hf_specdec.heads import attention
+from hf_specdec.heads.stages import stages_of
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
@@ -77,7 +78,7 @@ def differentiable(model: Any, head: DFlashHead, features: Tensor, ids: Tensor, 
     tokens = torch.tensor([int(ids[anchor]), *[head.config.mask_token_id] * (size - 1)])
     embeddings = head.embedding_for(model)(tokens)[None].detach()
     slots = head(embeddings, anchor + torch.arange(size)[None], attend)
-    return BlockOutputs(head, ids[anchor][None], slots, lm_head_rows(model, head.hot_token_ids), head.hot_token_ids)
+    return BlockOutputs(head, stages_of(head, lm_head_rows(model, head.hot_token_ids)), ids[anchor][None], slots)
 
 
 def slow_loss(

@@ -12,11 +12,10 @@ import torch
 import transformers
 
 import zoo
+from command_line import error_line, run
 from hf_specdec import SpeculativeGenerationMixin, UnsupportedModelError
 from hf_specdec.bench.diagnosis import REPORTED_WIDTHS, Diagnosis, diagnose
-from hf_specdec.cli import machine
-from hf_specdec.cpu.library import NoKernelsError
-from test_cli import error_line, run
+from hf_specdec.cli import doctor
 
 
 def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,9 +26,9 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch, capsys
     assert {"device", "python", "accelerate", "methods", "commit"} <= found.keys()
     assert found["methods"].startswith("plain, auto, hybrid, eagle")
     assert found["methods"].endswith("early_exit, last_logits, draft_model, pard")  # first as in the help
-    monkeypatch.setattr(machine, "_kernels", lambda: "avx2")
-    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
-    monkeypatch.setattr(machine, "_version", lambda name: "not installed" if name == "peft" else "1")
+    monkeypatch.setattr(doctor, "_kernels", lambda: ("avx2", ""))
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    monkeypatch.setattr(doctor, "_version", lambda name: "not installed" if name == "peft" else "1")
     assert run(monkeypatch, "env") == 0
     text = capsys.readouterr().out
     assert 'compile="inductor": no C++ compiler' in text
@@ -53,7 +52,7 @@ def test_doctor_tells_what_pays(
     text = capsys.readouterr().out
     assert "LlamaForCausalLM, weights in float32: verifies trees, several drafts at once\nhead: none\n" in text
     assert "prompt_lookup" in text
-    assert " ".join(machine.compile_hint("cpu").split()) in " ".join(text.split())
+    assert " ".join(doctor.compile_hint("cpu").split()) in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     assert set(found["forwards"].values()) <= {"eager", "kernels"}
     assert found["forwards"]["plain"] == "eager"
@@ -64,15 +63,15 @@ def test_doctor_tells_what_pays(
 
 
 def test_doctor_names_the_compiled_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--methods auto,auto+cuda_graph" in machine.compile_hint("cuda")
-    monkeypatch.setattr(machine, "_kernels", lambda: "avx2")
-    assert 'compile="kernels" runs forwards with CPU kernels (avx2)' in machine.compile_hint("cpu")
-    monkeypatch.setattr(machine, "_kernels", lambda: NoKernelsError("none"))
-    monkeypatch.setattr(machine, "_compiler", lambda: "/usr/bin/g++")
-    assert "auto+inductor" in machine.compile_hint("cpu")
-    monkeypatch.setattr(machine, "_compiler", lambda: None)
-    assert "no C++ compiler (g++ or clang++) is found" in machine.compile_hint("cpu")
-    assert machine.compile_hint("mps").startswith("No compiled mode")
+    assert "--methods auto,auto+cuda_graph" in doctor.compile_hint("cuda")
+    monkeypatch.setattr(doctor, "_kernels", lambda: ("avx2", ""))
+    assert 'compile="kernels" runs forwards with CPU kernels (avx2)' in doctor.compile_hint("cpu")
+    monkeypatch.setattr(doctor, "_kernels", lambda: ("", "none"))
+    monkeypatch.setattr(doctor, "_compiler", lambda: "/usr/bin/g++")
+    assert "auto+inductor" in doctor.compile_hint("cpu")
+    monkeypatch.setattr(doctor, "_compiler", lambda: None)
+    assert "no C++ compiler (g++ or clang++) is found" in doctor.compile_hint("cpu")
+    assert doctor.compile_hint("mps").startswith("No compiled mode")
 
 
 def test_a_model_of_chains_and_one_of_neither() -> None:
@@ -101,7 +100,7 @@ def test_doctor_separates_what_compiled_forwards_gain(
         forwards={"plain": "eager", "prompt_lookup": "eager", "auto": "kernels"}, compiled_seconds={1: 0.02, 4: 0.03},
     )  # fmt: skip
     assert (found.compiled, found.gain_of_forwards) == ("kernels", pytest.approx(1.5))
-    monkeypatch.setattr(machine, "diagnose", lambda *_, **__: found)
+    monkeypatch.setattr("hf_specdec.bench.diagnosis.diagnose", lambda *_, **__: found)
     assert run(monkeypatch, "doctor", saved) == 0
     text = " ".join(capsys.readouterr().out.split())
     for part in (

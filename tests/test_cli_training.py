@@ -19,20 +19,25 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import zoo
+from command_line import error_line, run
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     DFlashConfig,
+    DFlashHead,
     Eagle3Config,
     Eagle3Head,
     EagleConfig,
     EagleHead,
+    InvalidConfigError,
     MedusaConfig,
     MedusaHeads,
     SpeculativeGenerationMixin,
     cli,
     load_head,
 )
-from hf_specdec.cli.options import OBJECT_EXAMPLES
+from hf_specdec.cli.parameters import OBJECT_EXAMPLES
+from hf_specdec.cli.training_run import choose_mask_token
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
@@ -45,21 +50,22 @@ from hf_specdec.training import (
 )
 from hf_specdec.training.trainer import RunEstimate
 from launched import launch
-from test_cli import error_line, run
-from trained import CLI, TALKS
+from trained import CLI
+
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
     path = tmp_path / "talks.jsonl"
-    rows = [{"input_ids": talk.input_ids, "loss_mask": talk.loss_mask} for talk in TALKS * 8]
+    given = [([5, 6, 7], [8, 9]), ([10, 11], [12, 13, 14, 15, 16]), ([20], [21, 22])]
+    rows = [{"prompt_ids": prompt, "response_ids": answer} for prompt, answer in given * 8]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-def test_from_nothing_to_a_head_that_drafts(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_nothing_to_a_head_that_drafts(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """The whole way: distill --invent, train eagle on captured features, tree, generate."""
     assert run(monkeypatch, "distill", "--model", saved, "--invent", 6, "--output", tmp_path / "data", "--json",
                "--max-new-tokens", 16, "--temperature", 0, "--dtype", "float32") == 0  # fmt: skip
@@ -100,8 +106,8 @@ def test_from_nothing_to_a_head_that_drafts(
     ],
 )
 def test_every_kind_of_head(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[Any], kind: type,
-    capsys: pytest.CaptureFixture[str],
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, command: list[Any], kind: type,
+    capsys: Captured,
 ) -> None:  # fmt: skip
     more, norms = tmp_path / "more.json", tmp_path / "norms.json"
     more.write_text(json.dumps({"logging_steps": 1, "gradient_accumulation_steps": 2}))
@@ -125,7 +131,7 @@ def test_every_kind_of_head(
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_head_goes_on_with_the_openings_of_answers(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, kind: str
 ) -> None:
     """A second run from the head of the first, on features that were captured for that one, stopped and resumed."""
     common = ["--model", saved, "--data", talks, "--features", tmp_path / "features", "--batch-size", 2]
@@ -146,111 +152,112 @@ def test_a_head_goes_on_with_the_openings_of_answers(
     assert run(monkeypatch, *second, "--max-steps", 4) == 0  # the same run goes on
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["distill", "--output", "OUT", "--model", "MODEL"], "There are no prompts"),
-        (["distill", "--output", "OUT", "--model", "MODEL", "--prompts", "/nowhere.txt"], "does not exist"),
-        (["distill", "--output", "OUT", "--model", "NONE", "--prompts", "EMPTY"], "holds no prompts. Give another fi"),
-        (["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--version", "2"], "EAGLE-2"),
-        (["train", "eagle", "--output", "OUT", "--model", "/nowhere", "--data", "TALKS"], "cannot be loaded"),
-        (["train", "medusa", "--output", "OUT", "--model", "MODEL", "--data", "/nowhere.jsonl"], "does not exist"),
-        (
-            ["train", "eagle", "--output", "OUT", "--model", "MODEL", "--data", "TALKS", "--arguments", "TALKS"],
-            'Expected a JSON object such as {"bf16": true}.',
-        ),
-        (
-            ["tree", "--drafter", "/nowhere", "--data", "TALKS", "--output", "OUT", "--model", "MODEL"],
-            "there is no such directory",
-        ),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "empty.txt").touch()
-    names = {"MODEL": saved, "TALKS": talks, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty.txt"}
-    assert run(monkeypatch, *[names.get(a, a) for a in arguments]) == 2
-    streams = capsys.readouterr()
-    assert message in streams.err
-    assert error_line(streams.err).startswith("hf-specdec: ")
-
-
 @pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_model(monkeypatch: Patch) -> None:
     """Whoever loads the weights of a target has begun to work."""
 
     def load_target(*_: Any) -> Any:
         raise AssertionError("a target was loaded")
 
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", load_target)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", load_target)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def without(monkeypatch: Patch, package: str) -> None:
     """As if a package were not installed."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else find_spec(name))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["eagle", "--draft-vocab-size", "999999"], "from 1 to the target's 96 tokens, got 999999"),
-        (["medusa", "--draft-vocab-size", "97"], "from 1 to the target's 96 tokens, got 97"),
-        (["medusa", "--num-heads", "100000"], "num-heads"),
-        (
-            ["eagle", "--head-fields", {"fc_norms": True}],
-            "has no field 'fc_norms'. Did you mean 'fc_norm'",
-        ),
-        (["medusa", "--head-fields", {"num_head": 3}], "Did you mean 'medusa_num_heads'"),
-        (["eagle", "--head-fields", {"num_attention_heads": 0}], "num_attention_heads"),
-        (["eagle", "--arguments", {"bf16": True, "fsdp": "full_shard"}], "there is only one"),
-        (["eagle", "--arguments", {"learningrate": 1}], "training arguments are invalid"),
-        (["eagle", "--seed", "4294967296"], "seed"),
-        (["eagle", "--epochs", "0"], "epochs"),
-        (["eagle", "--learning-rate", "nan"], "learning-rate"),
-        (["eagle", "--max-steps", "-7"], "max-steps"),
-        (["eagle", "--max-steps", "0"], "'--max-steps': must be at least 1"),
-        (["eagle", "--version", "7"], "'--version': must be 1 or 3, got 7"),
-        (["eagle", "--aligned-steps", "65"], "must be at most 64"),
-        (["eagle", "--recipe", {"aligned_steps": 65}], "must be an integer from 1 to 64, got 65"),
-        (["eagle", "--features", "OTHER"], "is not empty and holds no captured features"),
-        (["eagle", "--output", "OTHER"], "holds README.md, which was not trained by this command"),
-        (["medusa", "--joint", "--output", "OTHER"], "holds model, where --joint saves the target"),
-        (["eagle", "--features", "TALKS/below"], "is a file"),
-        (["eagle", "--output", "TALKS"], "is a file"),
-        (["eagle", "--output", "MODEL"], "was not trained by this command"),
-        (["eagle", "--initial-head", "STRANGER"], "needs a target with vocab_size 64"),
-        (["eagle", "--initial-head", "MODEL"], "not a head in a known layout"),
-        (["medusa", "--initial-head", "STRANGER"], "must be Medusa heads, got EagleHead"),
-        (["eagle", "--initial-head", "STRANGER", "--draft-vocab-size", "40"], "draft_vocab_size would be ignored"),
-        (["medusa", "--initial-head", "STRANGER", "--num-heads", "2"], "medusa_num_heads would be ignored"),
-        (["eagle", "--initial-head", "STRANGER", "--random-start"], "Drop one of them"),
-        (["eagle", "--recipe", {"answer_tokens": -1}], "must be an integer from 0 to"),
-        (["medusa", "--recipe", {"soft_tokens": True}], "has no field 'soft_tokens'"),
-        (["medusa", "--recipe", {"soft_labels": False}, "--joint"], "--joint cannot be combined"),
-    ],
-)
+MISTAKES = r"""
+eagle --draft-vocab-size 97 | from 1 to the target's 96 tokens, got 97
+eagle --head-fields {"fc_norms":true} | has no field 'fc_norms'. Did you mean 'fc_norm'
+eagle --head-fields {"num_attention_heads":0} | num_attention_heads
+eagle --head-fields {"num_attention_heads":3,"num_key_value_heads":2} | must divide
+eagle --head-fields {"hidden_act":"nope"} | `hidden_act` must be an activation
+eagle --head-fields {"intermediate_size":1099511627776} | `intermediate_size` must be an integer from 1
+eagle --head-fields {"draft_vocab_size":"many"} | `draft_vocab_size` must be an integer
+eagle --head-fields {"hidden_size":4096,"head_dim":128} | needs a target with hidden_size 4096
+eagle --head-fields {"head_dim":3} | `head_dim` must be even
+eagle --head-fields {"rope_parameters":{"rope_type":"x"}} | `rope_parameters` must be
+eagle --head-fields {"eagle_aux_hidden_state_layer_ids":[1099511627776]} | `eagle_aux_hidden_state_layer_ids` must be
+eagle --head-fields {"tree":[[0,0]]} | `tree` must be
+eagle --head-fields {"head_dim":262144,"num_attention_heads":4096,"num_key_value_heads":4096} | of memory is free
+eagle --arguments {"bf16":true,"fsdp":"full_shard"} | there is only one
+eagle --arguments {"learningrate":1} | training arguments are invalid
+eagle --arguments TALKS | Expected a JSON object such as {"bf16": true}.
+eagle --seed 4294967296 | seed
+eagle --learning-rate nan | learning-rate
+eagle --max-steps 0 | '--max-steps': must be at least 1
+eagle --version 7 | '--version': must be 1 or 3, got 7
+eagle --version 2 | EAGLE-2
+eagle --aligned-steps 65 | must be at most 64
+eagle --recipe {"aligned_steps":65} | must be an integer from 1 to 64, got 65
+eagle --recipe {"answer_tokens":-1} | must be an integer from 0 to
+eagle --features OTHER | is not empty and holds no captured features
+eagle --features TALKS/below | is a file
+eagle --output OTHER | holds README.md, which was not trained by this command
+eagle --output TALKS | is a file
+eagle --output MODEL | was not trained by this command
+eagle --model /nowhere | cannot be loaded
+eagle --data /nowhere.jsonl | does not exist
+eagle --initial-head STRANGER | needs a target with vocab_size 64
+eagle --initial-head MODEL | not a head in a known layout
+eagle --initial-head STRANGER --draft-vocab-size 40 | draft_vocab_size would be ignored
+eagle --initial-head STRANGER --random-start | Drop one of them
+medusa --draft-vocab-size 1180591620717411303424 | `draft_vocab_size` must be an integer
+medusa --num-heads 65 | must be at most 64
+medusa --head-fields {"num_head":3} | Did you mean 'medusa_num_heads'
+medusa --initial-head STRANGER | must be Medusa heads, got EagleHead
+medusa --initial-head STRANGER --num-heads 2 | medusa_num_heads would be ignored
+medusa --recipe {"soft_tokens":true} | has no field 'soft_tokens'
+medusa --recipe {"soft_labels":false} --joint | --joint cannot be combined
+medusa --held-out 3 --joint | --joint cannot be combined
+medusa --joint --output OTHER | holds model, where --joint saves the target
+dflash --initial-head BLOCK --markov-rank 4 | markov_rank, sample_from_anchor would be ignored
+dflash --initial-head BLOCK --causal --confidence | causal, confidence_head would be ignored
+dflash --initial-head STRANGER | must be a block head, got EagleHead
+dflash --mask-token-id 96 | `mask_token_id` 96 is outside the vocabulary of 96
+dflash --block-size 65 | block-size
+dflash --anchors 0 | anchors
+dflash --head-fields {"blocksize":4} | Did you mean 'block_size'
+dflash --head-fields {"markov_rank":2,"markov_head_type":"lstm"} | `markov_head_type` must be
+dflash --head-fields {"aux_hidden_state_layer_ids":[1,5]} | hidden states 0 to 4, the head reads [1, 5]
+dflash --head-fields {"sliding_window":4,"layer_types":["sliding_attention","sliding_attention"]} | has a sliding
+dflash --recipe {"anchor":3} | has no field 'anchor'
+dflash --recipe {"slot_decay":0.0} | `slot_decay` must be a number above 0
+"""
+"""Arguments of `train`, and a part of what is said of them; an object stands for a file with it."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
 def test_training_refuses_before_it_loads_the_target(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    no_model: None, arguments: list[Any], message: str,
-) -> None:  # fmt: skip
-    stranger = EagleConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=4)
-    EagleHead(stranger).save_pretrained(tmp_path / "stranger")
-    (tmp_path / "fields.json").write_text(json.dumps(next((a for a in arguments if isinstance(a, dict)), {})))
+    mistake: str, saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, no_model: None
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    EagleHead(EagleConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "stranger")
+    if "BLOCK" in mistake:
+        config = DFlashConfig(vocab_size=96, aux_hidden_state_layer_ids=[1], head_dim=8, **sizes)
+        DFlashHead(config).save_pretrained(tmp_path / "block")
     other = tmp_path / "other"
     (other / "model").mkdir(parents=True)
     (other / "README.md").write_text("mine")
     names = {"MODEL": saved, "TALKS": talks, "TALKS/below": talks / "below", "STRANGER": tmp_path / "stranger",
-             "OTHER": other}  # fmt: skip
-    given = [tmp_path / "fields.json" if isinstance(a, dict) else names.get(a, a) for a in arguments]
-    output = [] if "--output" in given else ["--output", tmp_path / "out"]
-    assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, *output) == 2
-    streams = capsys.readouterr()
-    assert message in streams.err
-    assert error_line(streams.err).startswith("hf-specdec: ")
+             "OTHER": other, "BLOCK": tmp_path / "block"}  # fmt: skip
+    arguments, message = mistake.split(" | ")
+    given: list[Any] = []
+    for word in arguments.split():
+        if word.startswith("{"):
+            (tmp_path / "object.json").write_text(word)
+            word = str(tmp_path / "object.json")
+        given.append(names.get(word, word))
+    for option, value in (("--model", saved), ("--data", talks), ("--output", tmp_path / "out")):
+        given += [] if option in given else [option, value]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert run(monkeypatch, "train", *given) == 2
+    line = error_line(capsys.readouterr().err)
+    assert line.startswith("hf-specdec: ")
+    assert message in line
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB: nothing large was made
     assert not (tmp_path / "out").exists()
     assert (other / "README.md").read_text() == "mine"
 
@@ -287,7 +294,7 @@ def test_the_help_tells_the_defaults_of_temperatures_and_depths() -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "trainer_state.json"])
 def test_state_of_another_program_is_not_written_over(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured,
     no_model: None, name: str,
 ) -> None:  # fmt: skip
     (tmp_path / "out").mkdir()
@@ -305,7 +312,7 @@ def test_an_estimate_of_a_short_run_is_in_seconds() -> None:
 
 
 def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_model: None
+    saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, no_model: None
 ) -> None:
     talk = Conversation.of([5], [8, 9] * 8)  # repeats itself
     row = json.dumps({"input_ids": talk.input_ids, "loss_mask": talk.loss_mask})
@@ -326,7 +333,7 @@ def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(
     ],
 )
 def test_a_missing_package_is_told_first(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured,
     no_model: None, package: str, command: list[str],
 ) -> None:  # fmt: skip
     without(monkeypatch, package)
@@ -337,7 +344,7 @@ def test_a_missing_package_is_told_first(
 
 
 def test_without_matplotlib_a_run_ends_without_its_picture(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """The head is there, the log is a table, and the head names no path of this machine but says so."""
     without(monkeypatch, "matplotlib")
@@ -361,7 +368,7 @@ def test_without_matplotlib_a_run_ends_without_its_picture(
 
 
 def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     more = tmp_path / "more.json"
     more.write_text(json.dumps({"save_steps": 2}))
@@ -370,13 +377,13 @@ def test_a_run_of_other_settings_is_refused_before_the_target_is_loaded(
     assert run(monkeypatch, *command) == 0
     assert load_head(tmp_path / "head").config.base_model_name_or_path == "org/target"
     assert "The head starts from the target's lm_head" in capsys.readouterr().err
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", None)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
     assert run(monkeypatch, *command, "--aligned-steps", 2) == 2
     assert "settings.aligned_steps was 4, is 2" in capsys.readouterr().err
 
 
 def test_a_run_is_told_before_while_and_after(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """Time, memory and disk; greedy chains on what is held out; the best head; what it is expected to bring here."""
     rows = [{"prompt_ids": [5, 6, number], "response_ids": [8, 9, number, 11, 12, 13]} for number in range(30, 54)]
@@ -403,11 +410,9 @@ def test_a_run_is_told_before_while_and_after(
     assert "(training.png)" in card
     assert "greedy chains on held-out conversations" in card
     assert len(FeatureStore(tmp_path / "features" / "held-out")) == 3
-    recipe.write_text(json.dumps({"nose": 1}))
     wrong_steps = tmp_path / "wrong.json"
     wrong_steps.write_text(json.dumps({"eval_steps": 70}))
     for wrong, message in (
-        (["--recipe", recipe], "has no field 'nose'"),
         (["--held-out", 24], "--held-out 24 leaves none of 24 conversations to train on"),
         (["--arguments", wrong_steps], "multiple"),
     ):
@@ -415,14 +420,12 @@ def test_a_run_is_told_before_while_and_after(
         assert run(monkeypatch, *command) == 2
         assert message in capsys.readouterr().err
     medusa = ["train", "medusa", "--data", talks, "--model", saved, "--output", tmp_path / "other", "--held-out", 3]
-    assert run(monkeypatch, *medusa, "--joint") == 2
-    assert "Drop one of them" in capsys.readouterr().err
     assert run(monkeypatch, *medusa, "--max-steps", 2, "--json", "--dtype", "float32") == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["held_out_tau"] >= 1
 
 
 def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured,
     no_model: None,
 ) -> None:  # fmt: skip
     for name in ("head", "other"):
@@ -438,12 +441,112 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
     assert isinstance(load_head(tmp_path / "head").config.tree, list)
 
 
-@pytest.mark.parametrize("command", [["distill"], ["tree"], ["train", "medusa"], ["train", "eagle"]])
-def test_every_command_has_help(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# ------------------------------------------------------------------------------------------------------ block heads
+
+
+def check_answers(saved: Path, head: Path) -> DFlashHead:
+    """Load a head with `load_drafter`, compare answers with plain ones, and return it."""
+    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
+    drafter = model.load_drafter(head)
+    assert drafter.method == "dflash"
+    ids = torch.tensor([[5, 6, 7], [10, 11, 12]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    for speculative in ("dflash", "auto"):
+        assert torch.equal(plain, model.generate(ids, speculative=speculative, **options))
+    loaded: DFlashHead = drafter.head
+    return loaded
+
+
+def test_from_conversations_to_a_head_that_drafts(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    assert run(monkeypatch, *command, "--help") == 0
-    assert "--model" in capsys.readouterr().out
+    """DSpark's parts on captured features, with held-out conversations; then a second run continues from it."""
+    rows = [{"prompt_ids": [5, 6, number], "response_ids": [8, 9, number, 11, 12, 13]} for number in range(30, 54)]
+    talks.write_text("\n".join(map(json.dumps, rows)))
+    more, recipe = tmp_path / "more.json", tmp_path / "recipe.json"
+    more.write_text(json.dumps({"logging_steps": 1, "save_steps": 2}))
+    recipe.write_text(json.dumps({"answer_tokens": 3, "slot_decay": 2.0, "soft_weight": 0.5}))
+    common = ["train", "dflash", "--model", saved, "--data", talks, "--features", tmp_path / "features",
+              "--batch-size", 4, "--dtype", "float32", "--arguments", more, "--held-out", 3, "--json"]  # fmt: skip
+    assert run(monkeypatch, *common, "--output", tmp_path / "first", "--max-steps", 4, "--block-size", 4,
+               "--num-layers", 1, "--markov-rank", 4, "--confidence", "--draft-vocab-size", 60, "--anchors", 3,
+               "--base-model-name", "org/target") == 0  # fmt: skip
+    streams = capsys.readouterr()
+    told = json.loads(streams.out.strip().splitlines()[-1])
+    assert told["held_out_tau"] == pytest.approx(1 + sum(told[f"held_out_accepted_{depth}"] for depth in range(1, 5)))
+    assert "The head starts from the last layers and the final norm of the target" in streams.err
+    assert "GB of features" in streams.err
+    assert (tmp_path / "first" / "training.png").stat().st_size > 1000
+    assert len(FeatureStore(tmp_path / "features")) == 21
+    head = check_answers(saved, tmp_path / "first")
+    config = head.config
+    assert (config.block_size, config.num_hidden_layers, config.draft_vocab_size) == (4, 1, 60)
+    assert (config.markov_rank, config.sample_from_anchor, config.max_depth) == (4, True, 4)
+    assert config.confidence_head
+    assert config.confidence_with_markov
+    assert not config.causal
+    assert config.base_model_name_or_path == "org/target"
+    assert config.recipe["anchors"] == 3
+    assert config.mask_token_id == 95  # the last token that no conversation contains
+    captured = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*.safetensors")}
+    assert run(monkeypatch, *common, "--output", tmp_path / "second", "--max-steps", 2, "--initial-head",
+               tmp_path / "first", "--recipe", recipe) == 0  # fmt: skip
+    assert "The head starts from" not in capsys.readouterr().err
+    assert captured == {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*.safetensors")}
+    after = check_answers(saved, tmp_path / "second")
+    assert after.config.recipe["answer tokens"] == 3
+    assert after.config.mask_token_id == 95
+    assert any(not torch.equal(*pair) for pair in zip(head.parameters(), after.parameters(), strict=True))
+    more.write_text(json.dumps({"save_steps": 2}))
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
+    assert run(monkeypatch, *common, "--output", tmp_path / "second", "--initial-head", tmp_path / "first") == 2
+    assert "settings.answer_tokens was 3, is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ([], {"block_size": 8, "num_hidden_layers": 2, "causal": False, "markov_rank": 0, "mask_token_id": 95,
+              "sample_from_anchor": False}),
+        (["--causal", "--mask-token-id", 50, "--block-size", 3], {"causal": True, "mask_token_id": 50}),
+        (["--markov-rank", 2, "--head-fields", {"markov_head_type": "rnn"}],
+         {"markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": False}),
+        (["--confidence", "--random-start"],
+         {"confidence_head": True, "confidence_with_markov": False, "sample_from_anchor": False}),
+        (["--head-fields", {"aux_hidden_state_layer_ids": [-1, 2, 2], "qk_norm": False}],
+         {"aux_hidden_state_layer_ids": [-1, 2, 2], "qk_norm": False}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_variant(
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, options: list[Any],
+    fields: dict[str, Any],
+) -> None:  # fmt: skip
+    (tmp_path / "fields.json").write_text(json.dumps(next((o for o in options if isinstance(o, dict)), {})))
+    given = [tmp_path / "fields.json" if isinstance(option, dict) else option for option in options]
+    features = ["--features", tmp_path / "features"] if "--head-fields" in given else []
+    assert run(monkeypatch, "train", "dflash", *given, *features, "--model", saved, "--data", talks, "--output",
+               tmp_path / "head", "--max-steps", 2, "--batch-size", 2, "--dtype", "float32") == 0  # fmt: skip
+    streams = capsys.readouterr()
+    assert ("The head starts from" in streams.err) is ("--random-start" not in options)
+    head = check_answers(saved, tmp_path / "head")
+    assert {name: getattr(head.config, name) for name in fields} == fields
+    assert head.config.num_target_layers == 4
+
+
+def test_the_mask_token_occurs_in_no_conversation() -> None:
+    tokenizer, every = zoo.chat_tokenizer(), list(range(96))
+    assert choose_mask_token(tokenizer, [Conversation.of([5], [6, 7])], 100) == 99  # a row that no text uses
+    assert choose_mask_token(tokenizer, [Conversation.of([5], [6, 99, 98])], 100) == 97
+    assert choose_mask_token(tokenizer, [Conversation.of([95], [94, 93])], 96) == 91  # not the end of an answer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w40", "w41"]})
+    assert choose_mask_token(tokenizer, [Conversation.of([5], [6])], 96) == 41
+    assert choose_mask_token(tokenizer, [Conversation.of([41], [6])], 96) == 40
+    left = Conversation.of([], [token for token in every if token != 7])
+    assert choose_mask_token(tokenizer, [left], 96) == 7
+    with pytest.raises(InvalidConfigError, match=r"All tokens occur in the data.*--mask-token-id"):
+        choose_mask_token(tokenizer, [Conversation.of([], every)], 96)
 
 
 # ------------------------------------------------------------------------------------------------------ processes
@@ -531,52 +634,3 @@ def test_two_processes_share_the_capturing(saved: Path, talks: Path, tmp_path: P
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         torch.testing.assert_close(one["features"], other["features"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"hidden_act": "nope"}, "`hidden_act` must be an activation"),
-        ({"hidden_act": 7}, "`hidden_act` must be an activation"),
-        ({"intermediate_size": 2**40}, "`intermediate_size` must be an integer from 1"),
-        ({"draft_vocab_size": 97}, "`draft_vocab_size` must be from 1 to the target's 96 tokens"),
-        ({"draft_vocab_size": "many"}, "`draft_vocab_size` must be an integer"),
-        ({"hidden_size": 4096, "head_dim": 128}, "needs a target with hidden_size 4096"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must divide"),
-        ({"head_dim": 3}, "`head_dim` must be even"),
-        ({"rope_parameters": {"rope_type": "x"}}, "`rope_parameters` must be"),
-        ({"eagle_aux_hidden_state_layer_ids": [2**40]}, "`eagle_aux_hidden_state_layer_ids` must be"),
-        ({"tree": [[0, 0]]}, "`tree` must be"),
-        ({"not_a_field": 1}, "has no field 'not_a_field'"),
-        ({"intermediate_size": 2**20, "head_dim": 2**18, "num_attention_heads": 4096, "num_key_value_heads": 4096},
-         "of memory is free"),
-    ],
-)  # fmt: skip
-def test_fields_of_a_head_are_checked_before_anything_is_made(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    fields: dict[str, Any], said: str,
-) -> None:  # fmt: skip
-    (tmp_path / "fields.json").write_text(json.dumps(fields))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert run(monkeypatch, "train", "eagle", "--model", saved, "--data", talks, "--output", tmp_path / "head",
-               "--head-fields", tmp_path / "fields.json") == 2  # fmt: skip
-    assert said in capsys.readouterr().err
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
-    assert not (tmp_path / "head").exists()
-
-
-def test_medusa_heads_that_no_machine_holds(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, said in (
-        (["--num-heads", 65], "must be at most 64"),
-        (["--draft-vocab-size", 97], "from 1 to the target's 96 tokens"),
-        (["--draft-vocab-size", 2**70], "`draft_vocab_size` must be an integer"),
-    ):
-        train = ["train", "medusa", "--model", saved, "--data", talks, "--output", tmp_path / "head"]
-        assert run(monkeypatch, *train, *options) == 2
-        assert said in capsys.readouterr().err
-    memory = type("Memory", (), {"available": 1000})
-    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
-    assert run(monkeypatch, *train, "--own-lm-head") == 2
-    assert "0.0 GB of memory is free" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import zoo
+from benchmark_script import run_example as run
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.generation import state
 from hf_specdec.generation.state import state_of
-from test_examples import run
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'hf-specdec[trl]'")
 pytestmark = pytest.mark.filterwarnings("ignore")

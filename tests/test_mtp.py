@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache
 import layouts
 import native_mtp
 import zoo
+from benchmark_script import code_block
 from drafters import random_head, random_module
 from hf_specdec import (
     CheckpointFormatError,
@@ -42,7 +43,6 @@ from hf_specdec.verification.cache import TreeCache
 from reference import path_to_root
 from test_drafters import Wandering
 from test_eagle import IDS, MASK, Recorder, SlowEagle, paths_of, slow_dynamic_tree
-from test_readme import code_block
 from trained import answered, arguments
 
 pytestmark = pytest.mark.usefixtures("full_depth")

@@ -11,7 +11,7 @@ import pytest
 
 from hf_specdec.checkpoints import published
 from hf_specdec.checkpoints.published import PublishedHead, find_heads
-from hf_specdec.cli import published as command
+from hf_specdec.cli import heads as command
 from hf_specdec.errors import CheckpointFormatError, InvalidConfigError
 
 TARGET = "org/Model-8B"

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import typer
 
 import hf_specdec
+from benchmark_script import code_block
 from drafters import random_head, random_heads
 from hf_specdec import DrafterMismatchError, cli
 from hf_specdec.drafters import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-
-
-def code_block(text: str, after: str) -> str:
-    return text[text.index(after) :].split("```python\n", 1)[1].split("```", 1)[0]
 
 
 @pytest.mark.slow
@@ -72,8 +70,9 @@ def test_the_commands_of_the_tutorial_exist() -> None:
     page = (ROOT / "docs" / "tutorial.md").read_text()
     lines = re.findall(r"^hf-specdec (\w+) (.*)$", page, flags=re.MULTILINE)
     assert {"doctor", "bench"} <= {name for name, _ in lines}
+    commands: Any = typer.main.get_command(cli.app)
     for name, arguments in lines:
-        options = {option for parameter in cli.load(name).params for option in parameter.opts}
+        options = {option for parameter in commands.commands[name].params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
 
 

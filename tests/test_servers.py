@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import run
 from hf_specdec import InvalidConfigError
 from hf_specdec.training import DistillConfig, ServerTeacher, distill, invented_prompts
-from test_cli import run
 from trained import PROMPTS, rows_of
 from zoo import END, chat_tokenizer
 
@@ -281,7 +281,7 @@ def test_the_command(
     talker: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights are never loaded where a server has them; a wrong address is one line."""
-    monkeypatch.setattr("hf_specdec.cli.runs.load_target", None)
+    monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
     command = ["distill", "--model", saved, "--invent", 4, "--max-new-tokens", 8, "--temperature", 0, "--json"]
     with serving(Served(talker)) as url:
         assert run(monkeypatch, *command, "--output", tmp_path / "out", "--server", url) == 0

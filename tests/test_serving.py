@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from test_examples import EXAMPLES, plain, run
+from benchmark_script import EXAMPLES, plain_answers, run_example
 from zoo import END, build, chat_tokenizer
 
 for package in ("fastapi", "uvicorn", "openai"):
@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
     ):
         try:
             wait_for(port, process, log)
-            yield Server(folder, port), plain(folder, [ASKED], LENGTH)[0]
+            yield Server(folder, port), plain_answers(folder, [ASKED], LENGTH)[0]
         finally:
             process.kill()
 
@@ -202,7 +202,7 @@ def test_a_server_that_cannot_answer_does_not_start(
 ) -> None:  # fmt: skip
     threads = threading.active_count()
     with pytest.raises(SystemExit):
-        run("serve", monkeypatch, "--model", saved, *arguments)
+        run_example("serve", monkeypatch, "--model", saved, *arguments)
     assert message in capsys.readouterr().err
     assert threading.active_count() == threads
 

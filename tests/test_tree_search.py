@@ -14,7 +14,8 @@ from drafters import random_block, random_head
 from hf_specdec import InvalidConfigError, MedusaConfig, MedusaHeads, SpeculativeConfig, load_head
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.training import Conversation, capture_features, search_tree, train_dflash, tree_search
-from hf_specdec.training.tree_search import count_correct, likeliest_choices, node_acceptance
+from hf_specdec.training.tree_search import count_correct
+from hf_specdec.trees.growth import likeliest_choices, node_acceptance
 from hf_specdec.validation import validate_choices
 from hf_specdec.viz import plot_tree, save_plot
 from trained import answered, arguments

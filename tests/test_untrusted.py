@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModel
 
 import layouts
 import zoo
+from command_line import run
 from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     CheckpointFormatError,
@@ -46,7 +47,6 @@ from hf_specdec.drafters.answer_history import AnswerHistory
 from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, ROTARY, THIRD_PARTY_LAYER, checked
 from hf_specdec.training import Conversation, capture_features
-from test_cli import run
 from trained import CLI
 
 EXAMPLES = layouts.all_examples()

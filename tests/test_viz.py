@@ -1,24 +1,33 @@
-"""Pictures are drawn of what a trace tells; coloured text is the text."""
+"""Pictures are drawn of what a trace tells; coloured text is the text; slider, live streamer and race."""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import itertools
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import pytest
+import torch
+from matplotlib import pyplot
+from PIL import Image
 
 import drafters
 from hf_specdec import InvalidConfigError, viz
-from hf_specdec.reporting.palette import DRAFTER_COLORS, PALETTE, SMALL_TEXT, THEMES, Theme, drafter_colors
-from hf_specdec.reporting.stats import SpeculationStats
-from hf_specdec.reporting.trace import TracedRow, TracedStep
+from hf_specdec.reporting.palette import DRAFTER_COLORS, SMALL_TEXT, THEMES, Theme, drafter_colors
+from hf_specdec.reporting.stats import SpeculationStats, TracedRow, TracedStep
+from hf_specdec.viz import tree_plots
 from models import prompts
 
 matplotlib.use("Agg")
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 
 
 class Letters:
@@ -58,9 +67,12 @@ def test_coloured_text_is_the_text(text: str, sizes: list[int]) -> None:
     assert (str(found) != text) == (colored > 0)
 
 
-def test_half_a_letter_waits_for_the_rest() -> None:
-    pieces = viz.colored_text(traced("aé", [1, 1]), Letters()).pieces
+def test_half_a_letter_waits_for_the_rest_or_is_shown_at_the_end() -> None:
+    steps = traced("aé", [1, 1])
+    pieces = viz.colored_text(steps, Letters()).pieces
     assert [(piece.text, piece.num_tokens) for piece in pieces] == [("a", 1), ("é", 1)]
+    pieces = viz.colored_text(steps[:1], Letters()).pieces
+    assert [(piece.text, piece.step) for piece in pieces] == [("a", 0), ("�", 1)]
 
 
 class BytesApart(Letters):
@@ -76,11 +88,6 @@ def test_text_after_a_letter_of_many_tokens_is_kept() -> None:
     found = viz.colored_text(traced("a🙂bcd", [1, 1, 1, 1, 2, 1]), BytesApart())
     assert [(piece.text, piece.step) for piece in found.pieces] == [("a", 0), ("🙂", 4), ("bc", 5), ("d", 6)]
     assert 'title="step 5: 2 tokens"' in found._repr_html_()
-
-
-def test_half_a_letter_at_the_end_is_shown() -> None:
-    steps = traced("aé", [1, 1])[:1]
-    assert [(piece.text, piece.step) for piece in viz.colored_text(steps, Letters()).pieces] == [("a", 0), ("�", 1)]
 
 
 def test_a_tokenizer_that_changes_its_last_letters_loses_none() -> None:
@@ -207,9 +214,9 @@ def test_edges_of_a_step_meet_the_borders_of_boxes(stats: SpeculationStats) -> N
 
 def test_a_step_that_drafted_nothing_and_a_row_that_has_ended() -> None:
     plain = TracedRow([5], [-1], None, [1.0], [7], ["eagle"], [0], [7])
-    assert "0 drafted, 0 accepted" in texts(viz.plot_step(TracedStep([plain], 0.0, 0.0, 0.1, 0.0)))
     ended = TracedRow([5, 6], [-1, 0], None, [1.0, 0.5], [7, 8], ["a", "a"], [], [])
-    assert "1 drafted, 0 accepted" in texts(viz.plot_step(TracedStep([ended], 0.0, 0.0, 0.1, 0.0)))
+    for row, count in ((plain, 0), (ended, 1)):
+        assert f"{count} drafted, 0 accepted" in texts(viz.plot_step(TracedStep([row], 0.0, 0.0, 0.1, 0.0)))
 
 
 SOURCES = ("eagle", "prompt_lookup", "token_recycling")
@@ -232,30 +239,19 @@ def tick_labels(axes: Any, letter: str) -> list[str]:
     return [label.get_text() for place, label in ticks if first <= place <= last]
 
 
-@pytest.mark.parametrize("count", [1, 5, 9, 30])
+@pytest.mark.parametrize("count", [1, 5, 30])
 def test_widths_show_no_step_that_was_not_done(count: int) -> None:
+    assert tick_labels(viz.plot_widths([drafted(0)] * 3), "y") == ["1", "0", "1"]
     axes = viz.plot_widths([drafted(3 * number % 11) for number in range(count)])
     assert axes.get_xlim() == pytest.approx((0.3, count + 0.7))
     axes.figure.canvas.draw()
     inches = axes.get_window_extent().width / axes.figure.dpi / (count + 0.4)
     assert inches <= 1 or count < 5  # the figure is narrower if there are few steps
-    assert axes.get_legend().get_window_extent().x1 <= axes.figure.bbox.x1
-    matplotlib.pyplot.close(axes.figure)
-
-
-@pytest.mark.parametrize("side", ["left", "center", "right"])
-def test_a_title_of_widths_does_not_overlap_the_legend(side: str) -> None:
-    axes = viz.plot_widths([drafted(3)] * 2)
-    title = axes.set_title("poem, sampled", loc=side)
-    axes.figure.canvas.draw()
-    legend = axes.get_legend().get_window_extent()
+    legend, title = axes.get_legend().get_window_extent(), axes.set_title("poem, sampled")
+    assert legend.x1 <= axes.figure.bbox.x1
     others = (title, axes.xaxis.label, *axes.get_xticklabels())
     assert not any(legend.overlaps(other.get_window_extent()) for other in others)
     matplotlib.pyplot.close(axes.figure)
-
-
-def test_widths_of_plain_steps_have_integer_labels() -> None:
-    assert tick_labels(viz.plot_widths([drafted(0)] * 3), "y") == ["1", "0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -270,24 +266,14 @@ def test_widths_of_plain_steps_have_integer_labels() -> None:
         (viz.plot_tree, [drafted(1)], r"Paths are needed, such as \[\(0,\), \(0, 0\)\], got a list"),
         (viz.plot_tree, SpeculationStats("eagle", 4, 9, 20, [[2]]), "Paths are needed, .* plot_step"),
         (viz.plot_tree, [(0,), (1, 0)], r"The node \(1, 0\) has no parent: add \(1,\)"),
+        (viz.step_through, [], '"trace": True'),
+        (lambda runs: viz.race(*runs), [], "needs finished runs"),
         (viz.plot_acceptance, [drafted(1)], "Statistics by name are needed, such as {'auto': .*}, got a list"),
     ],
 )
 def test_what_is_not_what_a_plot_shows_is_refused(plot: Any, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plot(given)
-
-
-@pytest.mark.parametrize("depth", [3, 15, 16, 18, 40])
-def test_labels_of_acceptance_overlap_neither_each_other_nor_bars(depth: int) -> None:
-    stats = SpeculationStats("eagle", 4, 9, 20, [[depth + 1]])
-    axes = viz.plot_acceptance(dict.fromkeys(SOURCES, stats))
-    assert tick_labels(axes, "x")
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    assert all(left.x1 + 4 < right.x0 for left, right in itertools.pairwise(boxes))
-    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1  # every bar is full here
-    assert axes.get_legend().get_window_extent().x1 <= axes.figure.bbox.x1
-    matplotlib.pyplot.close(axes.figure)
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -304,6 +290,17 @@ def test_the_legend_of_a_step_has_the_colours_of_its_nodes(theme: Theme, num_acc
     faces = {patch.get_facecolor() for patch in axes.patches if patch.get_facecolor()[3] not in (0.0, 1.0)}
     assert {patch.get_facecolor() for patch in patches[:-1]} == faces
     assert legend.get_window_extent().x1 <= axes.figure.bbox.x1  # however small the tree is
+    matplotlib.pyplot.close(axes.figure)
+
+
+@pytest.mark.parametrize("depth", [3, 16, 40])
+def test_labels_of_acceptance_overlap_neither_each_other_nor_bars(depth: int) -> None:
+    stats = SpeculationStats("eagle", 4, 9, 20, [[depth + 1]])
+    axes = viz.plot_acceptance(dict.fromkeys(SOURCES, stats))
+    assert tick_labels(axes, "x")
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert all(left.x1 + 4 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1  # every bar is full here
     matplotlib.pyplot.close(axes.figure)
 
 
@@ -336,18 +333,9 @@ def test_a_drafter_has_one_colour_in_all_plots(theme: Theme) -> None:
 def test_drafters_of_one_plot_differ() -> None:
     colors = THEMES["light"]
     names = {**DRAFTER_COLORS, "template": 0, "mtp": 0}
-    for count in range(1, len(colors.data) + 1):
-        for found in itertools.combinations(names, count):
-            assert len(set(drafter_colors(found, colors).values())) == count, found
+    for found in itertools.combinations(names, len(colors.data)):
+        assert len(set(drafter_colors(found, colors).values())) == len(colors.data), found
     assert set(drafter_colors(names, colors)) == set(names)  # more than there are colours: some repeat
-    merged = drafter_colors(("template", "eagle", "prompt_lookup", "token_recycling"), colors)
-    assert merged["template"] == drafter_colors(["template"], colors)["template"]
-
-
-@pytest.mark.parametrize("color", PALETTE)
-def test_colours_are_seen_on_white_and_on_black(color: str) -> None:
-    assert contrast(color, "white") > 2.5
-    assert contrast(color, "black") > 4.0
 
 
 def test_the_table_of_a_notebook() -> None:
@@ -364,3 +352,166 @@ def test_the_table_of_a_notebook() -> None:
     assert deep.count(">67%<") == 8
     assert "..." in deep
     assert "..." not in shown
+
+
+# ------------------------------------------------------------------------------------------ slider, stream and race
+
+STEPS = [3, 1, 2, 1]
+
+
+def steps() -> Any:
+    return traced("ab <c>&d", STEPS)
+
+
+@pytest.fixture
+def kernel(monkeypatch: Patch) -> list[Any]:
+    """A process that looks like a kernel; returns what was displayed and each update of it."""
+    shown: list[Any] = []
+
+    class Handle:
+        def update(self, value: Any) -> None:
+            shown.append(value._repr_html_())
+
+    def display(value: Any, *, display_id: bool) -> Handle:
+        assert display_id
+        shown.append(value._repr_html_())
+        return Handle()
+
+    fake = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=object()),
+                                 display=types.SimpleNamespace(display=display))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    return shown
+
+
+def size(png: bytes) -> tuple[int, int]:
+    return Image.open(io.BytesIO(png)).size
+
+
+def test_without_a_kernel_several_steps_are_one_picture(tmp_path: Any, monkeypatch: Patch) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    open_figures = pyplot.get_fignums()  # of other tests
+    one, three = (viz.step_through(steps(), Letters(), num_static=number) for number in (1, 3))
+    assert one.box is None
+    assert size(three.png)[1] > 2 * size(one.png)[1]
+    shown = three._repr_mimebundle_()
+    assert base64.b64decode(shown["image/png"]) == three.png
+    assert shown["text/plain"] == "StepThrough(picture)"
+    assert set(shown) == {"image/png", "text/plain"}
+    three.save(tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes() == three.png
+    assert pyplot.get_fignums() == open_figures  # a notebook would show open figures as well
+
+
+def test_the_number_of_a_step_touches_no_other_text(monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", lambda _: None)
+        tree_plots._image(steps()[0], 1, 19, Letters(), 0)
+    figure = pyplot.gcf()
+    figure.canvas.draw()
+    boxes = {text.get_text(): text.get_window_extent() for text in figure.findobj(matplotlib.text.Text)
+             if text.get_text()}  # fmt: skip
+    number = boxes.pop("step 1 of 19")
+    assert boxes
+    assert not [text for text, box in boxes.items() if box.overlaps(number)]
+    assert figure.bbox.x0 <= number.x0 < number.x1 <= figure.bbox.x1
+    pyplot.close(figure)
+
+
+def test_a_notebook_gets_a_slider_with_a_page_per_step() -> None:
+    """In a real kernel, see test_notebooks.py."""
+    texts = [tree_plots._text_until(steps(), number, Letters(), 0) for number in range(1, len(STEPS) + 1)]
+    assert texts[0].index("a") < texts[0].index("<span")  # the prefill's token, then that of the step
+    assert ">b &lt;</span>" in texts[0]
+    assert "c</span>" in texts[1]
+    assert [text.count("<span") for text in texts] == [1] * len(STEPS)
+    images = [tree_plots._image(step, number, 4, None, 0) for number, step in enumerate(steps(), 1)]
+    box = tree_plots._box(images, texts)
+    (play, slider), stack = box.children[0].children, box.children[1]
+    assert (slider.min, slider.max, slider.value) == (1, 4, 1) == (play.min, play.max, play.value)
+    assert [page.children[1].value for page in stack.children[1:]] == images
+    assert stack.selected_index == slider.value
+    shown = viz.StepThrough(images[0], box)._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in shown
+    assert base64.b64decode(shown["image/png"]) == images[0]  # for pages that show no widgets
+
+
+def test_earlier_ipywidgets_change_the_page_in_the_kernel(monkeypatch: Patch) -> None:
+    monkeypatch.delattr("ipywidgets.Stack")
+    (_, slider), (text, image) = (part.children for part in tree_plots._box([b"1", b"2"], ["one", "two"]).children)
+    assert (text.value, image.value) == ("one", b"1")
+    slider.value = 2
+    assert (text.value, image.value) == ("two", b"2")
+
+
+def test_live_numbers_are_those_of_the_call(llama: Any, capsys: Captured) -> None:
+    ids, _ = prompts(1)
+    tokenizer = types.SimpleNamespace(decode=lambda tokens, **_: "".join(f" {token}" for token in tokens))
+    runs = []
+    for speculative in (None, "prompt_lookup"):
+        streamer = viz.LiveStreamer(tokenizer, str(speculative))
+        out = llama.generate(ids, max_new_tokens=30, do_sample=False, speculative=speculative, streamer=streamer)
+        text = tokenizer.decode(out[0, ids.shape[1] :].tolist())
+        assert "".join(piece.text for piece in streamer.pieces) == text
+        written = capsys.readouterr().out
+        assert written == f"{text}\n{streamer.summary}\n"
+        assert f"{speculative}: 30 tokens" in written
+        runs.append(streamer)
+    plain, lookup = runs
+    stats = llama.last_speculation
+    assert plain.tau == 1.0
+    assert len(plain.pieces) == 30
+    assert lookup.tau == stats.mean_accepted_length > 1.0
+    assert [piece.num_tokens for piece in lookup.pieces] == [1, *stats.accepted_per_step[0]]
+    assert lookup.seconds >= stats.total_seconds * 0.9
+    assert [piece.seconds for piece in lookup.pieces] == sorted(piece.seconds for piece in lookup.pieces)
+
+
+def streamed(text: str, sizes: list[int], name: str = "") -> viz.LiveStreamer:
+    streamer, left = viz.LiveStreamer(Letters(), name), list(text.encode())
+    streamer.put(torch.zeros(1, 4, dtype=torch.long))
+    for count in sizes:
+        for _ in range(count):
+            streamer.put(torch.tensor([left.pop(0)]))
+        streamer.end_step()
+    streamer.end()
+    return streamer
+
+
+def test_a_notebook_is_updated_in_place(kernel: list[Any], monkeypatch: Patch) -> None:
+    monkeypatch.setattr("hf_specdec.viz.live.REFRESH_SECONDS", 0.0)
+    streamer = streamed("aé <b>", [1, 1, 1, 3], "race")
+    assert [piece.text for piece in streamer.pieces] == ["a", "", "é", " <b"]  # half a letter waits for the rest
+    assert len(kernel) == 6  # displayed, four steps, the end
+    assert "tau 1.67" in kernel[-1]
+    assert 'title="step 3: 3 tokens"> &lt;b</span>' in kernel[-1]
+
+
+def test_a_notebook_is_not_updated_for_every_token(kernel: list[Any], monkeypatch: Patch) -> None:
+    monkeypatch.setattr("hf_specdec.viz.live.REFRESH_SECONDS", 1e9)
+    streamed("abcdef", [1] * 6)
+    assert len(kernel) == 2
+    with pytest.raises(ValueError, match="batch of 2"):
+        viz.LiveStreamer(Letters()).put(torch.zeros(2, 3, dtype=torch.long))
+
+
+def test_a_race_is_replayed_by_css_and_readable_without() -> None:
+    runs = streamed("a <b> c", [1] * 7, "plain"), streamed("a <b> c", [1, 4, 2], "auto")
+    race = viz.race(*runs, speed=2.0)
+    page = race._repr_html_()
+    assert page.count("<th ") == 2
+    assert page.count("<span") == 7 + 3
+    assert f"animation-delay:{runs[1].pieces[-1].seconds / 2:.2f}s;border-bottom" in page
+    assert "opacity" not in page.split("</style>")[1]  # without the sheet nothing is hidden
+    assert "3.00 tokens per forward" in page
+    assert "<b>" not in page.replace("<b class", "")  # escaped
+    assert str(race) == f"{runs[0].summary}\n{runs[1].summary}"
+
+
+def test_the_example_of_the_docs_runs(llama: Any, capsys: Captured) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "pictures.md").read_text()
+    code = page[page.index("## Live") :].split("```python\n", 1)[1].split("```", 1)[0]
+    tokenizer = types.SimpleNamespace(decode=lambda tokens, **_: " ".join(map(str, tokens)))
+    scope: dict[str, Any] = {"model": llama, "inputs": {"input_ids": prompts(1)[0]}, "tokenizer": tokenizer}
+    exec(code, scope)
+    assert [run.num_tokens for run in scope["runs"]] == [64, 64]
+    assert capsys.readouterr().out.count("tau") == 2

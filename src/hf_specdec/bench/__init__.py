@@ -1,12 +1,11 @@
 """Benchmark decoding methods against plain `generate()`: prompt files, timed calls, machine load and reports."""
 
-from hf_specdec.bench.forwards import verify_seconds
+from hf_specdec.bench.diagnosis import verify_seconds
 from hf_specdec.bench.machine import environment
-from hf_specdec.bench.measurements import External, Measurement, Reply
-from hf_specdec.bench.measuring import measure
 from hf_specdec.bench.methods import PEERS, check_methods
 from hf_specdec.bench.questions import MT_BENCH, Question, read_questions
-from hf_specdec.bench.report import percentile, plot, summarise, warnings_of
+from hf_specdec.bench.summary import percentile, plot, summarise, warnings_of
+from hf_specdec.bench.timing import External, Measurement, Reply, measure
 
 __all__ = [
     "MT_BENCH",

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_specdec.bench.measuring import measure
+from transformers import PreTrainedModel
+
 from hf_specdec.bench.questions import Question
-from hf_specdec.bench.report import summarise
-from hf_specdec.control.costs import verify_seconds
+from hf_specdec.bench.summary import summarise
+from hf_specdec.bench.timing import measure
+from hf_specdec.control import costs
 from hf_specdec.generation.model_programs import current_program
 from hf_specdec.generation.state import current_facts
 from hf_specdec.reporting.stats import EAGER
+from hf_specdec.validation import require, require_integer
 
 QUESTIONS = (
     Question("list", "prose", ("Give me five tips for sleeping better, with one sentence about each.",)),
@@ -85,7 +88,7 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     facts = current_facts(model)
     rows = list(measure(model, tokenizer, QUESTIONS, methods, max_new_tokens=max_new_tokens))
     overall = {row["method"]: row for row in summarise(rows) if row["category"] == "all"}
-    eager = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
+    eager = costs.verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts)
     found = Diagnosis(
         facts.supports_trees, facts.chain_only_reason, facts.uses_packed_attention, eager,
         speed_up={method: row["speed_up_mean"] for method, row in overall.items()},
@@ -97,5 +100,41 @@ def diagnose(model: Any, tokenizer: Any, methods: Sequence[str], *, max_new_toke
     runner = current_program(model, facts, frozenset(), mode, requested=False) if mode else None
     if runner is None:
         return found
-    compiled = verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
+    compiled = costs.verify_seconds(model, REPORTED_WIDTHS, context=256, facts=facts, runner=runner)
     return replace(found, compiled_seconds=compiled)
+
+
+def verify_seconds(
+    model: PreTrainedModel, sizes: Sequence[int], *, context: int = 256, rows: int = 1
+) -> dict[int, float]:
+    """Return the median seconds of one forward of the model, by the number of drafted nodes that it verifies.
+
+    The forwards are those of generation, with the same cache and masks, neither compiled nor captured. The trees are
+    binary, or chains if the model supports no trees. Time on an idle machine.
+
+    Args:
+        model: The model; speculation need not be attached.
+        sizes: Numbers of nodes, the root included: 1 is a plain step.
+        context: Tokens of the text before the tree.
+        rows: Batch size.
+
+    Returns:
+        Seconds by number of nodes. A step with n nodes pays if it emits more than `seconds[n] / seconds[1]` tokens;
+        drafting itself takes time as well.
+
+    Raises:
+        InvalidConfigError: `sizes` is empty, or a number is below 1.
+        UnsupportedModelError: The model can verify neither trees nor chains.
+
+    Example:
+        ```python
+        seconds = verify_seconds(model, [1, 4, 16])
+        print(f"16 nodes pay above {seconds[16] / seconds[1]:.2f} tokens per step")
+        ```
+    """
+    require(len(sizes) > 0, "a sequence of at least one number", "sizes", sizes)
+    for size in sizes:
+        require_integer("sizes", size, 1)
+    require_integer("context", context, 1)
+    require_integer("rows", rows, 1)
+    return costs.verify_seconds(model, sizes, context, rows=rows)

@@ -58,14 +58,7 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def commit(source: Path = SOURCE) -> str | None:
-    """Return the commit of the checkout, followed by `+changes` if tracked files differ from it.
-
-    Args:
-        source: Directory that contains the package.
-
-    Returns:
-        None if the package does not run from a git checkout, or git is not installed or fails.
-    """
+    """Return the commit of the checkout, followed by `+changes` if tracked files differ from it; None without git."""
     if source.name != "src" or not (source.parent / ".git").exists():
         return None
     try:
@@ -86,10 +79,8 @@ def commit(source: Path = SOURCE) -> str | None:
 class OtherProcesses:
     """Meter of the CPU load by other processes since its creation.
 
-    Subtracts the CPU time of this process and its children from the time of the whole machine in `/proc/stat`.
-
-    Args:
-        workers: Running child processes to subtract; other children are subtracted once they have been waited for.
+    Subtracts the CPU time of this process and its children from that of the whole machine in `/proc/stat`; children
+    that still run must be given as `workers`.
 
     Example: if within 2 s all cores together were busy for 2.5 s and this process for 2.3 s, others used 0.1 cores.
     """
@@ -110,11 +101,7 @@ class OtherProcesses:
         return busy - sum(os.times()[:4]) - workers, time.perf_counter()
 
     def cores(self) -> float | None:
-        """Return the average number of cores that other processes used since this object was created.
-
-        Returns:
-            None on systems without `/proc/stat`, or if a worker ended before this call.
-        """
+        """Return the average number of cores that other processes used since its creation; None if unknown."""
         now = self._now()
         if now is None or self._begin is None:
             return None
@@ -123,10 +110,6 @@ class OtherProcesses:
 
 def is_disturbed(cores: float | None, seconds: float) -> bool:
     """Return whether other processes used more than `DISTURBING_SHARE` and at least `DISTURBING_TICKS` during a call.
-
-    Args:
-        cores: Average number of cores that other processes used; None, if unknown, counts as undisturbed.
-        seconds: Duration of the call.
 
     Example: at 100 ticks per second, 0.1 cores disturb a call of 1 s (10 ticks), but not one of 0.2 s (2 ticks).
     """

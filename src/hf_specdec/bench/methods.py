@@ -68,16 +68,8 @@ def split_method(name: str) -> tuple[str, str | None]:
 def call_options(method: str, given: Any, model: Any, cache_length: int) -> dict[str, Any]:
     """Return the arguments of `generate()` that select a method.
 
-    Args:
-        method: A name of `PEERS`, or a value of `speculative=` with or without one of `SUFFIXES`.
-        given: The assistant model of `transformers_assisted`; for other methods a value of `speculative=` that
-            replaces the name. None if not needed.
-        model: The model, for its device.
-        cache_length: Slots of the static cache of `plain_static_compiled`; pass the same number in all calls, because
-            another one causes recompilation.
-
-    Raises:
-        InvalidConfigError: The method needs an assistant model, but `given` is None; or its suffix is unknown.
+    `given` is the assistant model of `transformers_assisted`, or a value of `speculative=` that replaces the name.
+    `cache_length` are the slots of the static cache of `plain_static_compiled`: another number causes recompilation.
     """
     if method not in PEERS:
         name, mode = split_method(method)
@@ -105,11 +97,7 @@ def _compile_config(model: Any) -> CompileConfig:
 
 
 def check_compiled(method: str, model: Any) -> None:
-    """Check after a call that transformers has compiled the forward, which it may skip with only a warning.
-
-    Raises:
-        InvalidConfigError: The method is `plain_static_compiled`, but the forward was not compiled.
-    """
+    """Check after a call that transformers has compiled the forward, which it may skip with only a warning."""
     if method == COMPILED and "_compiled_call" not in vars(model):
         raise InvalidConfigError(
             f"transformers does not compile the forward of this {type(model).__name__}: its static cache, its "

@@ -60,11 +60,7 @@ def chosen(questions: Sequence[Question], *, limit: int | None, per_category: in
 
 
 def _question(row: Fields, place: str) -> Question:
-    """Parse one line of a prompt file.
-
-    Raises:
-        InvalidConfigError: A field is missing or has the wrong type, or a text is empty or not valid Unicode.
-    """
+    """Parse one line of a prompt file."""
     try:
         if not isinstance(row["category"], str):
             raise TypeError("its category is not a string")

@@ -1,4 +1,4 @@
-"""Lines on stderr that show what a command is doing: with a spinner and a clock in a terminal, else plain ones."""
+"""What a command is doing, as lines on stderr: with a spinner and a clock in a terminal, else plain ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 @contextmanager
 def working(text: str, *, shown: bool = True) -> Iterator[None]:
-    """Context manager that shows a line while its block runs; if stderr is not a terminal, the line is printed once.
+    """Show what is being done while the block runs; if stderr is not a terminal, the line is printed once.
 
-    Args:
-        text: What is being done.
-        shown: False prints no line; a terminal still shows the spinner, which is erased at the end. Under a launcher
-            such as `accelerate launch`, only the first process shows anything.
+    With `shown=False` no line is printed; a terminal still shows the spinner, which is erased at the end. Under a
+    launcher such as `accelerate launch`, only the first process shows anything.
     """
     console = Console(stderr=True)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -39,22 +37,17 @@ def importing(*, shown: bool = True) -> Iterator[None]:
     """Context manager around a command's imports of torch and transformers, which take seconds; silences libraries.
 
     Commands import them after their options are parsed, so that help and mistakes are shown at once.
-
-    Args:
-        shown: Whether to print a line if stderr is not a terminal; none is printed if they are imported already.
     """
     with working("Importing PyTorch and transformers", shown=shown and "transformers" not in sys.modules):
-        from hf_specdec.cli.quiet import silence_libraries
+        import transformers
+        from huggingface_hub.utils import logging as hub_logging
 
-        silence_libraries()
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        hub_logging.set_verbosity_error()  # no warning on each new try
         yield
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a text with line breaks between words: in the width of the terminal, or 80 columns in files and pipes.
-
-    Args:
-        text: The text.
-        err: Whether to print it on stderr.
-    """
+    """Print a text with line breaks between words: in the width of the terminal, or 80 columns in files and pipes."""
     Console(stderr=err).print(text, markup=False, highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_specdec.host_sync import read
-from hf_specdec.reporting.trace import TracedRow, TracedStep
+from hf_specdec.reporting.stats import TracedRow, TracedStep
 from hf_specdec.trees.tree import ROOT_PARENT
 from hf_specdec.verification.step import Step, StepSeconds
 

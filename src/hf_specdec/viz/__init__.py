@@ -6,14 +6,10 @@ then in `model.last_speculation.trace`.
 """
 
 from hf_specdec.reporting.palette import save_plot
-from hf_specdec.reporting.step_streamer import StepStreamer
-from hf_specdec.viz.live import LiveStreamer
-from hf_specdec.viz.replay import Race, race
-from hf_specdec.viz.runs import plot_costs, plot_run
-from hf_specdec.viz.stepper import StepThrough, step_through
-from hf_specdec.viz.steps import plot_acceptance, plot_timeline, plot_widths
+from hf_specdec.viz.live import LiveStreamer, Race, StepStreamer, race
+from hf_specdec.viz.plots import plot_acceptance, plot_costs, plot_run, plot_timeline, plot_widths
 from hf_specdec.viz.text import ColoredText, Piece, colored_text
-from hf_specdec.viz.trees import plot_step, plot_tree
+from hf_specdec.viz.tree_plots import StepThrough, plot_step, plot_tree, step_through
 
 __all__ = [
     "ColoredText",

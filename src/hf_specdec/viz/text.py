@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import Any
 
 from hf_specdec.reporting.palette import PALETTE
-from hf_specdec.reporting.trace import TracedStep
+from hf_specdec.reporting.stats import TracedStep
 
 RESET = "\x1b[0m"
 
 
-def shown(tokenizer: Any, token: int, longest: int = 12) -> str:
+def token_label(tokenizer: Any, token: int, longest: int = 12) -> str:
     """Return a token's text as a plot label or, without a tokenizer, its id.
 
     Whitespace is made visible, "$" is escaped for matplotlib, and texts are cut to `longest` characters.
@@ -44,28 +44,32 @@ class ColoredText:
 
     pieces: tuple[Piece, ...]
 
-    def __str__(self) -> str:
-        parts, number = [], 0
+    def _colors(self) -> Iterator[tuple[Piece, str | None]]:
+        """Yield each piece with its colour; None for pieces of one token."""
+        number = 0
         for piece in self.pieces:
-            if piece.num_tokens > 1:
-                red, green, blue = (int(PALETTE[number % len(PALETTE)][place : place + 2], 16) for place in (1, 3, 5))
+            several = piece.num_tokens > 1
+            yield piece, PALETTE[number % len(PALETTE)] if several else None
+            number += several
+
+    def __str__(self) -> str:
+        parts = []
+        for piece, color in self._colors():
+            text = piece.text
+            if color is not None:
+                red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
                 # end the colour before a line break: some terminals would fill the rest of the line
-                lines = [f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in piece.text.split("\n")]
-                parts.append("\n".join(lines))
-                number += 1
-            else:
-                parts.append(piece.text)
+                text = "\n".join(f"\x1b[38;2;{red};{green};{blue}m{line}{RESET}" for line in text.split("\n"))
+            parts.append(text)
         return "".join(parts)
 
     def _repr_html_(self) -> str:
-        parts, number = [], 0
-        for piece in self.pieces:
+        parts = []
+        for piece, color in self._colors():
             text = html.escape(piece.text)
-            if piece.num_tokens > 1:
-                color = PALETTE[number % len(PALETTE)]
+            if color is not None:
                 style = f"background:{color}40;border-bottom:2px solid {color};border-radius:2px"
                 text = f'<span style="{style}" title="step {piece.step}: {piece.num_tokens} tokens">{text}</span>'
-                number += 1
             parts.append(text)
         return f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
 
@@ -78,35 +82,21 @@ def colored_text(trace: Sequence[TracedStep], tokenizer: Any, *, row: int = 0) -
         tokenizer: The model's tokenizer; special tokens are left out.
         row: Index of the sequence in the batch.
     """
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
     steps = [step.rows[row] for step in trace]
     tokens = list(steps[0].tokens[:1]) if steps else []  # the first step's root was emitted by the prefill
     counts = [len(tokens), *(len(step.emitted) for step in steps)]
     tokens += [token for step in steps for token in step.emitted]
-    text, begin, pieces = _decode(tokenizer, tokens), 0, []
+    text, begin, pieces = decode(tokens), 0, []
     for step, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
-        # decode from the start: the text of a token depends on the tokens before it
-        longest = _agreement(_decode(tokenizer, tokens[:end]), text, begin)
-        pieces.append(Piece(text[begin:longest], count, step))
-        begin = longest
+        # Decode from the start: the text of a token depends on the tokens before it. It agrees with the whole text up
+        # to a character within which the tokens end: that belongs to the step that completes it.
+        decoded, first = decode(tokens[:end]), begin
+        if decoded.startswith(text[:begin]):
+            pairs = zip(decoded[begin:], text[begin:], strict=False)
+            begin += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        pieces.append(Piece(text[first:begin], count, step))
     return ColoredText(tuple(piece for piece in pieces if piece.text))
-
-
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _agreement(decoded: str, text: str, begin: int) -> int:
-    """Return the number of leading characters in which the text of the first tokens agrees with the whole text.
-
-    They differ if the tokens end within a character, which then belongs to the step that completes it, or if the
-    tokenizer changes the end of a text when more tokens follow.
-
-    Args:
-        decoded: Text of the first tokens.
-        text: Text of all tokens.
-        begin: Number of characters assigned to earlier steps; the result is at least this.
-    """
-    if not decoded.startswith(text[:begin]):
-        return begin
-    pairs = zip(decoded[begin:], text[begin:], strict=False)
-    return begin + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
