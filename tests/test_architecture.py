@@ -45,7 +45,7 @@ def imports_of(path: Path) -> set[str]:
 
 MAX_LINES = {
     "acceptance": 1115, "bench": 1063, "checkpoints": 3679, "cli": 3428, "control": 1375, "cpu": 1524,
-    "drafters": 6680, "generation": 3537, "heads": 4252, "reporting": 506, "training": 4405, "trees": 729,
+    "drafters": 6680, "generation": 3537, "heads": 4252, "reporting": 506, "training": 4401, "trees": 729,
     "verification": 5172, "viz": 1046,
 }  # fmt: skip
 """Lines of each package. Lower a number when its package has shrunk; raise one only with the reason in the commit."""
