@@ -26,7 +26,7 @@ from conftest import SHIPPED_HEAD
 from hf_specdec import EagleConfig, EagleHead, cli, load_head
 from hf_specdec.bench import PEERS
 from hf_specdec.bench.methods import SHOWN_SUFFIXES, SUFFIXES
-from hf_specdec.checkpoints.directories import check_new_head
+from hf_specdec.checkpoints.sources import check_new_head
 from hf_specdec.cli import demo
 from hf_specdec.cli.answers import head_for
 from hf_specdec.cli.bench import METHODS_HELP, OTHER_METHODS
@@ -118,29 +118,30 @@ def drawn(race: demo.RacePanels, console: Console) -> tuple[str, ...]:
     return tuple(re.sub("\x1b\\[[0-9;]*m", "", captured.get()).splitlines())
 
 
+def streamed(answer: demo.TimedAnswer, steps: list[list[int]]) -> None:
+    answer.start()
+    answer.put(torch.tensor([[5, 6]]))  # the prompt
+    for step in steps:
+        for token in step:
+            answer.put(torch.tensor([token]))
+        answer.end_step()
+
+
 def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
     tokenizer = zoo.chat_tokenizer()
     plain, speculative = demo.TimedAnswer(tokenizer), demo.TimedAnswer(tokenizer)
-    console = Console(width=80, height=24, force_terminal=True, color_system="truecolor")
+    console = Console(width=80, height=20, force_terminal=True, color_system="truecolor")
     race = demo.RacePanels(console, plain, speculative, "auto")
-    assert "waiting" in drawn(race, console)[-1]
     assert "runs after the" in drawn(race, console)[1]
     plain.start()
     assert "reading the prompt" in drawn(race, console)[1]
-    for tokens in ([5, 6], [5], [6], [7]):  # the first is the prompt
-        plain.put(torch.tensor([tokens]))
+    streamed(plain, [[5], [6], [7]])
     assert "3 tokens" in drawn(race, console)[-1]
     assert drawn(race, console)[-1].endswith("waiting ────────────────────────────╯")
     plain.end()
-    speculative.start()
-    for tokens in ([5, 6], [5], [6], [7]):
-        speculative.put(torch.tensor([tokens]))
-        if tokens != [6]:
-            speculative.end_step()
-    assert [piece.num_tokens for piece in speculative.pieces] == [1, 2]
+    streamed(speculative, [[5], [6, 7]])
     frozen = plain.seconds
     assert f"{frozen:.1f} s · 3 tokens" in drawn(race, console)[-1]
-    assert plain.seconds == frozen
     texts = [answer.text(colored=color) for answer, color in ((plain, False), (speculative, True))]
     assert texts[0].plain == texts[1].plain == tokenizer.decode([5, 6, 7])
     assert [(str(span.style), texts[1].plain[span.start : span.end]) for span in texts[1].spans] == [
@@ -148,20 +149,9 @@ def test_the_race_shows_one_clock_at_a_time_and_colours_steps() -> None:
     ]
     narrow = Console(width=40, height=24, force_terminal=True)
     assert len(drawn(demo.RacePanels(narrow, plain, speculative, "auto"), narrow)) == 8  # one above the other
-
-
-def test_a_long_answer_scrolls_in_its_panel_until_it_is_complete() -> None:
-    tokenizer = zoo.chat_tokenizer()
-    console = Console(width=80, height=20, force_terminal=True)
-    answers = demo.TimedAnswer(tokenizer), demo.TimedAnswer(tokenizer)
-    race = demo.RacePanels(console, *answers, "auto")
-    for answer in answers:
-        answer.start()
-        for token in [[1], *[[5 + number % 9] for number in range(300)]]:
-            answer.put(torch.tensor([token]))
-    assert len(drawn(race, console)) <= console.height
-    for answer in answers:
-        answer.end()
+    streamed(speculative, [[5 + number % 9] for number in range(300)])
+    assert len(drawn(race, console)) <= console.height  # the text scrolls until it is complete
+    speculative.end()
     assert len(drawn(race, console)) > console.height
 
 
@@ -499,7 +489,7 @@ def test_missing_permission_names_the_path(tmp_path: Path, monkeypatch: Patch, c
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "head/config.json")
 
-    monkeypatch.setattr("hf_specdec.checkpoints.report.inspect_head", refuse)
+    monkeypatch.setattr("hf_specdec.checkpoints.hub.inspect_head", refuse)
     assert run(monkeypatch, "inspect", tmp_path) == 2
     assert error_line(capsys.readouterr().err).startswith("hf-specdec: head/config.json cannot be read or written: ")
 

@@ -25,7 +25,6 @@ from hf_specdec import (
     AutoSpeculativeModelForCausalLM,
     DFlashConfig,
     DFlashHead,
-    Eagle3Config,
     Eagle3Head,
     EagleConfig,
     EagleHead,
@@ -41,14 +40,12 @@ from hf_specdec.cli.training_run import choose_mask_token
 from hf_specdec.training import (
     Conversation,
     DFlashTrainingConfig,
-    DistillConfig,
     EagleTrainingConfig,
     FeatureStore,
     MedusaTrainingConfig,
     capture_features,
     read_conversations,
 )
-from hf_specdec.training.trainer import RunEstimate
 from launched import launch
 from trained import CLI
 
@@ -88,45 +85,71 @@ def test_from_nothing_to_a_head_that_drafts(saved: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "tree.png").exists()
     config = load_head(tmp_path / "tree").config
     assert config.num_draft_tokens == len(config.tree) + 1
-    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
-    model.load_drafter(tmp_path / "tree")
-    ids = torch.tensor([[5, 6, 7]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, speculative="eagle", **options))
+    check_answers(saved, tmp_path / "tree")
+
+
+def check_answers(model_path: Path, head: Path) -> Any:
+    """Load a head with `load_drafter`, compare answers with plain ones, and return the head read again."""
+    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(model_path))
+    drafter = model.load_drafter(head)
+    ids = torch.tensor([[5, 6, 7], [10, 11, 12]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    for speculative in (drafter.method, "auto"):
+        assert torch.equal(plain, model.generate(ids, speculative=speculative, **options))
+    return load_head(head)
 
 
 @pytest.mark.parametrize(
-    ("command", "kind"),
+    ("command", "kind", "fields"),
     [
-        (["medusa", "--num-heads", 2], MedusaHeads),
-        (["medusa", "--num-heads", 2, "--own-lm-head", "--draft-vocab-size", 40], MedusaHeads),
-        (["medusa", "--num-heads", 2, "--joint"], MedusaHeads),
-        (["eagle", "--version", 1], EagleHead),
-        (["eagle", "--head-fields", "NORMS"], Eagle3Head),
+        ("medusa --num-heads 2", MedusaHeads, {}),
+        ("medusa --num-heads 2 --own-lm-head --draft-vocab-size 40", MedusaHeads, {}),
+        ("medusa --num-heads 2 --joint", MedusaHeads, {"base_model_name_or_path": "./model"}),
+        ("eagle --version 1", EagleHead, {}),
+        ('eagle --head-fields {"fc_norm":true,"norm_output":true}', Eagle3Head, {"norm_output": True}),
+        ("dflash", DFlashHead, {"block_size": 8, "num_hidden_layers": 2, "causal": False, "markov_rank": 0,
+                                "mask_token_id": 95, "sample_from_anchor": False, "num_target_layers": 4}),
+        ("dflash --causal --mask-token-id 50 --block-size 3", DFlashHead, {"causal": True, "mask_token_id": 50}),
+        ('dflash --markov-rank 2 --head-fields {"markov_head_type":"rnn"}', DFlashHead,
+         {"markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": False}),
+        ("dflash --confidence --random-start", DFlashHead,
+         {"confidence_head": True, "confidence_with_markov": False, "sample_from_anchor": False}),
+        ('dflash --features NEW --head-fields {"aux_hidden_state_layer_ids":[-1,2,2],"qk_norm":false}', DFlashHead,
+         {"aux_hidden_state_layer_ids": [-1, 2, 2], "qk_norm": False}),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_head(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, command: list[Any], kind: type,
-    capsys: Captured,
+    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, command: str, kind: type,
+    fields: dict[str, Any],
 ) -> None:  # fmt: skip
-    more, norms = tmp_path / "more.json", tmp_path / "norms.json"
+    more, given = tmp_path / "more.json", files_of(command, tmp_path, {"NEW": tmp_path / "features"})
     more.write_text(json.dumps({"logging_steps": 1, "gradient_accumulation_steps": 2}))
-    norms.write_text(json.dumps({"fc_norm": True, "norm_output": True}))
-    command = [norms if part == "NORMS" else part for part in command]
-    assert run(monkeypatch, "train", *command, "--model", saved, "--data", talks, "--output", tmp_path / "head",
-               "--max-steps", 3, "--batch-size", 2, "--arguments", more) == 0  # fmt: skip
-    assert "predicted_tau" in capsys.readouterr().out
-    head = load_head(tmp_path / "head")
+    assert run(monkeypatch, "train", *given, "--model", saved, "--data", talks, "--output", tmp_path / "head",
+               "--max-steps", 3, "--batch-size", 2, "--dtype", "float32", "--arguments", more) == 0  # fmt: skip
+    streams = capsys.readouterr()
+    assert "predicted_tau" in streams.out
+    copied = ("eagle" in given and "--version" not in given) or ("dflash" in given and "--random-start" not in given)
+    assert ("The head starts from" in streams.err) == copied
+    target = tmp_path / "head" / "model" if "--joint" in given else saved
+    head = check_answers(target, tmp_path / "head")
     assert isinstance(head, kind)
-    target = tmp_path / "head" / "model" if "--joint" in command else saved
-    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(target))
-    model.load_drafter(tmp_path / "head")
-    assert getattr(head.config, "norm_output", False) is ("--head-fields" in command)
-    if "--joint" in command:
-        assert head.config.base_model_name_or_path == "./model"
+    assert {name: getattr(head.config, name) for name in fields} == fields
+    if "--joint" in given:
         again = AutoSpeculativeModelForCausalLM.from_pretrained(tmp_path / "head")
-        assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+        assert torch.equal(again.lm_head.weight, AutoModelForCausalLM.from_pretrained(target).lm_head.weight)
         assert again.drafters
+
+
+def files_of(command: str, folder: Path, names: dict[str, Path]) -> list[str]:
+    """The words of a command, with a file in the place of an object, and paths in the place of names."""
+    words = []
+    for word in command.split():
+        if word.startswith("{"):
+            (folder / "object.json").write_text(word)
+            word = str(folder / "object.json")
+        words.append(str(names.get(word, word)))
+    return words
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
@@ -244,14 +267,9 @@ def test_training_refuses_before_it_loads_the_target(
     names = {"MODEL": saved, "TALKS": talks, "TALKS/below": talks / "below", "STRANGER": tmp_path / "stranger",
              "OTHER": other, "BLOCK": tmp_path / "block"}  # fmt: skip
     arguments, message = mistake.split(" | ")
-    given: list[Any] = []
-    for word in arguments.split():
-        if word.startswith("{"):
-            (tmp_path / "object.json").write_text(word)
-            word = str(tmp_path / "object.json")
-        given.append(names.get(word, word))
+    given = files_of(arguments, tmp_path, names)
     for option, value in (("--model", saved), ("--data", talks), ("--output", tmp_path / "out")):
-        given += [] if option in given else [option, value]
+        given += [] if option in given else [option, str(value)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(monkeypatch, "train", *given) == 2
     line = error_line(capsys.readouterr().err)
@@ -280,18 +298,6 @@ def test_the_help_of_a_kind_names_its_own_fields(kind: str, config: Any, recipe:
         assert {*named, *json.loads(example)} <= known.keys()
 
 
-def test_the_help_tells_the_defaults_of_temperatures_and_depths() -> None:
-    def shown(*command: str) -> str:
-        return " ".join(CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"}).output.split())
-
-    assert "Default: 0, 0.7 and 1 in turn." in shown("distill")
-    assert DistillConfig().temperatures == (0.0, 0.7, 1.0)
-    assert "Default: 4 (3 with --version 1)." in shown("train", "eagle")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-    heads = Eagle3Head(Eagle3Config(**sizes)), EagleHead(EagleConfig(**sizes))
-    assert [EagleTrainingConfig.for_head(head).aligned_steps for head in heads] == [4, 3]
-
-
 @pytest.mark.parametrize("name", ["run.json", "trainer_state.json"])
 def test_state_of_another_program_is_not_written_over(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured,
@@ -303,12 +309,6 @@ def test_state_of_another_program_is_not_written_over(
         assert run(monkeypatch, "train", kind, "--model", saved, "--data", talks, "--output", tmp_path / "out") == 2
         assert f"holds a {name} that was not written by this command" in error_line(capsys.readouterr().err)
     assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [(name, '{"mine": 1}')]
-
-
-def test_an_estimate_of_a_short_run_is_in_seconds() -> None:
-    assert str(RunEstimate(1, 1.5, 0, 0)).startswith("1 step of 1.5 s: about 2 s; ")
-    assert str(RunEstimate(40, 1.5, 0, 0)).startswith("40 steps of 1.5 s: about 1 min; ")
-    assert str(RunEstimate(4000, 1.5, 0, 0)).startswith("4000 steps of 1.5 s: about 1 h 40 min; ")
 
 
 def test_dropping_every_conversation_is_refused_before_the_target_is_loaded(
@@ -444,20 +444,6 @@ def test_a_tree_is_written_into_the_heads_directory_or_a_new_one(
 # ------------------------------------------------------------------------------------------------------ block heads
 
 
-def check_answers(saved: Path, head: Path) -> DFlashHead:
-    """Load a head with `load_drafter`, compare answers with plain ones, and return it."""
-    model: Any = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
-    drafter = model.load_drafter(head)
-    assert drafter.method == "dflash"
-    ids = torch.tensor([[5, 6, 7], [10, 11, 12]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(ids, **options)
-    for speculative in ("dflash", "auto"):
-        assert torch.equal(plain, model.generate(ids, speculative=speculative, **options))
-    loaded: DFlashHead = drafter.head
-    return loaded
-
-
 def test_from_conversations_to_a_head_that_drafts(
     saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
@@ -502,37 +488,6 @@ def test_from_conversations_to_a_head_that_drafts(
     monkeypatch.setattr("hf_specdec.cli.training_run.load_target", None)
     assert run(monkeypatch, *common, "--output", tmp_path / "second", "--initial-head", tmp_path / "first") == 2
     assert "settings.answer_tokens was 3, is 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "fields"),
-    [
-        ([], {"block_size": 8, "num_hidden_layers": 2, "causal": False, "markov_rank": 0, "mask_token_id": 95,
-              "sample_from_anchor": False}),
-        (["--causal", "--mask-token-id", 50, "--block-size", 3], {"causal": True, "mask_token_id": 50}),
-        (["--markov-rank", 2, "--head-fields", {"markov_head_type": "rnn"}],
-         {"markov_head_type": "rnn", "sample_from_anchor": True, "confidence_head": False}),
-        (["--confidence", "--random-start"],
-         {"confidence_head": True, "confidence_with_markov": False, "sample_from_anchor": False}),
-        (["--head-fields", {"aux_hidden_state_layer_ids": [-1, 2, 2], "qk_norm": False}],
-         {"aux_hidden_state_layer_ids": [-1, 2, 2], "qk_norm": False}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_variant(
-    saved: Path, talks: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, options: list[Any],
-    fields: dict[str, Any],
-) -> None:  # fmt: skip
-    (tmp_path / "fields.json").write_text(json.dumps(next((o for o in options if isinstance(o, dict)), {})))
-    given = [tmp_path / "fields.json" if isinstance(option, dict) else option for option in options]
-    features = ["--features", tmp_path / "features"] if "--head-fields" in given else []
-    assert run(monkeypatch, "train", "dflash", *given, *features, "--model", saved, "--data", talks, "--output",
-               tmp_path / "head", "--max-steps", 2, "--batch-size", 2, "--dtype", "float32") == 0  # fmt: skip
-    streams = capsys.readouterr()
-    assert ("The head starts from" in streams.err) is ("--random-start" not in options)
-    head = check_answers(saved, tmp_path / "head")
-    assert {name: getattr(head.config, name) for name in fields} == fields
-    assert head.config.num_target_layers == 4
 
 
 def test_the_mask_token_occurs_in_no_conversation() -> None:

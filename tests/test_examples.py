@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.util
-import itertools
 import json
-import os
 import re
-import shutil
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +27,10 @@ from transformers import (
 )
 
 import zoo
-from benchmark_script import EXAMPLES, plain_answers, plain_turns
+from benchmark_script import EXAMPLES, plain_answers, plain_turns, script
 from benchmark_script import run_example as run
 from conftest import SHIPPED_HEAD
-from hf_specdec import EagleConfig, EagleHead, load_head
+from hf_specdec import EagleConfig, EagleHead, SpeculativeGenerationMixin, load_head
 from hf_specdec.generation.loading import encode_chat
 
 Patch = pytest.MonkeyPatch
@@ -221,41 +213,6 @@ def test_a_server_says_why_it_refuses(
     assert answer.json() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_every_option_is_described(path: Path, monkeypatch: Patch, capsys: Captured) -> None:
-    if path.stem == "serve":
-        pytest.importorskip("fastapi")
-    parsers: list[argparse.ArgumentParser] = []
-    parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self: parsers.append(self) or parse(self))
-    with pytest.raises(SystemExit):
-        run(path.stem, monkeypatch, "--help")
-    assert not [action.dest for action in parsers[0]._actions if not action.help]
-    assert "default: None" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["chat", "text_pipeline", "adapter_and_head"])
-def test_the_model_is_moved_to_the_accelerator(name: str, saved: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    accelerator = torch.device("cpu", 0)  # the CPU, under a name that nothing else uses
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
-    monkeypatch.setattr("builtins.input", lambda _: "")
-    devices, move = [], torch.nn.Module.to
-
-    def note(module: Any, *args: Any, **options: Any) -> Any:
-        devices.extend(args)
-        return move(module, *args, **options)
-
-    monkeypatch.setattr(torch.nn.Module, "to", note)
-    arguments: list[Any] = ["--model", saved]
-    if name == "text_pipeline":
-        arguments += ["w05 w06", "--max-new-tokens", 2]
-    elif name == "adapter_and_head":
-        arguments += ["w05", "--max-new-tokens", 2, *adapter_and_head(saved, tmp_path)]
-    run(name, monkeypatch, *arguments)
-    assert accelerator in devices
-
-
 def adapter_and_head(saved: Path, folder: Path) -> list[Any]:
     """Arguments with an adapter and a head, both with random weights."""
     peft = pytest.importorskip("peft")
@@ -374,57 +331,6 @@ def test_an_evaluation(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: 
     assert last == "equal answers: 4 of 4"
 
 
-ASKED = """
-import json, os, sys, time
-import openai, serve
-name, head, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
-server, model = serve.start(name, head, "auto", port)
-while not server.server.started:
-    time.sleep(0.1)
-client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=120)
-messages = [{"role": "user", "content": "Name three rivers."}]
-asked = {"model": name, "temperature": 0, "max_tokens": 24, "messages": messages}
-whole = client.chat.completions.create(**asked)
-tau = model.last_speculation.mean_accepted_length
-stream = client.chat.completions.create(**asked, stream=True)
-pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
-try:
-    client.chat.completions.create(**{**asked, "model": "org/other"})
-except openai.NotFoundError as error:
-    refused = str(error)
-print(json.dumps([refused, whole.choices[0].message.content, whole.usage.completion_tokens, tau, pieces]), flush=True)
-os._exit(0)  # transformers' server leaves threads behind
-"""
-"""In a process of its own: a server, and OpenAI's client."""
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_openai_client_asks_a_server_that_speculates(small_model_path: Path) -> None:
-    """Transformers' own server: whole, in a stream, and as plain `generate()` answers."""
-    for package in ("fastapi", "uvicorn", "openai"):
-        pytest.importorskip(package)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", ASKED, str(small_model_path), str(SHIPPED_HEAD), str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    refused, whole, count, tau, pieces = json.loads(done.stdout.strip().splitlines()[-1])
-    assert "The model 'org/other' is not served here." in refused
-    assert count == 24
-    assert tau > 1
-    assert "".join(piece for piece in pieces if piece) == whole
-    assert sum(bool(piece) for piece in pieces) > 12  # token by token, not at once
-    tokenizer = AutoTokenizer.from_pretrained(small_model_path)
-    model = AutoModelForCausalLM.from_pretrained(small_model_path)
-    inputs = encode_chat(tokenizer, ["Name three rivers."], model.device)
-    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    # in half precision near ties may fall the other way, not at once
-    assert tokenizer.decode(ids, skip_special_tokens=True)[:12] == whole[:12]
-
-
 def test_from_prompts_to_a_head(saved: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     """And again, which finds everything done."""
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"w0{n} w1{n}"}) for n in range(8)))
@@ -522,89 +428,21 @@ def test_a_long_document(chunk: int, saved: Path, tmp_path: Path, monkeypatch: P
     assert lines[5].strip() == plain_answers(saved, [f"w05 w06\n\n{text}"], 24)[0]
 
 
-# ------------------------------------------------------------------------------------------------- a page in a browser
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """A headless Chromium; skipped where a part is missing: gradio is not in the extra `dev`, because it is large."""
-    for package in ("gradio", "selenium"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install 'gradio>=6' selenium)")
-    paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in paths:
-        pytest.skip("there is no browser (apt-get install chromium chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = paths[0]
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
-        options.add_argument(argument)
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(paths[1]))
-    yield found
-    found.quit()
-
-
-SHOWN = """
-return [...document.querySelectorAll('.answer')].map(answer => [
-    answer.innerText, answer.nextElementSibling.innerText,
-    [...answer.querySelectorAll('span[title]')].map(span => [span.title, span.style.backgroundColor])])
-"""
-
-
-@pytest.mark.slow
-def test_a_chat_page(saved: Path, tmp_path: Path, browser: Any) -> None:
-    """Two turns, the second one plain: texts are plain `generate()`'s, colours and speeds those of the steps."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", EXAMPLES / "chat_page.py", "--model", saved, "--dtype", "float32",
-               "--method", "prompt_lookup", "--max-new-tokens", "40", "--port", str(port)]  # fmt: skip
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
-    log = tmp_path / "log"
-    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as page:
-        try:
-            until = time.monotonic() + 120
-            while "Running on" not in log.read_text():
-                assert page.poll() is None, log.read_text()
-                assert time.monotonic() < until, log.read_text()
-                time.sleep(0.2)
-            browser.get(f"http://127.0.0.1:{port}")
-
-            def ask(text: str, num_answers: int) -> list[Any]:
-                box = waited(lambda: browser.find_elements("css selector", "textarea"))[0]
-                box.clear()
-                box.send_keys(text, "\ue007")  # the key Enter
-                waited(lambda: len(found := browser.execute_script(SHOWN)) == num_answers and ended(found[-1]))
-                return browser.execute_script(SHOWN)[-1]
-
-            def ended(answer: list[Any]) -> bool:
-                time.sleep(0.5)  # an answer that is still written changes meanwhile
-                return answer == browser.execute_script(SHOWN)[-1]
-
-            text, speed, steps = ask("w05 w06", 1)
-            first, second = plain_turns(saved, ["w05 w06", "w07 w08"], 40)
-            assert text.strip() == first
-            num_tokens, tau = len(first.split()), float(re.search(r"([\d.]+) tokens per forward", speed)[1])
-            assert re.fullmatch(rf"[\d.]+ tokens/s, [\d.]+ tokens per forward, {num_tokens} tokens", speed)
-            assert tau > 1
-            sizes = [int(re.fullmatch(r"step \d+: (\d+) tokens", title)[1]) for title, _ in steps]
-            assert min(sizes) > 1
-            num_forwards = len(sizes) + (num_tokens - 1 - sum(sizes))
-            assert tau == pytest.approx((num_tokens - 1) / num_forwards, abs=0.005)
-            assert all(color != before for (_, before), (_, color) in itertools.pairwise(steps))
-            waited(lambda: browser.find_elements("css selector", "input[type=checkbox]"))[0].click()
-            text, speed, steps = ask("w07 w08", 2)
-            assert text.strip() == second
-            assert " 1.00 tokens per forward" in speed
-            assert steps == []
-        finally:
-            page.kill()
-
-
-def waited(found: Any) -> Any:
-    until = time.monotonic() + 60
-    while not (value := found()):
-        assert time.monotonic() < until, "the page does not show it"
-        time.sleep(0.2)
-    return value
+def test_a_chat_page_streams_the_steps_of_two_turns(saved: Path) -> None:
+    """Texts are plain `generate()`'s, colours and speeds those of the steps; the page's history is read again."""
+    page, tokenizer = script("chat_page", EXAMPLES), AutoTokenizer.from_pretrained(saved)
+    model = SpeculativeGenerationMixin.attach(AutoModelForCausalLM.from_pretrained(saved))
+    messages, turns = list[dict[str, str]](), ["w05 w06", "w07 w08"]
+    for speculative, turn, expected in zip(
+        ("prompt_lookup", None), turns, plain_turns(saved, turns, 40), strict=True
+    ):  # fmt: skip
+        messages.append({"role": "user", "content": turn})
+        options = {"speculative": speculative, "do_sample": False, "max_new_tokens": 40}
+        steps = list(page.stream_steps(model, tokenizer, messages, **options))
+        html, count = page.shown(steps, 2.0), sum(step.num_tokens for step in steps)
+        answer = page.plain_text(html)
+        assert answer.strip() == expected
+        assert f"{count / 2:.1f} tokens/s, {(count - 1) / (len(steps) - 1):.2f} tokens per forward" in html
+        assert html.count("<span title") + html.count("<span style") == sum(step.num_tokens > 1 for step in steps)
+        assert (len(steps) < count) == (speculative is not None)
+        messages.append({"role": "assistant", "content": answer})

@@ -23,7 +23,6 @@ from torch.autograd import DeviceType
 from torch.utils import backend_registration
 
 from benchmark_script import BENCHMARKS, script
-from hf_specdec.verification.probe import inspect_target
 
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator: run the script")
 SIZES = {
@@ -157,62 +156,6 @@ def test_an_item_that_fails_hangs_or_dies_ends_alone(tmp_path: Path) -> None:
     assert "out.jsonl exists" in again.stderr
 
 
-def test_items_past_the_whole_time_are_not_begun(tmp_path: Path) -> None:
-    gpu = script("gpu")
-    path = tmp_path / "gpu.jsonl"
-    path.touch()
-    assert gpu.drive(list(gpu.known_items().values())[:2], path, 0.0, [])
-    assert {row["reason"] for row in rows(path)} == {"the time limit of 0 minutes was reached before it"}
-
-
-def test_only_a_first_item_without_a_device_ends_the_others(
-    tmp_path: Path, items: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu, path = script("gpu"), tmp_path / "gpu.jsonl"
-    path.touch()
-    endings = {"one": {"no_device": False}, "two": {"no_device": True}, "three": {}}
-    run = lambda item, *_: {"status": "not measured", "reason": item.name, "seconds": 0.0, **endings[item.name]}  # noqa: E731
-    monkeypatch.setattr(gpu, "run_item", run)
-    named = {name: items["gpu_items"].Item(name, len, 1) for name in endings}
-    assert gpu.drive([named["one"], named["two"], named["three"]], path, 1.0, [])
-    assert gpu.drive([named["two"], named["three"]], path, 1.0, [])
-    assert [row["reason"] for row in rows(path)] == ["one", "two", "three", "two", "two"]
-
-
-def test_what_is_no_number_passes_no_bar(items: dict[str, Any], tmp_path: Path) -> None:
-    gpu_items, path = items["gpu_items"], tmp_path / "rows.jsonl"
-    nan = float("nan")
-    assert gpu_items.largest([1.0, 3.0, 2.0]) == 3.0
-    kit = gpu_items.Kit("any", options_for(path, "cpu"), [gpu_items.Bar("far", at_most=1)])
-    for values in ([0.0, nan], [nan, 0.0], [0.0]):
-        kit.bar("far", gpu_items.largest(values))
-    assert [row["passed"] for row in rows(path)] == [False, False, True]
-    path.write_text(path.read_text() + '{"item": "any", "kind": "ro')  # a process that was killed while it wrote
-    assert kit.rows() == []
-
-
-def test_quick_is_what_it_says(items: dict[str, Any]) -> None:
-    quick = [item.name for item in items["gpu_items"].ITEMS if item.is_quick]
-    assert quick == ["environment", "verify", "capture", "tests"]
-    names = [item.name for item in items["gpu_items"].ITEMS]
-    assert names == ["environment", "attention", "verify", "oracle", "eagle", "auto", "capture", "calls", "endurance",
-                     "text", "tests", "inductor", "static"]  # fmt: skip
-
-
-def test_the_capture_matrix_builds_what_it_names() -> None:
-    items = script("gpu_items")
-    for name in items.ARCHITECTURES:
-        model = items.tiny(name, torch.device("cpu"))
-        assert model.config.num_hidden_layers == 2, name
-        assert inspect_target(model).supports_trees, name
-
-
-def test_the_files_of_the_kit_are_in_the_source_distribution() -> None:
-    project = (BENCHMARKS.parent / "pyproject.toml").read_text()
-    (line,) = [line for line in project.splitlines() if line.startswith("include = ")]
-    assert all(f'"{part}"' in line for part in ("/src", "/tests", "/benchmarks/*.py"))
-
-
 def test_the_published_figures_of_a_gpu_are_those_of_the_rows() -> None:
     root = BENCHMARKS.parent
     page = (root / "docs" / "benchmarks" / "results.md").read_text()
@@ -343,41 +286,6 @@ def test_kernels_of_attention_agree_with_the_reference(on_cpu: dict[str, Any], t
     assert {row["kernel"] for row in found if "fixed_us" in row} >= {"hf_specdec", "math"}
 
 
-def test_a_kernel_that_is_built_for_every_length_is_timed_less(
-    on_cpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu_attention = on_cpu["gpu_attention"]
-    monkeypatch.setattr(gpu_attention, "LONGEST", 0.0)
-    layer = gpu_attention.Attention(torch.device("cpu"), 1, 40)
-    lengths: list[int] = []
-    monkeypatch.setattr(layer, "step", lambda _name, length: lambda: lengths.append(length))
-    assert gpu_attention.seconds_per_layer(layer, "math", range(10, 20)) > 0
-    assert lengths == [10, 11, 12, 13]
-
-
-def test_an_8b_is_what_it_is_called(on_cpu: dict[str, Any]) -> None:
-    """Sizes by hand: layers, embedding and lm_head of Llama 3.1 8B."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**on_cpu["gpu_items"].LLAMA_8B, tie_word_embeddings=False)).bfloat16()
-    layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096
-    assert on_cpu["gpu_attention"].weight_bytes(model) == 2 * (32 * layer + 4096 + 4096 * 128256)
-
-
-def test_a_head_drafts_the_first_token_rightly(on_cpu: dict[str, Any], tmp_path: Path) -> None:
-    gpu_steps, kit = on_cpu["gpu_steps"], on_cpu["gpu_items"].Kit("any", options_for(tmp_path / "rows.jsonl", "cpu"))
-    model = kit.sure_llama()
-    gpu_steps.add_head(model)
-    inputs = gpu_steps.prompts(model, 16)
-    plain = gpu_steps.generated(model, inputs, 40)
-    order = gpu_steps.cycle(model)
-    assert plain[0].tolist() == order[16:56].tolist()
-    assert torch.equal(gpu_steps.generated(model, inputs, 40, speculative="eagle"), plain)
-    accepted = model.last_speculation.accepted_per_step[0]
-    assert min(accepted[:-1]) == 2
-
-
 def event(name: str, begin: float, end: float, *, on_device: bool = False) -> Any:
     place = SimpleNamespace(start=begin, end=end)
     return SimpleNamespace(name=name, device_type=DeviceType.CUDA if on_device else DeviceType.CPU, time_range=place)
@@ -402,82 +310,6 @@ def test_what_a_profiler_saw_is_counted_by_hand(items: dict[str, Any]) -> None:
     }  # fmt: skip
     assert found.pop("waits") == {"cudaStreamSynchronize": 1.0, "cudaMemcpy": 0.25}
     assert found == pytest.approx(wanted)
-
-
-def test_steps_to_the_next_query_by_hand(items: dict[str, Any]) -> None:
-    waits = items["gpu_steps"].waits
-    assert waits([3, 50], [4, 9], 60) == [1]
-    assert waits([3, 9], [3, 12], 60) == [9, 3]
-    assert waits([30], [4], 60) == [30]
-    captured: list[int] = []
-    steps = items["gpu_steps"].Steps(captured)
-    for call in ([0, 1, 1], [1, 1, 2]):  # queries so far, in the steps of two calls
-        told = iter(call)
-        session = SimpleNamespace(report=lambda told=told: {"queries": {"eagle": next(told)}})
-        for asked in call:
-            steps.before(session)
-            captured += [1] * (asked == 2)
-            steps.after(session)
-    assert (steps.queried_at, steps.captured_at, steps.count) == ([1, 3, 5], [5], 6)
-
-
-def test_what_torch_does_not_tell_is_told(items: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_attention = items["gpu_attention"]
-    assert "MATH" in gpu_attention.sdpa_order()
-    monkeypatch.delattr(torch._C, "_get_sdp_priority_order")
-    assert gpu_attention.sdpa_order().startswith("unknown: ")
-    assert gpu_attention.version_of("torch")
-    assert gpu_attention.version_of("no-such-distribution") is None
-
-
-def test_a_part_that_dies_or_hangs_is_a_row(
-    items: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interpreters that are none: `sh`, which cannot read the script, and one that takes its time."""
-    gpu, slow = script("gpu"), tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nexec sleep 20\n")
-    slow.chmod(0o755)
-    kit = items["gpu_items"].Kit("capture", options_for(tmp_path / "rows.jsonl", "cuda", run="capture"))
-    monkeypatch.setattr(gpu, "SECONDS_OF_A_PART", 1)
-    for executable, key, part in (("/bin/sh", "architecture", "llama"), (str(slow), "part", "after a failure")):
-        monkeypatch.setattr(sys, "executable", executable)
-        gpu.run_part(kit, part, key)
-    llama, after = kit.rows()
-    assert (llama["architecture"], after["part"]) == ("llama", items["gpu_attention"].AFTER_A_FAILURE)
-    assert llama["failed"].startswith("exit status ")
-    assert after["failed"] == "it took longer than 1 s"
-
-
-A_SUITE = """
-import pytest
-
-@pytest.mark.parametrize("number", range(3))
-def test_fine(number): pass
-def test_wrong(): assert False, "for a reason"
-@pytest.mark.skip(reason="none")
-def test_skipped(): pass
-"""
-
-
-def test_the_gpu_tests_are_counted_as_they_end(
-    on_cpu: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_gpu.py").write_text(A_SUITE)
-    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\n')  # as ours
-    monkeypatch.setattr(on_cpu["gpu_items"], "ROOT", tmp_path)
-    monkeypatch.setattr(on_cpu["gpu_items"], "TESTS_PER_ROW", 2)
-    found = measured(on_cpu, "tests", tmp_path / "rows.jsonl")
-    so_far, failed, summary = [row for row in found if row["kind"] == "row"]
-    assert so_far["so_far"]["PASSED"] == 2
-    assert "test_wrong" in failed["failed"]
-    assert summary["count"] == {"PASSED": 3, "FAILED": 1, "SKIPPED": 1, "ERROR": 0}
-    assert "1 failed, 3 passed, 1 skipped" in summary["summary"]
-    assert [row["value"] for row in found if row["kind"] == "bar"] == [1]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    item = next(item for item in on_cpu["gpu_items"].ITEMS if item.name == "tests")
-    item.run(options_for(tmp_path / "rows.jsonl", "cpu"))
-    assert rows(tmp_path / "rows.jsonl")[-1]["reason"] == "pytest is not installed"
 
 
 def test_answers_to_texts_are_timed_and_compared(

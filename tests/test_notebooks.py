@@ -14,7 +14,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 import run_notebooks
-from run_notebooks import WIDGET, drawing_hash, executed, has_pictures, shows_times, stored_hash, without_widgets
+from run_notebooks import WIDGET, drawing_hash, executed, has_pictures, stored_hash, without_widgets
 from test_words import MANNERISMS
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +87,23 @@ def test_the_text_is_plain_and_cites_no_measurement(path: Path) -> None:
             assert not [words for words in MANNERISMS if re.search(words, prose, re.IGNORECASE)], line
 
 
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_times_are_not_taken_on_a_busy_machine(
+    is_forced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = nbformat.v4.new_output("stream", text="auto: 63 tokens, 0.8 s")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("run()", outputs=[output])])
+    nbformat.write(notebook, tmp_path / "1_times.ipynb")
+    monkeypatch.setattr(run_notebooks, "FOLDER", tmp_path)
+    monkeypatch.setattr(run_notebooks, "executed", lambda _: notebook)
+    monkeypatch.setattr(run_notebooks, "OtherProcesses", lambda: SimpleNamespace(cores=lambda: 0.5))
+    monkeypatch.setattr(run_notebooks.time, "sleep", lambda _: None)
+    if is_forced:
+        return run_notebooks.main(["1", "--force"])
+    with pytest.raises(SystemExit, match=r"1_times.ipynb shows times, and other processes use 0.50 cores.*--force"):
+        run_notebooks.main(["1"])
+
+
 def test_of_a_widget_the_picture_is_stored() -> None:
     data: dict[str, Any] = {WIDGET: {"model_id": "1"}, "image/png": "iVBO", "text/plain": "slider"}
     cell = nbformat.v4.new_code_cell("slider", outputs=[nbformat.v4.new_output("display_data", dict(data))])
@@ -109,103 +126,6 @@ def test_pictures_are_drawn_by_the_present_code(path: Path) -> None:
     assert has_pictures(notebook) == bool(pictures)
     if pictures:
         assert stored_hash(notebook) == drawing_hash(), f"run again: tests/run_notebooks.py {path.stem}"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "is_changed"),
-    [
-        ("x = 1", '"""About x."""\n\n# why\nx = 1  # one', False),
-        ('def f():\n    """One."""\n    return 1', 'def f():\n    """Two\n\n    lines."""\n    return 1', False),
-        ('x = "#FFFFFF"', 'x = "#FFFFFE"', True),
-        ('def f():\n    return "one"', 'def f():\n    return "two"', True),
-    ],
-)
-def test_only_code_changes_the_hash_of_pictures(
-    before: str, after: str, is_changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashes = []
-    monkeypatch.setattr(run_notebooks, "DRAWING", (tmp_path / "plots.py",))
-    for source in (before, after):
-        (tmp_path / "plots.py").write_text(source)
-        hashes.append(drawing_hash())
-    assert (hashes[0] != hashes[1]) == is_changed
-
-
-class Busy:
-    """A meter that measures the same load again and again."""
-
-    def __init__(self, load: float | None) -> None:
-        self.load = load
-
-    def cores(self) -> float | None:
-        return self.load
-
-
-@pytest.mark.parametrize(
-    ("shown", "load", "arguments", "is_run"),
-    [
-        ("auto: 63 tokens, 0.8 s", 0.5, [], False),
-        ("auto: 63 tokens, 0.8 s", 0.5, ["--force"], True),
-        ("auto: 63 tokens, 0.8 s", 0.0, [], True),
-        ("auto: 63 tokens, 0.8 s", None, [], True),  # the load is not known
-        ("tau 7.75, the same ids: True", 0.5, [], True),
-    ],
-)
-def test_times_are_not_taken_on_a_busy_machine(
-    shown: str, load: float | None, arguments: list[str], is_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = nbformat.v4.new_code_cell("run()", outputs=[nbformat.v4.new_output("stream", text=shown)])
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "1_times.ipynb")
-    run: list[Path] = []
-
-    def note(path: Path) -> nbformat.NotebookNode:
-        run.append(path)
-        return nbformat.read(path, as_version=4)
-
-    monkeypatch.setattr(run_notebooks, "FOLDER", tmp_path)
-    monkeypatch.setattr(run_notebooks, "executed", note)
-    monkeypatch.setattr(run_notebooks, "OtherProcesses", lambda: Busy(load))
-    monkeypatch.setattr(run_notebooks.time, "sleep", lambda _: None)
-    if is_run:
-        run_notebooks.main(["1", *arguments])
-    else:
-        with pytest.raises(
-            SystemExit, match=r"1_times.ipynb shows times, and other processes use 0.50 cores.*--force"
-        ):
-            run_notebooks.main(["1", *arguments])
-    assert bool(run) == is_run
-
-
-def test_notebooks_with_times_are_known() -> None:
-    timed = {path.stem for path in NOTEBOOKS if shows_times(nbformat.read(path, as_version=4))}
-    assert {"1_quickstart", "2_seeing_the_tree", "4_write_a_drafter", "5_measure"} <= timed
-
-
-CONDITIONS = "clone the repository, run `make demo` once, then `.venv/bin/pip install -e '.[notebooks]'` and "
-
-
-def test_how_to_run_them_is_the_same_everywhere() -> None:
-    first, *others = (nbformat.read(path, as_version=4).cells[0].source for path in NOTEBOOKS)
-    assert CONDITIONS + "`.venv/bin/jupyter lab notebooks`" in first
-    assert CONDITIONS + "`.venv/bin/jupyter lab notebooks`" in (ROOT / "notebooks" / "README.md").read_text()
-    for source in others:
-        assert "the same as for [1_quickstart](1_quickstart.ipynb)" in source
-        assert "pip install" not in source
-
-
-LONGEST_LINE = 100
-"""Characters of a line of code: pages cut longer ones. Also set in notebooks/ruff.toml."""
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_lines_of_code_fit_a_page(path: Path) -> None:
-    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    assert not [line for source in code for line in source.splitlines() if len(line) > LONGEST_LINE]
-
-
-def test_what_is_made_shorter_is_there() -> None:
-    code = "".join(cell.source for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells)
-    assert all(before in code for before in SHORTER)
 
 
 LONG = {"2_seeing_the_tree", "3_train_a_head", "4_write_a_drafter", "5_measure", "6_heads_in_and_out"}

@@ -13,7 +13,7 @@ import torch
 
 import zoo
 from benchmark_script import script
-from hf_specdec import SpeculativeConfig, SpeculativeGenerationMixin
+from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.errors import InvalidConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -42,16 +42,6 @@ def test_the_wanted_tau_is_the_measured_one(llama: Any, tau: float, nodes: int, 
     assert stats.num_drafted_tokens >= (nodes - 1) * (stats.num_target_forwards - 1)
 
 
-def test_a_seed_draws_the_same_again(llama: Any) -> None:
-    inputs, answers = answers_of(llama, tokens=60)
-    seen = []
-    for seed in (1, 1, 2):
-        llama.add_drafter(oracle.OracleDrafter(answers, 2.5, seed))
-        llama.generate(**inputs, speculative="oracle")
-        seen.append(llama.last_speculation.accepted_per_step)
-    assert seen[0] == seen[1] != seen[2]
-
-
 def test_the_oracles_numbers_by_hand() -> None:
     assert oracle.level_widths(16, 4) == [4, 4, 4, 3]
     assert oracle.level_widths(3, 4) == [1, 1]
@@ -59,20 +49,6 @@ def test_the_oracles_numbers_by_hand() -> None:
     assert oracle.acceptance_for(3, 2) == 1.0
     assert oracle.acceptance_for(1, 4) == pytest.approx(0.0, abs=1e-12)
     assert [oracle.drawn_depth(draw, 0.6, 4) for draw in (0.7, 0.3, 0.0)] == [0, 2, 4]
-
-
-def test_an_oracle_that_cannot_know_is_refused(llama: Any) -> None:
-    inputs, answers = answers_of(llama, tokens=8)
-    with pytest.raises(InvalidConfigError, match="must be at least 1"):
-        oracle.OracleDrafter(answers, 0.5)
-    drafter = oracle.OracleDrafter(answers, 6.0)
-    with pytest.raises(InvalidConfigError, match="at most 4 tokens per forward"):
-        drafter.limits(SpeculativeConfig(method="oracle", num_draft_tokens=4))
-    with pytest.raises(InvalidConfigError, match="builds its own trees"):
-        drafter.limits(SpeculativeConfig(method="oracle", tree=[(0,)]))
-    llama.add_drafter(oracle.OracleDrafter(answers.expand(2, -1), 2.0))
-    with pytest.raises(InvalidConfigError, match="has 2 answers, but the batch has 1 rows"):
-        llama.generate(**inputs, speculative="oracle")
 
 
 def test_an_answer_that_is_not_plains_is_told(llama: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import zoo
 from benchmark_script import BENCHMARKS, script
@@ -172,34 +169,3 @@ def test_what_a_worker_lacks(
     monkeypatch.setattr(peers, "METHODS", {"peer": row})
     with pytest.raises(peers.PeerError, match=message):
         peers.settings_for("peer", model, options(**values))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
-def test_a_gguf_file_in_bf16_holds_the_same_weights(tmp_path: Path) -> None:
-    import gguf
-
-    quantised, wide = tmp_path / "q.gguf", tmp_path / "bf16.gguf"
-    torch.manual_seed(0)
-    matrix, vector = torch.randn(4, 64).numpy(), torch.randn(64).numpy()
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(quantised, "llama")
-    writer.add_block_count(3)
-    writer.add_token_list(["a", "b"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-    writer.add_tensor("matrix", gguf.quants.quantize(matrix, kind), raw_dtype=kind)
-    writer.add_tensor("vector", vector)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        step()
-    writer.close()
-    subprocess.run([sys.executable, BENCHMARKS / "workers" / "gguf_bf16.py", quantised, wide], check=True)
-    reader = gguf.GGUFReader(wide)
-    assert reader.fields["llama.block_count"].contents() == 3
-    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_BF16
-    known = {tensor.name: tensor for tensor in reader.tensors}
-    expected = torch.tensor(gguf.quants.dequantize(gguf.quants.quantize(matrix, kind), kind)).bfloat16().float()
-    found = gguf.quants.dequantize(known["matrix"].data, known["matrix"].tensor_type)
-    assert known["matrix"].tensor_type == gguf.GGMLQuantizationType.BF16
-    assert torch.equal(torch.tensor(found), expected)
-    assert known["vector"].tensor_type == gguf.GGMLQuantizationType.F32
-    assert torch.equal(torch.tensor(known["vector"].data), torch.tensor(vector).bfloat16().float())

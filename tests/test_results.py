@@ -20,24 +20,13 @@ def rows_of(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "batches",
-        "blocks",
-        "blocks_unseen",
-        "blocks_growing",
-        "blocks_recurrent",
-        "auto_heads",
-        "long_texts",
-        "lossy",
-        "forwards",
-    ],
-)
+@pytest.mark.parametrize("name", ["first_page", "race", "first_calls", "batches", "blocks", "blocks_unseen",
+                                  "blocks_growing", "blocks_recurrent", "auto_heads", "long_texts", "lossy",
+                                  "forwards"])  # fmt: skip
 def test_rows_have_a_commit_and_a_machine(name: str) -> None:
-    environment = rows_of(f"{name}_cpu_bf16.json")["environment"]
-    assert re.match(r"[0-9a-f]{40}", environment["commit"])
-    assert {"device", "cores", "torch", "transformers", "date"} <= environment.keys()
+    rows = rows_of(f"{name}_cpu_bf16.json")
+    assert re.match(r"[0-9a-f]{40}", rows["environment"]["commit"])
+    assert {"device", "cores", "torch", "transformers", "date"} <= {**rows, **rows["environment"]}.keys()
 
 
 def test_batches() -> None:

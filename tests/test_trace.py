@@ -10,7 +10,6 @@ import torch
 
 import drafters
 from hf_specdec import SpeculativeGenerationMixin
-from hf_specdec.errors import InvalidConfigError
 from hf_specdec.trees.tree import ROOT_PARENT
 from models import prompts
 from zoo import build
@@ -81,8 +80,3 @@ def test_a_chain_is_traced_where_a_model_takes_no_branches() -> None:
     model.generate(ids, max_new_tokens=16, do_sample=False, speculative={**config, "trace": True})
     emitted = [token for step in model.last_speculation.trace for token in step.rows[0].emitted]
     assert emitted == plain[0, ids.shape[1] + 1 :].tolist()
-
-
-def test_trace_is_yes_or_no(llama: Any) -> None:
-    with pytest.raises(InvalidConfigError, match="`trace` must be True or False"):
-        llama.generate(prompts(1)[0], max_new_tokens=2, speculative={"method": "prompt_lookup", "trace": 1})

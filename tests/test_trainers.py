@@ -15,7 +15,7 @@ import zoo
 from drafters import random_head
 from hf_specdec import SpeculativeGenerationMixin
 from hf_specdec.control.costs import StepCosts
-from hf_specdec.control.learned_stats import LearnedStats
+from hf_specdec.control.policy import LearnedStats
 from hf_specdec.drafters.eagle import EagleDrafter
 from hf_specdec.generation import model_programs, state
 from hf_specdec.generation.state import state_of

@@ -119,7 +119,7 @@ def test_the_size_is_what_pays(
     _, _, talks = answered(sure_llama, 2, 20)
     for price, largest in ((1e-6, True), (10.0, False)):
         monkeypatch.setattr(
-            tree_search, "verify_seconds", lambda model, sizes, context, p=price: {n: 1 + p * n for n in sizes}
+            tree_search, "time_forwards", lambda model, sizes, context, p=price: {n: 1 + p * n for n in sizes}
         )
         found = search_tree(sure_llama, heads, talks, max_nodes=16, top_k=4)
         sizes = sorted(found.verify_seconds)[1:]

@@ -149,7 +149,7 @@ PYDANTIC_WORDS = (
 QUOTED_PROMPT = "Put the prompt in quotes: hf-specdec generate 'Why is the sky blue?'"
 """What to do about further words after the prompt of `hf-specdec generate`."""
 
-VALUES = {"--json": "results.json", "--plot": "plot.png", "--model": "org/model", "--drafter": "org/head",
+OPTION_VALUES = {"--json": "results.json", "--plot": "plot.png", "--model": "org/model", "--drafter": "org/head",
           "--prompts": "prompts.jsonl", "--data": "data", "--output": "head", "--method": "auto",
           "--methods": "plain,auto", "--prompt": "'Why is the sky blue?'"}  # fmt: skip
 """A valid value of options that are easily given without one; `--json` takes a value in `bench` only."""
@@ -169,7 +169,7 @@ def in_words(error: typer.TyperException) -> str:
     without_value = re.fullmatch(r"Option '(\S+)' requires an argument\.?", message)
     if without_value:
         name = without_value[1]
-        return f"{name} needs a value{f', such as {name} {VALUES[name]}' if name in VALUES else ''}."
+        return f"{name} needs a value{f', such as {name} {OPTION_VALUES[name]}' if name in OPTION_VALUES else ''}."
     if context is None or not message:
         return message and sentence(message)
     see = f"See {context.command_path} --help."

@@ -39,9 +39,6 @@ def plot_acceptance(stats: Mapping[str, SpeculationStats], *, theme: Theme = "li
         stats: Statistics of generations (`model.last_speculation`), by name for the legend.
         theme: `"light"` or `"dark"`.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: Not a mapping.
     """
@@ -79,9 +76,6 @@ def plot_timeline(trace: Sequence[TracedStep], *, theme: Theme = "light") -> Axe
             finish during a later stage.
         theme: `"light"` or `"dark"`.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: Not a trace, or one without steps.
     """
@@ -113,9 +107,6 @@ def plot_widths(trace: Sequence[TracedStep], *, row: int = 0, theme: Theme = "li
         trace: Steps of a generation (`model.last_speculation.trace`).
         row: Index of the sequence in the batch.
         theme: `"light"` or `"dark"`.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: Not a trace, or one without steps.
@@ -210,9 +201,6 @@ def plot_costs(costs: Mapping[str, Sequence[float]], *, theme: Theme = "light") 
     Args:
         costs: By name of the curve: the seconds of a step that verifies 1, 2, ... nodes.
         theme: `"light"` or `"dark"`.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: Not a dict.

@@ -58,9 +58,6 @@ def plot_tree(
         acceptance: Acceptance probability of each path, 0 if missing; None draws equal lines.
         theme: `"light"` or `"dark"`.
 
-    Returns:
-        The matplotlib axes.
-
     Raises:
         ValueError: Not paths, or the parent of a node is missing.
     """
@@ -110,9 +107,6 @@ def plot_step(step: TracedStep, tokenizer: Any = None, *, row: int = 0, theme: T
         tokenizer: Decodes the tokens to show; None shows their ids.
         row: Index of the sequence in the batch.
         theme: `"light"` or `"dark"`.
-
-    Returns:
-        The matplotlib axes.
 
     Raises:
         ValueError: Not a step of a trace.
