@@ -14,8 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import datasets
-from hf_specdec.training.data import read_rows
 from pyarrow import parquet
+
+from hf_specdec.training.data import read_rows
 
 OURS = ("coding", "comparing", "explaining", "listing", "math", "question", "roleplay", "writing", "translation",
         "invented", "self-prompted")  # fmt: skip
