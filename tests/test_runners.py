@@ -29,7 +29,7 @@ from hf_specdec.verification import compiling, programs, runners
 from hf_specdec.verification.compiling import unsupported_reason
 from hf_specdec.verification.runners import CompiledForward
 from models import prompts
-from test_modes import MODES
+from torch_modes import MODES
 
 COMPILED = {"method": "eagle", "compile": "kernels", "num_draft_tokens": 6}
 BY_INDUCTOR = {**COMPILED, "compile": "inductor"}

@@ -45,9 +45,9 @@ from hf_specdec.drafters.token_recycling import TokenRecyclingDrafter
 from hf_specdec.heads.schema import EAGLE, EAGLE3, MEDUSA, checked
 from hf_specdec.records import read_json
 from hf_specdec.training import Conversation, capture_features
+from trained import CLI
 
 EXAMPLES = layouts.all_examples()
-CLI = [sys.executable, "-W", "ignore", "-m", "hf_specdec"]
 
 
 @pytest.fixture
